@@ -1,0 +1,89 @@
+"""The small interface that a method's program is written against, on whichever clock it runs.
+
+In a container ``agent.device`` implements it on the wall clock; in simulation ``testbed.simulation`` does on a
+virtual one. A program is an ``async`` function of a device and a job; it may start tasks of its own, but all
+waiting goes through the device or through asyncio primitives, never through threads or real time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from testbed.wire import Message
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a piece of work is charged: floating-point operations, a multiply and an add being two."""
+
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Names a piece of work, in traces and in fault triggers ("when worker1 begins backward of batch 205")."""
+
+    name: str
+    batch: int | None = None
+    micro: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the span as event fields, without those that are not given."""
+        given = {"span": self.name, "batch": self.batch, "micro": self.micro}
+        return {key: value for key, value in given.items() if value is not None}
+
+
+class Unreachable(Exception):  # noqa: N818 - a state of the peer, not a fault of the program
+    """The peer acknowledged nothing for as long as the sender was willing to wait."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(f"{peer} acknowledges nothing")
+        self.peer = peer
+
+
+class Device(Protocol):
+    """One device, as its program sees it."""
+
+    @property
+    def name(self) -> str:
+        """The device's name in the scenario."""
+
+    async def send(self, peer: str, message: Message, patience: float | None = None) -> None:
+        """Deliver reliably, in the order of the calls per peer; return once the peer has acknowledged.
+
+        Retries while the peer is gone or cut off. With ``patience`` (seconds) raises `Unreachable` when
+        nothing is acknowledged for so long, the message then being withdrawn; without it waits for ever.
+        The order is that of the calls, so several sends may be under way as tasks. A peer that restarts is the
+        same peer with an empty inbox: methods number their configurations and ignore what is not theirs.
+        """
+
+    async def cast(self, peers: Collection[str], message: Message) -> None:
+        """Transmit once, best effort: each peer hears it or not; return when it has left the device."""
+
+    async def receive(self) -> Message:
+        """Return the next message of any peer, in the order of arrival."""
+
+    async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
+        """Do the work on the device's one processor; takes ``cost.flops / speed`` of the device's time.
+
+        Calls queue up and run one at a time in the order of the calls. Records ``begin`` and ``compute``.
+        """
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait on the device's clock."""
+
+    def now(self) -> float:
+        """Seconds since the workload started; one clock for all devices of the run."""
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write an event to the run's log; see ``testbed.trace.events`` for the ones with a meaning."""
+
+    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Say where the weights held right now are to be had: whoever asks the device for them calls this."""

@@ -1,0 +1,26 @@
+"""The errors a user may meet, each with the exit status of the command that ends in it."""
+
+from __future__ import annotations
+
+
+class TestbedError(Exception):
+    """Something went wrong that the user should read in one line; the command exits with 1."""
+
+    __test__ = False  # keeps pytest from collecting the class by its name
+    exit_code = 1
+
+
+class ExpectationError(TestbedError):
+    """The run ended, but an ``expect`` condition of its scenario does not hold."""
+
+
+class InputError(TestbedError):
+    """What the user wrote cannot be used: says where, what is wrong and what would be right."""
+
+    exit_code = 2
+
+
+class HostError(TestbedError):
+    """This machine cannot serve: no Docker engine, no way to shape links, no room."""
+
+    exit_code = 3

@@ -1,0 +1,1 @@
+"""Published systems and baselines, one folder each."""

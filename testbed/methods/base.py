@@ -1,0 +1,102 @@
+"""What a method is: options, a planner and a program for every device, and nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from testbed.device import Device
+from testbed.hardware import DeviceSpec
+from testbed.network.link import Link, Pair
+from testbed.scenario.schema import WorkloadPart
+
+if TYPE_CHECKING:
+    import torch
+
+    from testbed.data.dataset import Dataset
+    from testbed.models.chain import Model
+
+
+class Options(BaseModel):
+    """Base of a method's options: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Assignment(BaseModel):
+    """The part of the model that one device holds: units ``first`` up to but without ``last``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    device: str
+    first: int
+    last: int
+    memory: float
+    """Predicted peak bytes of weights, gradients, optimizer state and activations."""
+
+
+class Plan(BaseModel):
+    """What a planner decided; travels as JSON to every device and into the results."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    method: str
+    lead: str
+    """The device whose program ends the run when it returns; it holds the data."""
+    assignments: tuple[Assignment, ...]
+    step_time: float | None = None
+    """Predicted seconds per training step or inference, where the planner can tell."""
+    details: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything a planner may look at, and every program knows."""
+
+    model: Model
+    devices: tuple[DeviceSpec, ...]
+    """In the order of the scenario; the first is the source."""
+    links: Mapping[Pair, Link]
+    workload: WorkloadPart
+    options: Options
+    seed: int
+
+    def device(self, name: str) -> DeviceSpec:
+        """Return the device of that name."""
+        return next(device for device in self.devices if device.name == name)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a device's program is started with."""
+
+    problem: Problem
+    plan: Plan
+    dataset: Dataset | None
+    """Only on the plan's lead."""
+    weights: Mapping[str, torch.Tensor] | None = None
+    """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead."""
+
+
+class Method(ABC):
+    """A published system, or a baseline. Stateless: state lives in the programs."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line for `testbed methods`."""
+    tasks: ClassVar[tuple[str, ...]] = ("train",)
+    Options: ClassVar[type[Options]]
+
+    @abstractmethod
+    def plan(self, problem: Problem) -> Plan:
+        """Decide who holds what; pure. Raises `InputError` where no plan fits, saying what would."""
+
+    @abstractmethod
+    async def program(self, device: Device, job: Job) -> None:
+        """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
+
+    def spans(self, plan: Plan, device: str) -> frozenset[str]:
+        """Names of the spans this device may begin, so that a fault on one that never comes is refused."""
+        raise NotImplementedError

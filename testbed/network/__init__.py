@@ -1,0 +1,1 @@
+"""Links, topologies and what faults do to them: plain data and formulas, no sockets."""

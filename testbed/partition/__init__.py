@@ -1,0 +1,1 @@
+"""Pure planners: costs in, plan out."""

@@ -1,0 +1,1 @@
+"""The file a user writes: its schema, its units, its expansion into an experiment."""

@@ -1,0 +1,132 @@
+"""Quantities with written units, parsed in one place: rates, durations, fractions, sizes, speeds.
+
+A quantity is text such as ``50mbit``, ``5ms``, ``1%``, ``1GiB`` or ``3.6gflops``; a bare number is refused
+(only ``0`` needs no unit), because a unit that is guessed is a unit that is wrong for somebody.
+Internally every quantity is a float in SI base units: bit/s, seconds, fraction of one, bytes, FLOP/s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\s*\Z")
+
+RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+SIZE_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+SPEED_UNITS = {"flops": 1.0, "kflops": 1e3, "mflops": 1e6, "gflops": 1e9, "tflops": 1e12}
+FRACTION_UNITS = {"%": 0.01}
+
+
+def _hint(kind: str, unit: str, units: Mapping[str, float]) -> str:
+    """Say what the writer of an unknown unit may have meant."""
+    if kind == "rate" and re.fullmatch(r"[kKMG]bps", unit):
+        meant = unit[0].lower() + "bit"
+        return f"tc reads '{unit}' as bytes a second, most people mean bits: write '{meant}'"
+    if kind == "rate" and re.fullmatch(r"(?i)[kmg]?(bit/s|bits|b/s)", unit):
+        meant = (unit[0].lower() if unit[0].lower() in "kmg" else "") + "bit"
+        return f"write '{meant}', which means bits a second"
+    for known in units:
+        if known.lower() == unit.lower():
+            return f"write '{known}'"
+    return "write one of " + ", ".join(units)
+
+
+def _parse(kind: str, value: object, units: Mapping[str, float], example: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"a {kind} is text with a unit, such as '{example}'")
+    match = _NUMBER.match(str(value))
+    if not match:
+        raise ValueError(f"'{value}' is not a {kind}: write a number and a unit, such as '{example}'")
+    number, unit = float(match[1]), (match[2] or "").strip()
+    if number < 0:
+        raise ValueError(f"a {kind} cannot be negative: '{value}'")
+    if not unit:
+        if number == 0:
+            return 0.0
+        raise ValueError(f"'{value}' has no unit: a {kind} is written like '{example}'")
+    if unit not in units:
+        raise ValueError(f"'{unit}' is not a unit of {kind}: {_hint(kind, unit, units)}")
+    return number * units[unit]
+
+
+def parse_rate(value: object) -> float:
+    """Return bit/s from text like ``50mbit``; raise ValueError with a hint for ``50Mbps``."""
+    return _parse("rate", value, RATE_UNITS, "50mbit")
+
+
+def parse_duration(value: object) -> float:
+    """Return seconds from text like ``5ms``."""
+    return _parse("duration", value, DURATION_UNITS, "5ms")
+
+
+def parse_size(value: object) -> int:
+    """Return whole bytes from text like ``1GiB``."""
+    return round(_parse("size", value, SIZE_UNITS, "512MiB"))
+
+
+def parse_speed(value: object) -> float:
+    """Return FLOP/s (a multiply and an add are two) from text like ``3.6gflops``."""
+    return _parse("speed", value, SPEED_UNITS, "3.6gflops")
+
+
+def parse_fraction(value: object) -> float:
+    """Return a fraction of one from text like ``1%``."""
+    fraction = _parse("fraction", value, FRACTION_UNITS, "1%")
+    if fraction > 1:
+        raise ValueError(f"'{value}' is more than 100%")
+    return fraction
+
+
+def _format(value: float, units: Mapping[str, float]) -> str:
+    """Write with the largest unit that leaves a number of at least one, so that it parses back exactly."""
+    if value == 0:
+        return "0"
+    for unit, factor in sorted(units.items(), key=lambda item: -item[1]):
+        number = value / factor
+        if number >= 1 and number * factor == value:
+            return f"{number:g}{unit}" if float(f"{number:g}") * factor == value else f"{number!r}{unit}"
+    unit, factor = min(units.items(), key=lambda item: item[1])
+    return f"{value / factor!r}{unit}"
+
+
+def format_rate(value: float) -> str:
+    """Write bit/s with its unit."""
+    return _format(value, RATE_UNITS)
+
+
+def format_duration(value: float) -> str:
+    """Write seconds with their unit."""
+    return _format(value, DURATION_UNITS)
+
+
+def format_size(value: float) -> str:
+    """Write bytes with their unit."""
+    return _format(value, SIZE_UNITS)
+
+
+def format_speed(value: float) -> str:
+    """Write FLOP/s with its unit."""
+    return _format(value, SPEED_UNITS)
+
+
+def format_fraction(value: float) -> str:
+    """Write a fraction of one as per cent."""
+    return _format(value, FRACTION_UNITS)
+
+
+def _annotate(parse: Callable[[object], float], write: Callable[[float], str], example: str) -> Any:
+    """Tie parser, writer and JSON schema of one kind of quantity into a pydantic annotation."""
+    schema = {"anyOf": [{"type": "string"}, {"const": 0}], "examples": [example]}
+    return (BeforeValidator(parse), PlainSerializer(write), WithJsonSchema(schema))
+
+
+Rate = Annotated[float, *_annotate(parse_rate, format_rate, "50mbit")]
+Duration = Annotated[float, *_annotate(parse_duration, format_duration, "5ms")]
+Fraction = Annotated[float, *_annotate(parse_fraction, format_fraction, "1%")]
+Size = Annotated[float, *_annotate(parse_size, format_size, "1GiB")]
+Speed = Annotated[float, *_annotate(parse_speed, format_speed, "3.6gflops")]

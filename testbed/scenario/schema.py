@@ -1,0 +1,215 @@
+"""The scenario file as pydantic models: every key, its meaning and its default.
+
+Only the shape of the file is checked here. What needs a look at several keys at once (a link to a device
+that is not there, more stages than units) is checked where the experiment is built from it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from testbed.scenario.quantities import Duration, Fraction, Rate, Size, Speed
+
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
+
+
+class Part(BaseModel):
+    """Base of every part of a scenario: unknown keys are refused, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class DevicePart(Part):
+    """One device, or ``count`` alike ones named ``<name>1`` ... ``<name>N``."""
+
+    profile: str = Field("laptop", description="one of `testbed profiles`")
+    count: int | None = Field(None, ge=1, le=1000)
+    speed: Speed | None = Field(None, description="overrides the profile's speed")
+    memory: Size | None = Field(None, description="overrides the profile's memory")
+    cpus: float | None = Field(None, gt=0, description="CFS quota, for workloads that do not pace themselves")
+
+
+class LinkPart(Part):
+    """The properties of a link, one direction. What is not given stays as the level above says."""
+
+    preset: str | None = Field(None, description="a named set of figures, e.g. 4g; other keys override it")
+    rate: Rate | None = None
+    delay: Duration | None = Field(None, description="one-way")
+    loss: Fraction | None = Field(None, description="each packet independently")
+
+
+class PairLinkPart(LinkPart):
+    """A link that differs from the default: ``from``/``to`` for one direction, ``between`` for both."""
+
+    from_: Name | None = Field(None, alias="from")
+    to: Name | None = None
+    between: tuple[Name, Name] | None = None
+
+    @model_validator(mode="after")
+    def _one_way_of_naming(self) -> Self:
+        if (self.between is None) == (self.from_ is None or self.to is None):
+            raise ValueError("name the link either with 'from' and 'to' or with 'between: [a, b]'")
+        return self
+
+
+class NetworkPart(Part):
+    """Which devices are linked, and how."""
+
+    topology: Literal["mesh", "star", "line", "explicit"] = Field(
+        "mesh", description="star: all to the first device; line: neighbours in the order of the file"
+    )
+    link: LinkPart = Field(default_factory=lambda: LinkPart(), description="every link, unless overridden")
+    links: tuple[PairLinkPart, ...] = ()
+    subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")
+
+
+class ModelPart(Part):
+    """A neural network by name, with its options (see `testbed models`)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+
+class DataPart(Part):
+    """A data set by name (see `testbed data list`)."""
+
+    name: str = "digits"
+    folder: str | None = Field(None, description="where its files lie; relative to the scenario file")
+    train: int | None = Field(None, ge=1, description="use only so many training samples")
+    test: int | None = Field(None, ge=1, description="use only so many test samples")
+
+
+class OptimizerPart(Part):
+    """Stochastic gradient descent."""
+
+    learning_rate: float = Field(0.05, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+
+
+class MethodPart(Part):
+    """A method by name, with its options (see `testbed methods`)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    def options(self) -> dict[str, Any]:
+        """Return what the method's own options model has to validate."""
+        return dict(self.model_extra or {})
+
+
+class WorkloadPart(Part):
+    """What the devices do together, and for how long."""
+
+    task: Literal["train", "infer"] = "train"
+    model: ModelPart
+    data: DataPart = Field(default_factory=lambda: DataPart())
+    method: MethodPart
+    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart())
+    batch_size: int = Field(32, ge=1)
+    epochs: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, description="training steps; instead of epochs")
+    requests: int | None = Field(None, ge=1, description="inference: number of batches sent through")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        given = [key for key in ("epochs", "steps", "requests") if getattr(self, key) is not None]
+        if self.task == "infer" and given not in ([], ["requests"]):
+            raise ValueError("an inference workload is as long as its 'requests'")
+        if self.task == "train" and (len(given) != 1 or given == ["requests"]):
+            raise ValueError("a training workload needs exactly one of 'epochs' and 'steps'")
+        return self
+
+
+class TriggerPart(Part):
+    """A moment of the training: 'when worker1 begins backward of batch 205'."""
+
+    device: Name
+    begins: str | None = Field(None, description="name of a span, e.g. forward, backward, update")
+    event: str | None = Field(None, description="name of a recorded event, e.g. recovery")
+    batch: int | None = Field(None, ge=0)
+    micro: int | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.begins is None) == (self.event is None):
+            raise ValueError("say either what the device 'begins' or which 'event' it records")
+        return self
+
+
+class DegradePart(LinkPart):
+    """The links to make worse: one pair, or all links of the named devices."""
+
+    between: tuple[Name, Name] | None = None
+    from_: Name | None = Field(None, alias="from")
+    to: Name | None = None
+    device: Name | None = Field(None, description="every link from and to this device")
+
+    @model_validator(mode="after")
+    def _one_target(self) -> Self:
+        named = [self.between is not None, self.from_ is not None and self.to is not None, self.device is not None]
+        if sum(named) != 1:
+            raise ValueError("name the links with one of 'between', 'from' and 'to', or 'device'")
+        return self
+
+
+class FaultPart(Part):
+    """One thing that breaks or mends, and when.
+
+    Exactly one action; at most one of ``at`` (seconds after the start of the workload), ``when`` (an event of
+    the training) and ``after`` (seconds after the fault before it in the file).
+    """
+
+    kill: Name | None = None
+    restart: Name | None = None
+    pause: Name | None = None
+    resume: Name | None = None
+    partition: tuple[tuple[Name, ...], ...] | None = Field(
+        None, description="groups that cannot reach each other; devices not named form one more group"
+    )
+    degrade: DegradePart | None = None
+    heal: Literal["all"] | None = Field(None, description="undo every partition and degradation")
+    at: Duration | None = None
+    when: TriggerPart | None = None
+    after: Duration | None = None
+    for_: Duration | None = Field(None, alias="for", description="undone after this time")
+
+    ACTIONS: ClassVar[tuple[str, ...]] = ("kill", "restart", "pause", "resume", "partition", "degrade", "heal")
+
+    @property
+    def action(self) -> str:
+        """The name of the one action given."""
+        return next(name for name in self.ACTIONS if getattr(self, name) is not None)
+
+    @model_validator(mode="after")
+    def _one_action_one_time(self) -> Self:
+        actions = [name for name in self.ACTIONS if getattr(self, name) is not None]
+        if len(actions) != 1:
+            raise ValueError("a fault has exactly one of " + ", ".join(self.ACTIONS))
+        if sum(value is not None for value in (self.at, self.when, self.after)) != 1:
+            raise ValueError("a fault strikes at exactly one of 'at', 'when' and 'after'")
+        if self.for_ is not None and actions[0] in ("restart", "resume", "heal"):
+            raise ValueError(f"'{actions[0]}' mends something: it takes no 'for'")
+        return self
+
+
+class Scenario(Part):
+    """A whole experiment in one file."""
+
+    name: Name
+    description: str = ""
+    seed: int = Field(0, ge=0)
+    devices: dict[Name, DevicePart] = Field(min_length=1)
+    network: NetworkPart = Field(default_factory=lambda: NetworkPart())
+    workload: WorkloadPart
+    faults: tuple[FaultPart, ...] = ()
+    repetitions: int = Field(1, ge=1)
+    sweep: dict[str, tuple[Any, ...]] = Field(
+        default_factory=dict, description="dotted key of this file -> values; all combinations run"
+    )
+    expect: dict[str, str] = Field(
+        default_factory=dict, description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'"
+    )
+    time_limit: Duration = Field(600.0, description="the run fails when it is not over by then")

@@ -1,0 +1,1 @@
+"""Pure generators: who computes what, in which order."""

@@ -1,0 +1,1 @@
+"""The device interface on a virtual clock."""

@@ -1,0 +1,1 @@
+"""Spans in; metrics, tables, Perfetto file and Gantt chart out."""

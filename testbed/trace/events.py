@@ -1,0 +1,58 @@
+"""The events of a run: what both runtimes and every method write, and everything later is computed from.
+
+One event is one line of ``events.jsonl``: ``time`` (seconds since the workload started, one clock for the whole
+run), ``device`` (or "testbed" for what the testbed itself did), ``event`` and further fields:
+
+======== ========================================================================= ===========================
+event    fields                                                                    written by
+======== ========================================================================= ===========================
+begin    span, batch?, micro?                                                      device, as a compute starts
+compute  span, batch?, micro?, start, duration, flops, busy, deficit               device, as it ends
+send     peer, message, bytes, start, duration, queued, encode                     device, when acknowledged
+receive  peer, message, bytes, start, duration, decode                             device, when fully there
+cast     peers, message, bytes, start, duration                                    device, when it has left
+state    state (up, started, finished, failed, stopped), error?                    runtime
+fault    action, target, phase (strike | undo), intended, detail?                  runtime, device "testbed"
+link     source, destination, rate, delay, loss, up                                runtime, device "testbed"
+step     step, loss, samples                                                       method, a training step done
+evaluate step, accuracy, loss                                                      method, on the test data
+request  request, latency                                                          method, an inference done
+recovery phase (detected | resumed), step, missing?, partition?                    method, a fault outlived
+log      text                                                                      anybody
+======== ========================================================================= ===========================
+
+``start`` is a ``time``; all durations are seconds. For compute, ``busy`` is what the host really needed and
+``deficit`` by how much that exceeded the charged time (0 when the pacing could hide it). For send, ``queued`` is the
+wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive, from
+the first to the last byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TESTBED = "testbed"
+"""The ``device`` of events that no device wrote."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the run's log."""
+
+    time: float
+    device: str
+    event: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the line, without its end."""
+        return json.dumps({"time": round(self.time, 9), "device": self.device, "event": self.event, **self.fields})
+
+    @staticmethod
+    def from_json(line: str) -> Event:
+        """Read a line that `to_json` wrote."""
+        fields = json.loads(line)
+        return Event(fields.pop("time"), fields.pop("device"), fields.pop("event"), fields)

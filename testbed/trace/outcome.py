@@ -1,0 +1,49 @@
+"""What a runtime hands back when a run is over, whichever runtime it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from testbed.network.link import Link
+from testbed.trace.events import Event
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """One directed link, as asked for and as found before the run."""
+
+    source: str
+    destination: str
+    requested: Link
+    rate: float | None = None
+    """bit/s on the wire; None where it was not measured."""
+    delay: float | None = None
+    """Median one-way delay in seconds."""
+    loss: float | None = None
+    """Fraction of probe packets lost."""
+    packets: int = 0
+    problem: str | None = None
+    """Why this link is outside its tolerance."""
+
+
+@dataclass
+class Outcome:
+    """A finished run, before anything is computed from it."""
+
+    runtime: Literal["emulate", "simulate"]
+    status: Literal["finished", "failed", "timed out", "interrupted"]
+    events: list[Event]
+    """In the order of time."""
+    error: str | None = None
+    links: list[LinkMeasurement] = field(default_factory=list)
+    host: dict[str, Any] = field(default_factory=dict)
+    """Kernel, processor, link backend, engine, image digests: whatever the manifest should hold."""
+    fidelity: dict[str, Any] = field(default_factory=dict)
+    """Figures that bear on trust: processor saturation, queue overflows, delay-line lateness."""
+    weights: dict[str, torch.Tensor] | None = None
+    """Of the whole model at the end, where the method exposed them on its lead."""
+    wall_seconds: float = 0.0
