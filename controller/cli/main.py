@@ -1,0 +1,75 @@
+"""The `testbed` command. Subcommands are imported only when they are called, so that each answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from testbed import __version__
+from testbed.errors import TestbedError
+
+COMMANDS = {
+    "run": "controller.cli.run:run",
+    "up": "controller.cli.lab:up",
+    "down": "controller.cli.lab:down",
+    "ps": "controller.cli.lab:ps",
+    "logs": "controller.cli.lab:logs",
+    "fault": "controller.cli.fault:fault",
+    "link": "controller.cli.link:link",
+    "plan": "controller.cli.inspect:plan",
+    "validate": "controller.cli.inspect:validate",
+    "schema": "controller.cli.inspect:schema",
+    "models": "controller.cli.inspect:models",
+    "methods": "controller.cli.inspect:methods",
+    "profiles": "controller.cli.inspect:profiles",
+    "data": "controller.cli.data:data",
+    "report": "controller.cli.report:report",
+    "compare": "controller.cli.report:compare",
+    "images": "controller.cli.images:images",
+    "doctor": "controller.cli.doctor:doctor",
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose subcommands live in modules that are imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="testbed")
+def testbed() -> None:
+    """Emulate edge devices and their links on one machine and run split neural networks on them."""
+
+
+def main() -> None:
+    """Run the command line; turn a `TestbedError` into one line and its exit status."""
+    try:
+        testbed.main(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except TestbedError as error:
+        click.echo(f"testbed: {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output has left (`testbed ps | head`): not an error worth a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
