@@ -1,0 +1,170 @@
+"""The models a scenario can name, and their options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from testbed.errors import InputError
+from testbed.models.chain import Layer, Model, Shape, chain
+from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
+
+Width = Annotated[int, Field(ge=1, le=100_000)]
+
+
+class Options(BaseModel):
+    """Base of a model's options: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MlpOptions(Options):
+    """Options of the multilayer perceptron."""
+
+    hidden: tuple[Width, ...] = Field((128, 128, 128, 128), description="sizes of the hidden layers")
+
+
+class CnnOptions(Options):
+    """Options of the small convolutional network."""
+
+    channels: tuple[Width, Width, Width] = Field((8, 16, 32), description="of the three convolutions")
+    hidden: tuple[Width, ...] = Field((120, 84), description="sizes of the fully connected layers before the last")
+
+
+class Vgg5Options(Options):
+    """Options of VGG5."""
+
+    batch_norm: bool = Field(True, description="normalise after each convolution, as the paper does")
+
+
+def _mlp(options: MlpOptions, shape: Shape, classes: int) -> Model:
+    units: list[tuple[str, list[Layer]]] = [
+        (f"hidden{index}", [Linear(size), ReLU()]) for index, size in enumerate(options.hidden, 1)
+    ]
+    units.append(("output", [Linear(classes)]))
+    units[0][1].insert(0, Flatten())
+    return chain("mlp", shape, classes, units)
+
+
+def _cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
+    first, second, third = options.channels
+    units: list[tuple[str, list[Layer]]] = [
+        ("conv1", [Conv2d(first, padding=1), ReLU()]),
+        ("conv2", [Conv2d(second, padding=1), ReLU(), MaxPool2d()]),
+        ("conv3", [Conv2d(third, padding=1), ReLU(), MaxPool2d(), Flatten()]),
+    ]
+    units += [(f"hidden{index}", [Linear(size), ReLU()]) for index, size in enumerate(options.hidden, 1)]
+    units.append(("output", [Linear(classes)]))
+    return chain("cnn", shape, classes, units)
+
+
+def _vgg5(options: Vgg5Options, shape: Shape, classes: int) -> Model:
+    def convolution(channels: int, *rest: Layer) -> list[Layer]:
+        # A bias before the normalisation would be subtracted by it at once.
+        norm: list[Layer] = [BatchNorm2d()] if options.batch_norm else []
+        return [Conv2d(channels, padding=1, bias=not options.batch_norm), *norm, ReLU(), *rest]
+
+    return chain(
+        "vgg5",
+        shape,
+        classes,
+        [
+            ("conv1", convolution(32, MaxPool2d())),
+            ("conv2", convolution(64, MaxPool2d())),
+            ("conv3", convolution(64, Flatten())),
+            ("fc1", [Linear(128), ReLU()]),
+            ("fc2", [Linear(classes)]),
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model of the catalogue."""
+
+    name: str
+    summary: str
+    Options: type[Options]
+    make: Callable[[Any, Shape, int], Model]
+    """(options, shape of an image, classes) -> model; raises ValueError where the shape does not fit."""
+
+
+CATALOG: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry("mlp", "multilayer perceptron; 784-128-128-128-128-10 on MNIST, as in EdgePipe", MlpOptions, _mlp),
+        Entry("cnn", "three convolutions and three fully connected layers, about the size of LeNet", CnnOptions, _cnn),
+        Entry(
+            "vgg5", "three convolutions and two fully connected layers, as in PipeLearn's Table II", Vgg5Options, _vgg5
+        ),
+    )
+}
+
+
+def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: int) -> Model:
+    """Make a model of the catalogue for images of ``input_shape``.
+
+    Raises `InputError` for an unknown name, for options the model does not have and for images that do not fit.
+    """
+    entry = CATALOG.get(name)
+    if entry is None:
+        raise InputError(f"model.name: there is no model '{name}'; choose one of {', '.join(CATALOG)}")
+    try:
+        chosen = entry.Options.model_validate(dict(options))
+    except ValidationError as error:
+        raise InputError(_explain(entry, error)) from error
+    try:
+        return entry.make(chosen, tuple(input_shape), classes)
+    except ValueError as error:
+        size = "x".join(map(str, input_shape))
+        raise InputError(f"model {name} cannot take inputs of {size}: {error}") from error
+
+
+def _explain(entry: Entry, error: ValidationError) -> str:
+    """Say in one line what is wrong with the options."""
+    first = error.errors()[0]
+    key = ".".join(map(str, ("model", *first["loc"])))
+    if first["type"] == "extra_forbidden":
+        return f"{key}: model {entry.name} has no such option; it has {', '.join(entry.Options.model_fields)}"
+    return f"{key}: {first['msg']}, not {first['input']!r}"
+
+
+def describe(model: Model) -> dict[str, Any]:
+    """Return a model's figures as plain values: totals, and one row for each unit; FLOPs and bytes per sample."""
+    return {
+        "name": model.name,
+        "input": list(model.input),
+        "classes": model.classes,
+        "parameters": model.parameters,
+        "forward_flops": model.forward_flops,
+        "units": [
+            {
+                "index": index,
+                "name": unit.name,
+                "output": list(unit.output),
+                "parameters": unit.parameters,
+                "forward_flops": unit.forward_flops,
+                "output_bytes": unit.output_bytes,
+                "activation_bytes": unit.activation_bytes,
+            }
+            for index, unit in enumerate(model.units)
+        ],
+    }
+
+
+def catalog() -> list[dict[str, Any]]:
+    """Return the catalogue as plain values, for ``testbed models --json``."""
+    return [
+        {
+            "name": entry.name,
+            "summary": entry.summary,
+            "options": {
+                key: {"default": field.default, "description": field.description}
+                for key, field in entry.Options.model_fields.items()
+            },
+        }
+        for entry in CATALOG.values()
+    ]
