@@ -25,5 +25,86 @@ class Profile:
 
     name: str
     speed: float
+    """FLOP/s."""
     memory: float
+    """Bytes."""
+    basis: str
+    """What kind of figure ``speed`` is: measured (and by what), a peak, or an assumption."""
     source: str
+    """Where the figures come from."""
+
+
+_GIB = 2.0**30
+_TOP500_BENCHMARK = "github.com/geerlingguy/top500-benchmark"
+
+# HPL solves a dense system in float64 on all cores: a board's sustained best in large matrix products. float32 kernels
+# can exceed it, small layers stay far below it, so a study of one network should measure it and override `speed`.
+_PROFILES = (
+    Profile(
+        "raspberry-pi-2b",
+        1.47e9,
+        1 * _GIB,
+        "measured, HPL float64",
+        "Cloutier, Paradis, Weaver: A Raspberry Pi Cluster Instrumented for Fine-Grained Power Measurement, "
+        "Electronics 5(4):61, 2016. EdgePipe's Table II implies 0.06 GFLOP/s for its 784-128 dense layer in training.",
+    ),
+    Profile(
+        "raspberry-pi-3b",
+        3.7e9,
+        1 * _GIB,
+        "measured, HPL float64, limited by heat",
+        "Cloutier, Paradis, Weaver: A Raspberry Pi Cluster Instrumented for Fine-Grained Power Measurement, "
+        "Electronics 5(4):61, 2016",
+    ),
+    Profile(
+        "raspberry-pi-4b",
+        11.889e9,
+        4 * _GIB,
+        "measured, HPL float64, 1.8 GHz",
+        f"{_TOP500_BENCHMARK} (Raspberry Pi 4, BCM2711); sold with 1, 2, 4 and 8 GiB",
+    ),
+    Profile(
+        "raspberry-pi-5",
+        30.249e9,
+        8 * _GIB,
+        "measured, HPL float64, 2.4 GHz",
+        f"{_TOP500_BENCHMARK} (Raspberry Pi 5, BCM2712); sold with 2, 4, 8 and 16 GiB",
+    ),
+    Profile(
+        "jetson-nano",
+        235.8e9,
+        4 * _GIB,
+        "peak of the GPU, float32: never reached",
+        "128 CUDA cores x 2 FLOP x 921.6 MHz, from NVIDIA's data sheet (472 GFLOP/s in float16)",
+    ),
+    Profile(
+        "laptop",
+        37.2753e9,
+        8 * _GIB,
+        "measured, HPL float64, two cores of 2011",
+        "github.com/kreier/benchmark (HP EliteBook 8460p, Core i5-2520M); memory is an assumption",
+    ),
+    Profile(
+        "laptop-m2",
+        104.68e9,
+        8 * _GIB,
+        "measured, HPL float64, in Docker",
+        f"{_TOP500_BENCHMARK} (M2 MacBook Air at 3.5 GHz); sold with 8, 16 and 24 GiB",
+    ),
+    Profile(
+        "edge-server",
+        229e9,
+        32 * _GIB,
+        "measured, HPL float64, six desktop cores",
+        f"{_TOP500_BENCHMARK} (Ryzen 5 5600X at 3.7 GHz); memory is an assumption",
+    ),
+    Profile(
+        "cloud-server",
+        953.47e9,
+        96 * _GIB,
+        "measured, HPL float64, 128 cores",
+        f"{_TOP500_BENCHMARK} (Ampere Altra Max M128-30 at 3.0 GHz); memory is an assumption",
+    ),
+)
+
+PROFILES = {profile.name: profile for profile in _PROFILES}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from testbed.scenario.quantities import Duration, Fraction, Rate, Size, Speed
+from testbed.scenario.source import Key, Source
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
 
@@ -18,7 +19,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
 class Part(BaseModel):
     """Base of every part of a scenario: unknown keys are refused, values are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
 class DevicePart(Part):
@@ -26,8 +27,8 @@ class DevicePart(Part):
 
     profile: str = Field("laptop", description="one of `testbed profiles`")
     count: int | None = Field(None, ge=1, le=1000)
-    speed: Speed | None = Field(None, description="overrides the profile's speed")
-    memory: Size | None = Field(None, description="overrides the profile's memory")
+    speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed")
+    memory: Size | None = Field(None, gt=0, description="overrides the profile's memory")
     cpus: float | None = Field(None, gt=0, description="CFS quota, for workloads that do not pace themselves")
 
 
@@ -35,7 +36,7 @@ class LinkPart(Part):
     """The properties of a link, one direction. What is not given stays as the level above says."""
 
     preset: str | None = Field(None, description="a named set of figures, e.g. 4g; other keys override it")
-    rate: Rate | None = None
+    rate: Rate | None = Field(None, gt=0, description="on the wire, Ethernet frames; default: as fast as the host")
     delay: Duration | None = Field(None, description="one-way")
     loss: Fraction | None = Field(None, description="each packet independently")
 
@@ -52,6 +53,18 @@ class PairLinkPart(LinkPart):
         if (self.between is None) == (self.from_ is None or self.to is None):
             raise ValueError("name the link either with 'from' and 'to' or with 'between: [a, b]'")
         return self
+
+    def ends(self) -> list[tuple[Key, str]]:
+        """Return each device named, with the key that names it."""
+        if self.between is not None:
+            return [(("between", index), name) for index, name in enumerate(self.between)]
+        return [(("from",), str(self.from_)), (("to",), str(self.to))]
+
+    def directions(self) -> list[tuple[str, str]]:
+        """Return the (source, destination) pairs meant: one, or both of ``between``."""
+        if self.between is not None:
+            return [self.between, self.between[::-1]]
+        return [(str(self.from_), str(self.to))]
 
 
 class NetworkPart(Part):
@@ -212,4 +225,16 @@ class Scenario(Part):
     expect: dict[str, str] = Field(
         default_factory=dict, description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'"
     )
-    time_limit: Duration = Field(600.0, description="the run fails when it is not over by then")
+    time_limit: Duration = Field(600.0, gt=0, description="the run fails when it is not over by then")
+    _source: Source = PrivateAttr(default_factory=lambda: Source("the scenario"))
+
+    @property
+    def source(self) -> Source:
+        """Where each key was written; names no file for a scenario that came from none."""
+        return self._source
+
+    def located(self, source: Source) -> Self:
+        """Return the same scenario, written there."""
+        scenario = self.model_copy()
+        scenario._source = source
+        return scenario

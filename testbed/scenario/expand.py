@@ -1,0 +1,151 @@
+"""From a scenario to experiments: sweeps and repetitions, devices one by one, links one direction at a time."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from testbed.hardware import PROFILES, DeviceSpec
+from testbed.network.link import Link, Pair
+from testbed.network.presets import PRESETS
+from testbed.network.topology import directed_pairs
+from testbed.scenario.experiment import Experiment
+from testbed.scenario.loading import nearest, put, validate
+from testbed.scenario.schema import LinkPart, Scenario
+from testbed.scenario.source import Key, Problem, parse_key
+from testbed.seeds import derive
+
+_MAX_NAME = 31
+
+
+def experiments(scenario: Scenario) -> list[Experiment]:
+    """Return every run that the scenario asks for: each point of its sweep, each repetition of each.
+
+    The first repetition has the scenario's own seed, later ones seeds derived from it; all points of a sweep
+    share them, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
+    """
+    return [
+        _experiment(point, values, repetition)
+        for point, values in _points(scenario)
+        for repetition in range(scenario.repetitions)
+    ]
+
+
+def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
+    source = scenario.source
+    empty = [Problem(("sweep", key), "has no values") for key, values in scenario.sweep.items() if not values]
+    if empty:
+        raise source.error(empty)
+    plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+    plain |= {"sweep": {}}
+    for values in itertools.product(*scenario.sweep.values()):
+        point: dict[str, object] = dict(zip(scenario.sweep, values, strict=True))
+        if not point:
+            yield scenario, {}
+            return
+        tree: dict[str, Any] = copy.deepcopy(plain)
+        places = {}
+        for dotted, value in point.items():
+            where = source.where(("sweep", dotted))
+            put(tree, parse_key(dotted), value, where)
+            places[parse_key(dotted)] = f"{where} (sweep: {value})"
+        yield validate(tree, source.override(places)), point
+
+
+def _experiment(scenario: Scenario, point: dict[str, object], repetition: int) -> Experiment:
+    devices = _devices(scenario)
+    links = _links(scenario, [device.name for device in devices])
+    seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
+    single = scenario.model_copy(update={"sweep": {}, "repetitions": 1, "seed": seed})
+    return Experiment(single, devices, links, point, repetition)
+
+
+def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
+    devices: dict[str, DeviceSpec] = {}
+    problems = []
+    for name, part in scenario.devices.items():
+        key: Key = ("devices", name)
+        profile = PROFILES.get(part.profile)
+        if profile is None:
+            text = f"there is no profile '{part.profile}': {nearest(part.profile, PROFILES)}"
+            problems.append(Problem((*key, "profile"), text))
+            continue
+        names = [name] if part.count is None else [f"{name}{number}" for number in range(1, part.count + 1)]
+        if len(names[-1]) > _MAX_NAME:
+            problems.append(Problem(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name"))
+        for each in names:
+            if each in devices:
+                problems.append(Problem(key, f"makes a second device called '{each}': rename one of the two"))
+            devices[each] = DeviceSpec(
+                name=each,
+                speed=part.speed if part.speed is not None else profile.speed,
+                memory=part.memory if part.memory is not None else profile.memory,
+                cpus=part.cpus,
+                profile=profile.name,
+            )
+    if problems:
+        raise scenario.source.error(problems)
+    return tuple(devices.values())
+
+
+def _apply(link: Link, part: LinkPart, from_first: bool) -> Link:
+    """Return the link with what one level of the scenario says about it: first its preset, then its own figures."""
+    if part.preset is not None:
+        preset = PRESETS[part.preset]
+        link = replace(link, rate=preset.rate(from_first))
+        if preset.delay is not None:
+            link = replace(link, delay=preset.delay)
+    given = {name: getattr(part, name) for name in ("rate", "delay", "loss") if getattr(part, name) is not None}
+    return replace(link, **given)
+
+
+def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
+    network = scenario.network
+    pairs = dict.fromkeys(directed_pairs(network.topology, names))
+    problems = _preset_problems(network.link, ("network", "link"))
+    for index, part in enumerate(network.links):
+        key: Key = ("network", "links", index)
+        found = [Problem((*key, *end), text) for end, text in no_such_devices(part.ends(), scenario, names)]
+        problems += _preset_problems(part, key) + found
+        sender, receiver = part.directions()[0]
+        if found:
+            continue
+        if sender == receiver:
+            problems.append(Problem(key, f"links '{sender}' to itself: name two devices"))
+        elif network.topology == "explicit":
+            pairs |= dict.fromkeys([(sender, receiver), (receiver, sender)])
+        elif (sender, receiver) not in pairs:
+            text = f"a {network.topology} has no link between '{sender}' and '{receiver}': "
+            problems.append(Problem(key, text + "use the topology mesh, or explicit and list every link"))
+    if problems:
+        raise scenario.source.error(problems)
+    first = names[0]
+    links = {pair: _apply(Link(), network.link, pair[0] == first) for pair in pairs}
+    for part in network.links:
+        for pair in part.directions():
+            links[pair] = _apply(links[pair], part, pair[0] == first)
+    return links
+
+
+def _preset_problems(part: LinkPart, key: Key) -> list[Problem]:
+    if part.preset is None or part.preset in PRESETS:
+        return []
+    return [Problem((*key, "preset"), f"there is no preset '{part.preset}': {nearest(part.preset, PRESETS)}")]
+
+
+def no_such_devices(
+    named: Iterable[tuple[Key, str]], scenario: Scenario, names: Collection[str]
+) -> Iterator[tuple[Key, str]]:
+    """Yield (key, what is wrong) for each named device that the scenario does not have."""
+    for key, name in named:
+        if name in names:
+            continue
+        part = scenario.devices.get(name)
+        if part is not None and part.count is not None:
+            last = f" to {name}{part.count}" if part.count > 1 else ""
+            yield key, f"'{name}' stands for the devices {name}1{last}: name one of them"
+        else:
+            yield key, f"there is no device '{name}': {nearest(name, names)}"

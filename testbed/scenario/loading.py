@@ -1,0 +1,320 @@
+"""From a file to a `Scenario`; whatever is wrong becomes one line that says where it is and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from testbed.errors import InputError
+from testbed.scenario.schema import Scenario
+from testbed.scenario.source import Key, Problem, Source, format_key, parse_key
+
+SCENARIOS = Path("scenarios")
+_TAG = "tag:yaml.org,2002:"
+_MAX_BYTES = 1 << 20
+_MAX_VALUES = 100_000
+"""More than any scenario has; stops a file whose aliases unfold without end."""
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
+    """Read and validate a scenario file.
+
+    ``path`` may also be a bare name: ``quickstart`` is ``scenarios/quickstart.yaml``. Each override reads
+    ``key=value`` with a dotted key and a YAML value, as in ``network.link.rate=10mbit``. Raises `InputError`
+    with one line for each problem: ``file:line: key: what is wrong: what would be right``.
+    """
+    file = _find(path)
+    text = _read(file)
+    tree, source = _Reader(str(file)).read(text)
+    for override in overrides:
+        source = source.override({_set(tree, override): f"--set {override}"})
+    return validate(tree, source)
+
+
+def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
+    """Turn plain values into a scenario that knows where they were written; raise `InputError` as `load` does."""
+    try:
+        scenario = Scenario.model_validate(tree)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        raise source.error(_problem(detail) for detail in details) from None
+    return scenario.located(source)
+
+
+def _find(path: str | Path) -> Path:
+    given = Path(path)
+    if given.exists():
+        return given
+    candidates = [given] if given.suffix in (".yaml", ".yml") else [SCENARIOS / f"{given}.yaml", Path(f"{given}.yaml")]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
+    known = {str(file.relative_to(SCENARIOS).with_suffix("")): file for file in SCENARIOS.rglob("*.yaml")}
+    name = given.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
+    near = difflib.get_close_matches(name, known, n=1)
+    near = near or [other for other in known if Path(other).name == Path(name).name]
+    hint = (
+        f"did you mean '{known[near[0]]}'?" if near else "name a file, or one of " + (", ".join(sorted(known)) or "-")
+    )
+    raise InputError(f"{candidates[0]}: there is no such scenario: {hint}")
+
+
+def _read(file: Path) -> str:
+    try:
+        if file.is_dir():
+            raise InputError(f"{file}: is a folder: name a scenario file in it")
+        if file.stat().st_size > _MAX_BYTES:
+            raise InputError(f"{file}: is larger than 1 MiB: a scenario is a short text")
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: is not text (byte {error.start} is not UTF-8): a scenario is a YAML file") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+class _Reader:
+    """Plain values and line numbers from one YAML text: mappings, lists, scalars and aliases, nothing else."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.lines: dict[Key, int] = {}
+        self.problems: list[Problem] = []
+        self.open: list[Node] = []
+        self.values = 0
+
+    def read(self, text: str) -> tuple[dict[str, Any], Source]:
+        try:
+            node = YAML(typ="safe", pure=True).compose(text)
+        except MarkedYAMLError as error:
+            raise InputError(self._describe(error, text)) from None
+        except (YAMLError, ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"{self.file}: is not YAML: {reason}") from None
+        if node is None:
+            raise InputError(f"{self.file}: is empty: see scenarios/quickstart.yaml for an example")
+        if not isinstance(node, MappingNode):
+            kind = "a list" if isinstance(node, SequenceNode) else "a single value"
+            line = node.start_mark.line + 1
+            raise InputError(f"{self.file}:{line}: is {kind}: a scenario is a mapping, 'name: ...' and so on")
+        try:
+            tree = self._mapping(node, ())
+        except RecursionError:
+            raise InputError(f"{self.file}: is nested too deeply: no scenario is") from None
+        source = Source(self.file, self.lines)
+        if self.problems:
+            raise source.error(self.problems)
+        return tree, source
+
+    def _describe(self, error: MarkedYAMLError, text: str) -> str:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        written = text.splitlines()[line - 1] if 0 < line <= len(text.splitlines()) else ""
+        reason = " ".join(str(error.problem or error.context).split())
+        hint = ""
+        if re.search(r":\s*[<>=!%&*|]", written):
+            hint = ": write values that begin with a sign in quotes, as in accuracy: '>= 0.9'"
+        elif "\t" in written:
+            hint = ": indent with spaces, YAML allows no tabs"
+        return f"{self.file}:{line}: is not YAML: {reason}{hint}"
+
+    def _value(self, node: Node, key: Key) -> Any:
+        self.values += 1
+        if self.values > _MAX_VALUES:
+            raise InputError(f"{self.file}: unfolds to more than {_MAX_VALUES} values: use fewer aliases")
+        if any(node is outer for outer in self.open):
+            self.problems.append(Problem(key, "is an alias of something that contains it: write it out"))
+            return None
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, key)
+        if node.tag not in (_TAG + "map", _TAG + "seq"):
+            return self._refuse_tag(node, key)
+        if isinstance(node, MappingNode):
+            return self._mapping(node, key)
+        self.open.append(node)
+        items = []
+        for index, item in enumerate(node.value):
+            self.lines[(*key, index)] = item.start_mark.line + 1
+            items.append(self._value(item, (*key, index)))
+        self.open.pop()
+        return items
+
+    def _mapping(self, node: MappingNode, key: Key) -> dict[str, Any]:
+        self.open.append(node)
+        mapping: dict[str, Any] = {}
+        for name_node, value_node in node.value:
+            line = name_node.start_mark.line + 1
+            name = name_node.value if isinstance(name_node, ScalarNode) else "?"
+            inner = (*key, name)
+            if inner not in self.lines or name in mapping:
+                first = self.lines.get(inner, line)
+                self.lines[inner] = line
+            if not isinstance(name_node, ScalarNode):
+                self.problems.append(Problem(inner, "a key is a word"))
+            elif name_node.tag == _TAG + "merge":
+                text = "merging with '<<' is not YAML 1.2: alias whole values (key: *name) or write the keys out"
+                self.problems.append(Problem(inner, text))
+            elif name in mapping:
+                self.problems.append(Problem(inner, f"stands here twice, first in line {first}: remove one"))
+            else:
+                mapping[name] = self._value(value_node, inner)
+        self.open.pop()
+        return mapping
+
+    def _scalar(self, node: ScalarNode, key: Key) -> Any:
+        kind = str(node.tag).removeprefix(_TAG)
+        text: str = node.value
+        digits = text.replace("_", "")
+        try:
+            if kind == "int":
+                return int(digits, 0) if re.match(r"[+-]?0[xob]", digits) else int(digits)
+            if kind == "float":
+                return float(re.sub(r"(?i)\.(inf|nan)\Z", r"\1", digits))
+        except ValueError:
+            return text
+        if kind == "bool":
+            return text.lower() == "true"
+        if kind == "null":
+            return None
+        # A date has no meaning here, so it stays the text that it is.
+        return text if kind in ("str", "timestamp", "value", "merge") else self._refuse_tag(node, key)
+
+    def _refuse_tag(self, node: Node, key: Key) -> None:
+        tag = str(node.tag).replace(_TAG, "!!")
+        self.problems.append(Problem(key, f"has the tag '{tag}': a scenario needs no tags, write the plain value"))
+
+
+def _set(tree: dict[str, Any], override: str) -> Key:
+    """Set one dotted key in the plain values; return the key."""
+    dotted, sign, written = override.partition("=")
+    if not sign or not dotted.strip():
+        raise InputError(f"--set {override}: is not of the form key=value, such as network.link.rate=10mbit")
+    key = parse_key(dotted.strip())
+    try:
+        value = _Reader(f"--set {dotted}").read("value: " + written)[0].get("value")
+    except InputError:
+        value = written.strip()
+    put(tree, key, value, f"--set {override}")
+    return key
+
+
+def put(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
+    """Set one value in plain nested values, making the mappings on the way; raise `InputError` where none can be."""
+    place: Any = tree
+    for depth, part in enumerate(key):
+        last = depth == len(key) - 1
+        if isinstance(place, list) and isinstance(part, int) and part < len(place):
+            if last:
+                place[part] = value
+            place = place[part]
+        elif isinstance(place, dict):
+            if last:
+                place[str(part)] = value
+            elif place.get(str(part)) is None:
+                place[str(part)] = {}
+            place = place[str(part)]
+        else:
+            here = format_key(key[:depth])
+            size = f"a list of {len(place)}: its items are {here}.0 and on" if isinstance(place, list) else "one value"
+            raise InputError(f"{where}: {format_key(key)}: there is no such key: {here} is {size}")
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return Scenario.model_json_schema()
+
+
+def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the alternatives of one value's schema, references followed."""
+    if "$ref" in schema:
+        return _parts(_schema()["$defs"][schema["$ref"].rpartition("/")[2]])
+    if "anyOf" in schema:
+        return [part for choice in schema["anyOf"] for part in _parts(choice)]
+    return [schema]
+
+
+def describe(key: Key) -> Mapping[str, Any]:
+    """Return the JSON schema of one key of a scenario, empty where there is none."""
+    found: list[Mapping[str, Any]] = [_schema()]
+    for part in key:
+        inner: list[Mapping[str, Any]] = []
+        for schema in (part_schema for outer in found for part_schema in _parts(outer)):
+            if isinstance(part, int):
+                prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
+                item = prefix[part] if part < len(prefix) else schema.get("items")
+            else:
+                item = schema.get("properties", {}).get(part, schema.get("additionalProperties"))
+            if isinstance(item, Mapping):
+                inner.append(item)
+        found = inner
+    return found[0] if found else {}
+
+
+def _known(key: Key) -> list[str]:
+    return [name for part in _parts(describe(key)) for name in part.get("properties", {})]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Say which known word was meant, or which there are."""
+    words = list(known)
+    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else "there are " + ", ".join(words)
+
+
+_NUMBERS = {
+    "greater_than": "must be more than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "int_parsing": "is not a whole number",
+    "int_type": "is not a whole number",
+    "int_from_float": "is not a whole number",
+    "float_parsing": "is not a number",
+    "float_type": "is not a number",
+    "finite_number": "is not a finite number",
+    "bool_parsing": "is neither true nor false",
+    "bool_type": "is neither true nor false",
+    "string_pattern_mismatch": "is not a name: use lower-case letters, digits and dashes, a letter first, at most 31",
+    "dict_type": "is not a mapping of keys to values",
+    "tuple_type": "is not a list: write [ ... ]",
+}
+
+
+def _problem(detail: ErrorDetails) -> Problem:
+    """Say in the user's words what pydantic found."""
+    key: Key = tuple(part for part in detail["loc"] if part != "[key]")
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return Problem(key, f"unknown key '{key[-1]}': {nearest(str(key[-1]), _known(key[:-1]))}")
+    if kind == "missing":
+        about = describe(key).get("description", "")
+        return Problem(key, "is missing" + (f": {about}" if about else ": every scenario needs it" if key else ""))
+    if kind == "value_error":
+        return Problem(key, str(context.get("error", detail["msg"])))
+    if kind == "literal_error":
+        known = [choice.strip("'") for part in _parts(describe(key)) for choice in part.get("enum", ())]
+        if "const" in describe(key) or not known:
+            return Problem(key, f"'{value}' is not possible here: write {context.get('expected', '')}")
+        return Problem(key, f"'{value}' is not possible here: {nearest(str(value), known)}")
+    if kind == "string_type":
+        if key[:1] == ("expect",):
+            return Problem(key, "a condition is text in quotes, such as '>= 0.9'")
+        return Problem(key, f"'{value}' is not text: write it in quotes")
+    if kind in ("model_type", "model_attributes_type"):
+        names = ", ".join(_known(key)[:6])
+        return Problem(key, f"is not a mapping: it has keys such as {names}")
+    if kind in _NUMBERS:
+        text = _NUMBERS[kind].format(
+            **{name: limit for name, limit in context.items() if name in ("gt", "ge", "lt", "le")}
+        )
+        return Problem(key, text if kind in ("dict_type", "tuple_type") else f"'{value}' {text}")
+    return Problem(key, detail["msg"][:1].lower() + detail["msg"][1:])

@@ -1,0 +1,77 @@
+"""Where each key of a scenario was written, so that an error found late still names file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from testbed.errors import InputError
+
+Key = tuple[str | int, ...]
+"""The way to a value: ``("faults", 0, "when", "batch")``."""
+
+
+def parse_key(dotted: str) -> Key:
+    """Read a key as a user writes it: ``faults.0.when.batch``."""
+    return tuple(int(part) if part.isdecimal() else part for part in dotted.split("."))
+
+
+def format_key(key: Key) -> str:
+    """Write a key as a user would."""
+    return ".".join(str(part) for part in key)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a scenario."""
+
+    key: Key
+    text: str
+    """What is wrong; what would be right."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A scenario file as it was read."""
+
+    file: str
+    """As the user named it."""
+    lines: Mapping[Key, int] = field(default_factory=dict)
+    """Line of each key and list item, counted from 1."""
+    overrides: Mapping[Key, str] = field(default_factory=dict)
+    """Keys that something else than the file set, with what that was."""
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths in the scenario begin."""
+        return Path(self.file).parent
+
+    def _closest(self, key: Key) -> Key | None:
+        """Return the part of the key whose place is known."""
+        ways = (key[:end] for end in range(len(key), -1, -1))
+        return next((way for way in ways if way in self.overrides or way in self.lines), None)
+
+    def where(self, key: Key) -> str:
+        """Return ``file:line`` of the key, or of the closest key around it."""
+        known = self._closest(key)
+        if known is None:
+            return self.file
+        return self.overrides.get(known) or f"{self.file}:{self.lines[known]}"
+
+    def override(self, values: Mapping[Key, str]) -> Source:
+        """Return the source with these keys set by something else."""
+        return Source(self.file, self.lines, {**self.overrides, **values})
+
+    def error(self, problems: Iterable[Problem]) -> InputError:
+        """Return the error for these problems: one line each, in the order of the file."""
+
+        def order(problem: Problem) -> int:
+            known = self._closest(problem.key)
+            return self.lines.get(known, 0) if known is not None else 0
+
+        lines = []
+        for problem in sorted(problems, key=order):
+            key = format_key(problem.key)
+            lines.append(f"{self.where(problem.key)}: {key + ': ' if key else ''}{problem.text}")
+        return InputError("\n".join(dict.fromkeys(lines)))
