@@ -30,7 +30,7 @@ class MlpOptions(Options):
 class CnnOptions(Options):
     """Options of the small convolutional network."""
 
-    channels: tuple[Width, Width, Width] = Field((8, 16, 32), description="of the three convolutions")
+    channels: tuple[Width, Width, Width] = Field((16, 32, 64), description="of the three convolutions")
     hidden: tuple[Width, ...] = Field((120, 84), description="sizes of the fully connected layers before the last")
 
 

@@ -33,14 +33,14 @@ def _window(size: int, kernel: int, stride: int, padding: int, layer: str) -> in
 
 
 def _draw(module: nn.Module, fan_in: int, generator: torch.Generator) -> nn.Module:
-    """Make a module of the meta device real: He's uniform initialisation, biases zero.
+    """Make a module of the meta device real: LeCun's uniform initialisation, biases zero.
 
-    Torch's own default shrinks the signal with every ReLU, and deep chains then need epochs to begin to learn.
-    On the meta device torch draws nothing, so its global generator is left alone.
+    Torch's own default shrinks the signal by 2.4 with every layer, and a chain then needs epochs to begin to learn;
+    He's wider one made some seeds of the small networks unstable at a learning rate of 0.05 with momentum 0.9. On the meta device torch draws nothing, so its global generator is left alone.
     """
     import torch
 
-    bound = math.sqrt(6 / fan_in)
+    bound = math.sqrt(3 / fan_in)
     module = module.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
