@@ -1,0 +1,137 @@
+"""When faults struck and were undone, and how the method recovered, read from the events of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from testbed.trace.events import Event
+
+MENDING = {"restart": ("kill",), "resume": ("pause",), "heal": ("partition", "degrade")}
+"""Faults that undo others, with what they undo."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault that struck; all instants are times of the run, in seconds."""
+
+    action: str
+    target: str
+    intended: float
+    struck: float
+    undone: float | None = None
+    recovered: float | None = None
+    """When the method resumed after it."""
+
+    @property
+    def mends(self) -> bool:
+        """Whether this repairs something instead of breaking it."""
+        return self.action in MENDING
+
+    @property
+    def end(self) -> float | None:
+        """When it no longer disturbed: mended and, where the method had to recover, recovered. None is never."""
+        known = [moment for moment in (self.undone, self.recovered) if moment is not None]
+        return max(known) if known else None
+
+    def window(self, run_end: float) -> tuple[float, float]:
+        """Return when the run was disturbed by it."""
+        return (self.struck, run_end if self.end is None else self.end)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A fault that the method noticed, and outlived unless ``resumed`` is None."""
+
+    detected: float
+    struck: float | None = None
+    """When the fault behind it struck; None where no recorded fault explains it."""
+    resumed: float | None = None
+    step: int | None = None
+    missing: tuple[str, ...] = field(default=())
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from the strike (the detection where no strike is known) until training went on."""
+        if self.resumed is None:
+            return None
+        return self.resumed - (self.detected if self.struck is None else self.struck)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Return device names from an event field that holds one, several or none."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    return tuple(str(name) for name in value)
+
+
+def _undoes(event: Event, action: str, target: str) -> bool:
+    if event.fields.get("phase") == "undo":
+        return event.fields.get("action") == action and str(event.fields.get("target")) == target
+    mended = MENDING.get(str(event.fields.get("action")), ())
+    if action not in mended:
+        return False
+    return event.fields["action"] == "heal" or str(event.fields.get("target")) == target
+
+
+def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
+    faults = [event for event in events if event.event == "fault"]
+    strikes = []
+    for index, event in enumerate(faults):
+        if event.fields.get("phase") == "undo":
+            continue
+        action, target = str(event.fields.get("action")), str(event.fields.get("target"))
+        undone = next((later.time for later in faults[index + 1 :] if _undoes(later, action, target)), None)
+        strikes.append(Strike(action, target, float(event.fields.get("intended", event.time)), event.time, undone))
+    return strikes
+
+
+def _cause(strikes: Collection[Strike], detected: float, since: float, missing: Collection[str]) -> Strike | None:
+    """Return the fault that best explains a detection: one on a missing device, else the first since ``since``."""
+    known = [strike for strike in strikes if not strike.mends and strike.struck <= detected]
+    on_missing = [strike for strike in known if strike.target in missing]
+    if on_missing:
+        return max(on_missing, key=lambda strike: strike.struck)
+    # A fault whose effect the method has already outlived explains nothing new.
+    recent = [strike for strike in known if strike.struck >= since]
+    return min(recent, key=lambda strike: strike.struck) if recent else None
+
+
+def recoveries(events: Sequence[Event]) -> list[Recovery]:
+    """Return the recoveries in order; several detections before one resumption are one recovery."""
+    strikes = _bare_strikes(events)
+    found: list[Recovery] = []
+    detected: Event | None = None
+    missing: tuple[str, ...] = ()
+    since = float("-inf")
+    for event in events:
+        if event.event != "recovery":
+            continue
+        if event.fields.get("phase") == "detected":
+            detected = detected or event
+            missing = tuple(dict.fromkeys((*missing, *_names(event.fields.get("missing")))))
+            continue
+        first = detected or event
+        missing = tuple(dict.fromkeys((*missing, *_names(event.fields.get("missing")))))
+        cause = _cause(strikes, first.time, since, missing)
+        struck = cause.struck if cause else None
+        found.append(Recovery(first.time, struck, event.time, event.fields.get("step"), missing))
+        detected, missing, since = None, (), event.time
+    if detected is not None:
+        cause = _cause(strikes, detected.time, since, missing)
+        struck = cause.struck if cause else None
+        found.append(Recovery(detected.time, struck, None, detected.fields.get("step"), missing))
+    return found
+
+
+def strikes(events: Sequence[Event]) -> list[Strike]:
+    """Return every fault that struck, in order, with when it was undone and when the method had outlived it."""
+    outlived = recoveries(events)
+    result = []
+    for strike in _bare_strikes(events):
+        recovered = next((item.resumed for item in outlived if item.struck == strike.struck), None)
+        result.append(Strike(strike.action, strike.target, strike.intended, strike.struck, strike.undone, recovered))
+    return result

@@ -1,0 +1,132 @@
+"""What every device was doing when: the bars of a Gantt chart, read from the events of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from testbed.trace.disturbances import strikes
+from testbed.trace.events import Event
+
+Kind = Literal["compute", "send", "receive", "down"]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stretch of time of one device, in seconds of the run."""
+
+    device: str
+    kind: Kind
+    start: float
+    end: float
+    label: str
+    """Name of the span for compute, kind of the message for send and receive."""
+    peer: str | None = None
+    batch: int | None = None
+    micro: int | None = None
+    size: int | None = None
+    """Bytes of the message."""
+    interrupted: bool = False
+    """Began, but a fault kept it from ending."""
+
+
+def run_end(events: Sequence[Event], lead: str) -> float:
+    """Return when the workload was over: the lead's program ended, else the last thing recorded."""
+    for event in events:
+        ended = event.event == "state" and event.fields.get("state") in ("finished", "failed", "stopped")
+        # A lead that a fault struck down starts again: only the last word counts.
+        if ended and event.device == lead and event.time > 0 and event.fields.get("state") == "finished":
+            return event.time
+    return max((event.time for event in events), default=0.0)
+
+
+def _communication(event: Event) -> Bar | None:
+    fields = event.fields
+    start, size = float(fields["start"]), int(fields.get("bytes", 0))
+    end = start + float(fields["duration"])
+    label = str(fields.get("message", ""))
+    if event.event == "send":
+        # Waiting behind earlier messages is not sending.
+        begin = min(start + float(fields.get("queued") or 0.0), end)
+        return Bar(event.device, "send", begin, end, label, peer=str(fields["peer"]), size=size)
+    if event.event == "receive":
+        return Bar(event.device, "receive", start, end, label, peer=str(fields["peer"]), size=size)
+    peers = ", ".join(str(peer) for peer in fields.get("peers", ()))
+    return Bar(event.device, "send", start, end, label, peer=peers, size=size)
+
+
+def outages(events: Sequence[Event], end: float) -> list[Bar]:
+    """Return when which device was dead or frozen by a fault."""
+    bars = []
+    for strike in strikes(events):
+        if strike.action not in ("kill", "pause"):
+            continue
+        # "Undone" is when the restart was ordered; the device is back when it says so.
+        back = [
+            event.time
+            for event in events
+            if event.device == strike.target
+            and event.event == "state"
+            and event.fields.get("state") in ("up", "started")
+            and event.time > strike.struck
+        ]
+        returned = min(back) if back and strike.action == "kill" else strike.undone
+        bars.append(Bar(strike.target, "down", strike.struck, end if returned is None else returned, strike.action))
+    return bars
+
+
+def bars(events: Sequence[Event], end: float) -> list[Bar]:
+    """Return all bars in the order of their starts; ``end`` closes what was never closed."""
+    found: list[Bar] = []
+    open_spans: dict[str, Event] = {}
+    down = outages(events, end)
+
+    def interrupt(device: str, until: float) -> None:
+        begun = open_spans.pop(device, None)
+        if begun is None:
+            return
+        cut = min((bar.start for bar in down if bar.device == device and bar.start >= begun.time), default=until)
+        found.append(_span(begun, begun.time, min(cut, until), interrupted=True))
+
+    for event in events:
+        if event.event == "begin":
+            interrupt(event.device, event.time)
+            open_spans[event.device] = event
+        elif event.event == "compute":
+            open_spans.pop(event.device, None)
+            start = float(event.fields["start"])
+            found.append(_span(event, start, start + float(event.fields["duration"])))
+        elif event.event in ("send", "receive", "cast"):
+            bar = _communication(event)
+            if bar is not None:
+                found.append(bar)
+    for device in list(open_spans):
+        interrupt(device, end)
+    return sorted([*found, *down], key=lambda bar: (bar.start, bar.end))
+
+
+def _span(event: Event, start: float, end: float, interrupted: bool = False) -> Bar:
+    fields = event.fields
+    return Bar(
+        event.device,
+        "compute",
+        start,
+        end,
+        str(fields.get("span", "")),
+        batch=fields.get("batch"),
+        micro=fields.get("micro"),
+        interrupted=interrupted,
+    )
+
+
+def lanes(intervals: Iterable[Bar]) -> list[list[Bar]]:
+    """Split bars, given in the order of their starts, into as few rows as possible without overlap in a row."""
+    rows: list[list[Bar]] = []
+    for bar in intervals:
+        row = next((row for row in rows if row[-1].end <= bar.start), None)
+        if row is None:
+            rows.append([bar])
+        else:
+            row.append(bar)
+    return rows

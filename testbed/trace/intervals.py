@@ -1,0 +1,55 @@
+"""Arithmetic on sets of half-open time intervals, so that overlapping activity is never counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Interval = tuple[float, float]
+"""(start, end) in seconds; empty unless start < end."""
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same points as disjoint intervals in order, those that touch being joined."""
+    merged: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    """Return what lies between ``start`` and ``end``."""
+    clipped = ((max(left, start), min(right, end)) for left, right in intervals)
+    return [interval for interval in clipped if interval[0] < interval[1]]
+
+
+def subtract(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
+    """Return the points of ``intervals`` that are not in ``holes``, as disjoint intervals in order."""
+    gaps = union(holes)
+    rest: list[Interval] = []
+    first = 0
+    for start, end in union(intervals):
+        while first < len(gaps) and gaps[first][1] <= start:
+            first += 1
+        position = start
+        for left, right in gaps[first:]:
+            if left >= end:
+                break
+            if position < left:
+                rest.append((position, left))
+            position = max(position, right)
+        if position < end:
+            rest.append((position, end))
+    return rest
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Return the seconds covered, each instant counted once."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def overlaps(interval: Interval, others: Iterable[Interval]) -> bool:
+    """Say whether an interval shares any point with one of the others."""
+    return any(interval[0] < end and start < interval[1] for start, end in others)

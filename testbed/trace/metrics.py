@@ -1,0 +1,352 @@
+"""The figures of a run, computed from its events and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from testbed.methods.base import Plan
+from testbed.network.link import Link, Pair
+from testbed.scenario.experiment import Experiment
+from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
+from testbed.trace.events import Event
+from testbed.trace.gantt import Bar, bars, run_end
+from testbed.trace.intervals import Interval, clip, overlaps, subtract, total, union
+from testbed.trace.outcome import LinkMeasurement, Outcome
+from testbed.trace.verdict import verdict
+
+PERCENTILES = (95, 99)
+
+
+def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, Any]:
+    """Return the figures of a run as plain JSON values. Seconds, bytes, bit/s and fractions of one throughout.
+
+    Figures by name, the ones that ``expect`` may use; one that the run gives no ground for is absent:
+
+    ========================== ====================================================================================
+    accuracy, test_loss        last evaluation on the test data
+    loss, loss_first           training loss of the last and of the first step
+    steps, steps_repeated      training steps done, each counted once; those done again after a recovery
+    samples                    training samples of the steps, each step counted once
+    duration                   from the start of the workload until the lead's program ended
+    samples_per_second         samples / duration, with everything that went wrong
+    step_time                  median time per step in the steady phase (see below)
+    step_time_mean             mean of the same steps
+    step_time_p95              95th percentile of the same steps
+    steady_steps               how many steps those were; 0 when no step was undisturbed and all had to be used
+    predicted_step_time        what the planner predicted
+    faults                     faults that struck, without those that mend
+    recoveries                 faults that the method noticed and outlived
+    unrecovered                faults that the method noticed and did not outlive
+    recovery_time              longest time from strike to resumption
+    detection_time             longest time from strike to detection
+    resume_time                longest time from detection to resumption
+    requests                   inferences done
+    requests_per_second        requests / duration
+    latency, latency_mean      median and mean latency of a request
+    latency_p95, latency_p99   percentiles of it; latency_max is the longest
+    messages, bytes_sent       sum over all devices; a cast counts once
+    bytes_received             sum over all devices
+    compute_share, idle_share  mean over the devices of the plan
+    compute_deficit            seconds by which the host was too slow for the pacing, summed over the devices
+    deficit_share              the same over charged compute time, of the worst device
+    trusted                    true when the verdict holds nothing against the run
+    ========================== ====================================================================================
+
+    Further keys hold tables: ``runtime``, ``status``, ``error``; ``series`` (``steps``: step, time, seconds, loss,
+    samples, steady; ``evaluations``; ``requests``), ``devices`` by name (``compute``, ``send``, ``receive``, ``down``,
+    ``idle`` seconds and their ``_share`` of the duration, ``communicate``: sending or receiving while not computing,
+    traffic, ``flops``, ``deficit``), ``links`` (those used or measured), ``fault_list``, ``recovery_list``,
+    ``verdict`` (see ``testbed.trace.verdict``).
+
+    ``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another; ``idle`` is what
+    none of them and no outage covers, so compute + communicate + down + idle is the duration.
+
+    A step's time runs from the step before it. The steady phase is every step but the first that has the usual
+    number of samples and whose time holds no evaluation, no fault and no recovery.
+    """
+    end = run_end(outcome.events, plan.lead)
+    events = [event for event in outcome.events if event.time <= end]
+    struck, outlived = strikes(events), recoveries(events)
+    steps = _steps(events, [strike.window(end) for strike in struck if not strike.mends], outlived, end)
+    devices = _devices(outcome.events, experiment, plan, end)
+    links = _links(events, experiment.links, outcome.links, end)
+    figures: dict[str, Any] = {
+        "runtime": outcome.runtime,
+        "status": outcome.status,
+        "error": outcome.error,
+        **_learning(events, steps),
+        "duration": end,
+        **_pace(steps, end),
+        **({} if plan.step_time is None else {"predicted_step_time": plan.step_time}),
+        "faults": sum(not strike.mends for strike in struck),
+        **_recovery_times(outlived),
+        **_inference(events, end),
+        "messages": sum(device["messages_sent"] for device in devices.values()),
+        "bytes_sent": sum(device["bytes_sent"] for device in devices.values()),
+        "bytes_received": sum(device["bytes_received"] for device in devices.values()),
+        **_shares(devices, {assignment.device for assignment in plan.assignments}),
+        "compute_deficit": sum(device["deficit"] for device in devices.values()),
+        "deficit_share": max((device["deficit_share"] for device in devices.values()), default=0.0),
+    }
+    judgement = verdict(outcome, experiment, plan, devices, struck)
+    figures["trusted"] = judgement["trusted"]
+    figures["series"] = {
+        "steps": steps,
+        "evaluations": [{"time": event.time, **event.fields} for event in events if event.event == "evaluate"],
+        "requests": [{"time": event.time, **event.fields} for event in events if event.event == "request"],
+    }
+    figures["devices"] = devices
+    figures["links"] = links
+    figures["fault_list"] = [_fault(strike) for strike in struck]
+    figures["recovery_list"] = [_recovery(recovery) for recovery in outlived]
+    figures["verdict"] = judgement
+    clean: dict[str, Any] = finite(figures)
+    return clean
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile, interpolated linearly between the closest ranks; raises ValueError without values."""
+    if not values:
+        raise ValueError("no values to take a percentile of")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def finite(value: Any) -> Any:
+    """Return the same value with None for numbers that JSON does not know: a diverged loss is no number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def _steps(
+    events: Sequence[Event], windows: Collection[Interval], outlived: Sequence[Recovery], end: float
+) -> list[dict[str, Any]]:
+    """Return one row per step event with the time it took and whether it belongs to the steady phase."""
+    done = [event for event in events if event.event == "step"]
+    usual = Counter(event.fields.get("samples") for event in done).most_common(1)
+    disturbed = [
+        *windows,
+        *((item.detected, end if item.resumed is None else item.resumed) for item in outlived),
+    ]
+    moments = [event.time for event in events if event.event == "evaluate"]
+    rows: list[dict[str, Any]] = []
+    previous = 0.0
+    for index, event in enumerate(done):
+        evaluated = any(previous < moment <= event.time for moment in moments)
+        alike = event.fields.get("samples") == usual[0][0]
+        calm = not overlaps((previous, event.time), disturbed)
+        rows.append(
+            {
+                "step": event.fields.get("step"),
+                "time": event.time,
+                "seconds": event.time - previous,
+                "loss": event.fields.get("loss"),
+                "samples": event.fields.get("samples"),
+                "steady": index > 0 and alike and calm and not evaluated,
+            }
+        )
+        previous = event.time
+    return rows
+
+
+def _learning(events: Sequence[Event], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    evaluations = [event for event in events if event.event == "evaluate"]
+    if evaluations:
+        figures["accuracy"] = evaluations[-1].fields.get("accuracy")
+        figures["test_loss"] = evaluations[-1].fields.get("loss")
+    if steps:
+        figures["loss"] = steps[-1]["loss"]
+        figures["loss_first"] = steps[0]["loss"]
+    return figures
+
+
+def _pace(steps: Sequence[Mapping[str, Any]], end: float) -> dict[str, Any]:
+    if not steps:
+        return {"steps": 0}
+    once = {row["step"]: row for row in steps}
+    samples = sum(row["samples"] or 0 for row in once.values())
+    steady = [row["seconds"] for row in steps if row["steady"]]
+    times = steady or [row["seconds"] for row in steps]
+    return {
+        "steps": len(once),
+        "steps_repeated": len(steps) - len(once),
+        "samples": samples,
+        "samples_per_second": samples / end if end > 0 else 0.0,
+        "step_time": median(times),
+        "step_time_mean": fmean(times),
+        "step_time_p95": percentile(times, 95),
+        "steady_steps": len(steady),
+    }
+
+
+def _recovery_times(outlived: Sequence[Recovery]) -> dict[str, Any]:
+    done = [item for item in outlived if item.resumed is not None]
+    figures: dict[str, Any] = {"recoveries": len(done), "unrecovered": len(outlived) - len(done)}
+    if done:
+        figures["recovery_time"] = max(item.duration or 0.0 for item in done)
+        figures["resume_time"] = max((item.resumed or 0.0) - item.detected for item in done)
+    noticed = [item.detected - item.struck for item in outlived if item.struck is not None]
+    if noticed:
+        figures["detection_time"] = max(noticed)
+    return figures
+
+
+def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
+    latencies = [float(event.fields["latency"]) for event in events if event.event == "request"]
+    if not latencies:
+        return {}
+    return {
+        "requests": len(latencies),
+        "requests_per_second": len(latencies) / end if end > 0 else 0.0,
+        "latency": median(latencies),
+        "latency_mean": fmean(latencies),
+        **{f"latency_p{percent}": percentile(latencies, percent) for percent in PERCENTILES},
+        "latency_max": max(latencies),
+    }
+
+
+def _shares(devices: Mapping[str, Mapping[str, Any]], planned: Collection[str]) -> dict[str, Any]:
+    used = [figures for name, figures in devices.items() if name in planned]
+    if not used:
+        return {}
+    return {key: fmean(figures[key] for figures in used) for key in ("compute_share", "idle_share")}
+
+
+def _intervals(charted: Iterable[Bar], kind: str, end: float) -> list[Interval]:
+    return union(clip(((bar.start, bar.end) for bar in charted if bar.kind == kind), 0.0, end))
+
+
+def _devices(events: Sequence[Event], experiment: Experiment, plan: Plan, end: float) -> dict[str, dict[str, Any]]:
+    charted: dict[str, list[Bar]] = defaultdict(list)
+    for bar in bars(events, end):
+        charted[bar.device].append(bar)
+    own: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        own[event.device].append(event)
+    held = {assignment.device: assignment for assignment in plan.assignments}
+    table = {}
+    for spec in experiment.devices:
+        row: dict[str, Any] = {"profile": spec.profile, "speed": spec.speed}
+        if spec.name in held:
+            row["units"] = [held[spec.name].first, held[spec.name].last]
+        row |= _activity(charted[spec.name], end)
+        row |= _work(own[spec.name])
+        table[spec.name] = row
+    return table
+
+
+def _activity(charted: Sequence[Bar], end: float) -> dict[str, float]:
+    compute, send, receive, down = (_intervals(charted, kind, end) for kind in ("compute", "send", "receive", "down"))
+    # What a dead device was said to do (a send that was retried meanwhile, say) is not activity.
+    compute, send, receive = (subtract(part, down) for part in (compute, send, receive))
+    communicate = subtract([*send, *receive], compute)
+    idle = subtract([(0.0, end)], [*compute, *send, *receive, *down])
+    parts = {"compute": compute, "send": send, "receive": receive, "communicate": communicate, "down": down}
+    seconds = {name: total(part) for name, part in {**parts, "idle": idle}.items()}
+    shares = {f"{name}_share": value / end if end > 0 else 0.0 for name, value in seconds.items()}
+    return seconds | shares
+
+
+def _work(own: Sequence[Event]) -> dict[str, Any]:
+    computed = [event.fields for event in own if event.event == "compute"]
+    sent = [event.fields for event in own if event.event in ("send", "cast")]
+    received = [event.fields for event in own if event.event == "receive"]
+    charged = sum(fields.get("duration", 0.0) - fields.get("deficit", 0.0) for fields in computed)
+    deficit = sum(fields.get("deficit", 0.0) for fields in computed)
+    return {
+        "messages_sent": len(sent),
+        "bytes_sent": sum(fields.get("bytes", 0) for fields in sent),
+        "messages_received": len(received),
+        "bytes_received": sum(fields.get("bytes", 0) for fields in received),
+        "flops": sum(fields.get("flops", 0.0) for fields in computed),
+        "busy": sum(fields.get("busy", 0.0) for fields in computed),
+        "deficit": deficit,
+        "deficit_share": deficit / charged if charged > 0 else 0.0,
+    }
+
+
+def _links(
+    events: Sequence[Event], links: Mapping[Pair, Link], measurements: Sequence[LinkMeasurement], end: float
+) -> list[dict[str, Any]]:
+    """Return one row per directed link that was used or measured, in the order of the experiment."""
+    count: Counter[Pair] = Counter()
+    size: Counter[Pair] = Counter()
+    for event in events:
+        peers = [event.fields["peer"]] if event.event == "send" else event.fields.get("peers", ())
+        if event.event in ("send", "cast"):
+            for peer in peers:
+                count[event.device, peer] += 1
+                size[event.device, peer] += event.fields.get("bytes", 0)
+    measured = {(item.source, item.destination): item for item in measurements}
+    order = [pair for pair in links if pair in count or pair in measured]
+    order += [pair for pair in count if pair not in links]
+    rows = []
+    for pair in order:
+        found = measured.get(pair)
+        requested = found.requested if found else links.get(pair)
+        rows.append(
+            {
+                "source": pair[0],
+                "destination": pair[1],
+                "messages": count[pair],
+                "bytes": size[pair],
+                "requested": _link(requested),
+                "measured": _measured(found),
+                "problem": found.problem if found else None,
+                "used_share": _used(requested, size[pair], end),
+            }
+        )
+    return rows
+
+
+def _link(link: Link | None) -> dict[str, Any] | None:
+    return None if link is None else {"rate": link.rate, "delay": link.delay, "loss": link.loss, "up": link.up}
+
+
+def _measured(found: LinkMeasurement | None) -> dict[str, Any] | None:
+    if found is None or (found.rate is None and found.delay is None and found.loss is None):
+        return None
+    return {"rate": found.rate, "delay": found.delay, "loss": found.loss, "packets": found.packets}
+
+
+def _used(link: Link | None, size: float, end: float) -> float | None:
+    if link is None or link.rate is None or end <= 0:
+        return None
+    return link.transmission_time(size) / end
+
+
+def _fault(strike: Strike) -> dict[str, Any]:
+    return {
+        "action": strike.action,
+        "target": strike.target,
+        "intended": strike.intended,
+        "struck": strike.struck,
+        "late": strike.struck - strike.intended,
+        "undone": strike.undone,
+        "recovered": strike.recovered,
+        "mends": strike.mends,
+    }
+
+
+def _recovery(recovery: Recovery) -> dict[str, Any]:
+    return {
+        "struck": recovery.struck,
+        "detected": recovery.detected,
+        "resumed": recovery.resumed,
+        "seconds": recovery.duration,
+        "step": recovery.step,
+        "missing": list(recovery.missing),
+    }

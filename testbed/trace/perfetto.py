@@ -1,0 +1,132 @@
+"""A run as a trace for ui.perfetto.dev (the Chrome trace event format, JSON).
+
+One process per device with tracks for compute, send and receive, arrows from each send to its reception, one
+process for the faults and their windows, and counters for loss and accuracy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from testbed.trace.disturbances import recoveries, strikes
+from testbed.trace.events import TESTBED, Event
+from testbed.trace.gantt import Bar, bars, lanes
+
+TRACKS = {"compute": 1, "send": 100, "receive": 200, "down": 300}
+"""First track number of each kind; activity that overlaps with itself takes further ones."""
+CLOCK_SLACK = 0.005
+"""Seconds that a reception may seem to lie outside its send, the clocks of two containers being read apart."""
+
+
+def trace(events: Sequence[Event], end: float, title: str = "testbed") -> dict[str, Any]:
+    """Return the trace of a run that ended at ``end`` seconds, ready for ``json.dump``."""
+    charted = bars(events, end)
+    names = sorted({bar.device for bar in charted} | {event.device for event in events} - {TESTBED})
+    numbers = {name: index + 2 for index, name in enumerate(names)}
+    records: list[dict[str, Any]] = [*_process(1, f"{title}: faults and progress", 0)]
+    for name in names:
+        records += _process(numbers[name], name, numbers[name])
+    placed: dict[int, tuple[int, int]] = {}
+    for name in names:
+        for kind, first in TRACKS.items():
+            rows = lanes([bar for bar in charted if bar.device == name and bar.kind == kind])
+            for row, content in enumerate(rows):
+                records.append(
+                    _metadata("thread_name", numbers[name], first + row, f"{kind} {row + 1}" if row else kind)
+                )
+                records.append(_metadata("thread_sort_index", numbers[name], first + row, first + row))
+                for bar in content:
+                    placed[id(bar)] = (numbers[name], first + row)
+                    records.append(_slice(bar, numbers[name], first + row))
+    for number, (sent, received) in enumerate(deliveries(charted)):
+        records += _arrow(number, sent, placed[id(sent)], received, placed[id(received)])
+    records += _windows(events, end)
+    records += _counters(events)
+    return {"traceEvents": records, "displayTimeUnit": "ms", "otherData": {"title": title}}
+
+
+def deliveries(charted: Sequence[Bar]) -> Iterator[tuple[Bar, Bar]]:
+    """Pair each reception with the send that it ended: same devices, kind and size, in order, and at the same time."""
+    waiting: dict[tuple[str, str | None, str, int | None], deque[Bar]] = defaultdict(deque)
+    for bar in charted:
+        if bar.kind == "send":
+            waiting[bar.device, bar.peer, bar.label, bar.size].append(bar)
+    for bar in sorted((bar for bar in charted if bar.kind == "receive"), key=lambda bar: bar.end):
+        queue = waiting[bar.peer or "", bar.device, bar.label, bar.size]
+        while queue and queue[0].end < bar.end - CLOCK_SLACK:
+            queue.popleft()
+        if queue and queue[0].start <= bar.end + CLOCK_SLACK:
+            yield queue.popleft(), bar
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _metadata(what: str, process: int, thread: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if what.endswith("sort_index") else "name"
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
+
+
+def _process(number: int, name: str, order: int) -> list[dict[str, Any]]:
+    return [_metadata("process_name", number, 0, name), _metadata("process_sort_index", number, 0, order)]
+
+
+def _slice(bar: Bar, process: int, thread: int) -> dict[str, Any]:
+    name = bar.label or bar.kind
+    if bar.batch is not None:
+        name += f" {bar.batch}" + ("" if bar.micro is None else f".{bar.micro}")
+    if bar.peer:
+        name += f" to {bar.peer}" if bar.kind == "send" else f" from {bar.peer}"
+    details = {"batch": bar.batch, "micro": bar.micro, "bytes": bar.size, "interrupted": bar.interrupted or None}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": bar.kind,
+        "pid": process,
+        "tid": thread,
+        "ts": _microseconds(bar.start),
+        "dur": _microseconds(bar.end - bar.start),
+        "args": {key: value for key, value in details.items() if value is not None},
+    }
+
+
+def _arrow(
+    number: int, sent: Bar, source: tuple[int, int], received: Bar, destination: tuple[int, int]
+) -> list[dict[str, Any]]:
+    """Return the two ends of a flow; each lies inside its slice, which is what binds it to the slice."""
+    common = {"name": "message", "cat": "message", "id": number}
+    middle = _microseconds((received.start + received.end) / 2)
+    return [
+        {**common, "ph": "s", "pid": source[0], "tid": source[1], "ts": _microseconds(sent.start)},
+        {**common, "ph": "f", "bp": "e", "pid": destination[0], "tid": destination[1], "ts": middle},
+    ]
+
+
+def _windows(events: Sequence[Event], end: float) -> list[dict[str, Any]]:
+    records = [_metadata("thread_name", 1, 1, "faults"), _metadata("thread_name", 1, 2, "recoveries")]
+    windows = []
+    for strike in strikes(events):
+        start, stop = (strike.struck, strike.struck) if strike.mends else strike.window(end)
+        windows.append(Bar(TESTBED, "down", start, stop, f"{strike.action} {strike.target}"))
+    for row, content in enumerate(lanes(windows)):
+        if row:
+            records.append(_metadata("thread_name", 1, 10 + row, f"faults {row + 1}"))
+        records += [_slice(bar, 1, 10 + row if row else 1) for bar in content]
+    for item in recoveries(events):
+        stop = end if item.resumed is None else item.resumed
+        records.append(_slice(Bar(TESTBED, "down", item.detected, stop, "recovery"), 1, 2))
+    return records
+
+
+def _counters(events: Sequence[Event]) -> list[dict[str, Any]]:
+    records = []
+    for event in events:
+        for key, value in (("loss", "step"), ("accuracy", "evaluate")):
+            figure = event.fields.get(key)
+            if event.event == value and isinstance(figure, int | float) and figure == figure:
+                moment = _microseconds(event.time)
+                records.append({"ph": "C", "name": key, "pid": 1, "tid": 0, "ts": moment, "args": {key: figure}})
+    return records

@@ -1,0 +1,121 @@
+"""A small run, written down by hand: two devices, five steps of one second, b killed in the third and recovered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from testbed.hardware import DeviceSpec
+from testbed.methods.base import Assignment, Plan
+from testbed.network.link import Link
+from testbed.scenario.experiment import Experiment
+from testbed.scenario.schema import Scenario
+from testbed.trace.events import Event
+from testbed.trace.outcome import LinkMeasurement, Outcome
+
+LINK = Link(rate=8e6, delay=0.01)
+
+SCENARIO: dict[str, Any] = {
+    "name": "recorded",
+    "seed": 3,
+    "devices": {"a": {"profile": "laptop"}, "b": {"profile": "raspberry-pi-4b"}},
+    "network": {"link": {"rate": "8mbit", "delay": "10ms"}},
+    "workload": {
+        "model": {"name": "cnn", "channels": 8},
+        "method": {"name": "pipeline", "schedule": "1f1b"},
+        "steps": 5,
+        "batch_size": 32,
+    },
+    "faults": [{"kill": "b", "when": {"device": "b", "begins": "forward", "batch": 2}, "for": "1s"}],
+}
+
+
+def experiment(**changes: Any) -> Experiment:
+    scenario = Scenario.model_validate(SCENARIO | changes)
+    devices = (DeviceSpec("a", 1e9, 1e9, profile="laptop"), DeviceSpec("b", 1e8, 1e9, profile="raspberry-pi-4b"))
+    return Experiment(scenario, devices, {("a", "b"): LINK, ("b", "a"): LINK}, {})
+
+
+def plan() -> Plan:
+    held = (
+        Assignment(device="a", first=0, last=1, memory=1e6),
+        Assignment(device="b", first=1, last=3, memory=2e6),
+    )
+    return Plan(method="pipeline", lead="a", assignments=held, step_time=0.9)
+
+
+def _round(step: int, start: float) -> list[Event]:
+    """One training step: a computes 0.2 s, sends 0.1 s, b computes 0.4 s, sends 0.1 s back, a computes 0.2 s."""
+    return [
+        Event(start, "a", "begin", {"span": "forward", "batch": step}),
+        _compute(start + 0.2, "a", "forward", step, start, 0.2),
+        _send(start + 0.3, "a", "b", start + 0.2),
+        _receive(start + 0.3, "b", "a", start + 0.21),
+        Event(start + 0.3, "b", "begin", {"span": "forward", "batch": step}),
+        _compute(start + 0.7, "b", "forward", step, start + 0.3, 0.4, deficit=0.01),
+        _send(start + 0.8, "b", "a", start + 0.7),
+        _receive(start + 0.8, "a", "b", start + 0.71),
+        Event(start + 0.8, "a", "begin", {"span": "backward", "batch": step}),
+        _compute(start + 1.0, "a", "backward", step, start + 0.8, 0.2),
+        Event(start + 1.0, "a", "step", {"step": step, "loss": 2.0 / (step + 1), "samples": 32}),
+    ]
+
+
+def _compute(
+    time: float, device: str, span: str, batch: int, start: float, duration: float, deficit: float = 0.0
+) -> Event:
+    fields = {"span": span, "batch": batch, "start": start, "duration": duration, "flops": 1e8}
+    return Event(time, device, "compute", {**fields, "busy": 0.05, "deficit": deficit})
+
+
+def _send(time: float, device: str, peer: str, start: float) -> Event:
+    fields = {"peer": peer, "message": "activation", "bytes": 100_000, "start": start, "duration": time - start}
+    return Event(time, device, "send", {**fields, "queued": 0.0, "encode": 0.001})
+
+
+def _receive(time: float, device: str, peer: str, start: float) -> Event:
+    fields = {"peer": peer, "message": "activation", "bytes": 100_000, "start": start, "duration": time - start}
+    return Event(time, device, "receive", {**fields, "decode": 0.001})
+
+
+def events(faulty: bool = True) -> list[Event]:
+    """Steps 0 and 1 end at 1 and 2; b dies at 2.3 in step 2, is back at 3.4; detected at 3, resumed at 4, then on."""
+    begun = [Event(0.0, name, "state", {"state": "started"}) for name in ("a", "b")]
+    if not faulty:
+        rounds = [event for step in range(5) for event in _round(step, float(step))]
+        last = [Event(5.5, "a", "evaluate", {"step": 4, "accuracy": 0.9, "loss": 0.3})]
+        return [*begun, *rounds, *last, Event(5.6, "a", "state", {"state": "finished"})]
+    crash = [
+        *_round(2, 2.0)[:4],
+        Event(2.3, "b", "begin", {"span": "forward", "batch": 2}),
+        Event(2.32, "testbed", "fault", {"action": "kill", "target": "b", "phase": "strike", "intended": 2.3}),
+        Event(3.0, "a", "recovery", {"phase": "detected", "step": 2, "missing": ["b"]}),
+        Event(3.3, "testbed", "fault", {"action": "kill", "target": "b", "phase": "undo", "intended": 3.3}),
+        Event(3.4, "b", "state", {"state": "started"}),
+        Event(4.0, "a", "recovery", {"phase": "resumed", "step": 1}),
+    ]
+    after = [*_round(1, 4.0), *_round(2, 5.0), *_round(3, 6.0), *_round(4, 7.0)]
+    last = [
+        Event(8.5, "a", "evaluate", {"step": 4, "accuracy": 0.95, "loss": 0.25}),
+        Event(8.6, "a", "state", {"state": "finished"}),
+    ]
+    return [*begun, *_round(0, 0.0), *_round(1, 1.0), *crash, *after, *last]
+
+
+def links() -> list[LinkMeasurement]:
+    return [
+        LinkMeasurement("a", "b", LINK, rate=7.9e6, delay=0.0101, loss=0.0, packets=50),
+        LinkMeasurement("b", "a", LINK, rate=7.8e6, delay=0.0102, loss=0.0, packets=50),
+    ]
+
+
+def outcome(**changes: Any) -> Outcome:
+    facts: dict[str, Any] = {
+        "runtime": "emulate",
+        "status": "finished",
+        "events": events(),
+        "links": links(),
+        "host": {"backend": "userspace", "engine": "20.10"},
+        "fidelity": {"host_load": 0.4, "host_saturated": 0.02},
+        "wall_seconds": 12.5,
+    }
+    return Outcome(**(facts | changes))

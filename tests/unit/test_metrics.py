@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import recorded
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.network.link import Link
+from testbed.trace.events import Event
+from testbed.trace.metrics import metrics, percentile
+from testbed.trace.outcome import LinkMeasurement
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    return metrics(recorded.outcome(**changes), recorded.experiment(), recorded.plan())
+
+
+def calm(**changes: Any) -> dict[str, Any]:
+    outcome = recorded.outcome(**({"events": recorded.events(faulty=False)} | changes))
+    return metrics(outcome, recorded.experiment(faults=()), recorded.plan())
+
+
+def test_learning_and_pace_of_the_recorded_run() -> None:
+    found = figures()
+    assert found["accuracy"] == 0.95
+    assert found["test_loss"] == 0.25
+    assert found["loss_first"] == 2.0
+    assert found["loss"] == pytest.approx(0.4)
+    assert (found["steps"], found["steps_repeated"], found["samples"]) == (5, 1, 160)
+    assert found["duration"] == 8.6
+    assert found["samples_per_second"] == pytest.approx(160 / 8.6)
+    assert found["predicted_step_time"] == 0.9
+
+
+def test_steady_steps_leave_out_the_first_and_the_disturbed() -> None:
+    found = figures()
+    # Six step events: the first is warm-up, the third ends after the recovery and holds the fault.
+    assert [row["steady"] for row in found["series"]["steps"]] == [False, True, False, True, True, True]
+    assert found["series"]["steps"][2]["seconds"] == pytest.approx(3.0)
+    assert found["step_time"] == pytest.approx(1.0)
+    assert found["step_time_mean"] == pytest.approx(1.0)
+    assert found["steady_steps"] == 4
+
+
+def test_steps_with_an_evaluation_or_an_odd_batch_are_not_steady() -> None:
+    events = recorded.events(faulty=False)
+    events.append(Event(1.5, "a", "evaluate", {"step": 0, "accuracy": 0.1, "loss": 2.0}))
+    last = next(event for event in reversed(events) if event.event == "step")
+    events[events.index(last)] = Event(last.time, "a", "step", {**last.fields, "samples": 7})
+    found = calm(events=sorted(events, key=lambda event: event.time))
+    assert [row["steady"] for row in found["series"]["steps"]] == [False, False, True, True, False]
+
+
+def test_without_any_steady_step_all_count() -> None:
+    found = calm(events=[Event(0.5, "a", "step", {"step": 0, "loss": 1.0, "samples": 8})])
+    assert found["steady_steps"] == 0
+    assert found["step_time"] == 0.5
+
+
+def test_recovery_runs_from_strike_over_detection_to_resumption() -> None:
+    found = figures()
+    assert (found["faults"], found["recoveries"], found["unrecovered"]) == (1, 1, 0)
+    assert found["recovery_time"] == pytest.approx(4.0 - 2.32)
+    assert found["detection_time"] == pytest.approx(3.0 - 2.32)
+    assert found["resume_time"] == pytest.approx(1.0)
+    assert found["recovery_list"][0]["missing"] == ["b"]
+    fault = found["fault_list"][0]
+    assert (fault["struck"], fault["undone"], fault["recovered"]) == (2.32, 3.3, 4.0)
+    assert fault["late"] == pytest.approx(0.02)
+
+
+def test_device_times_of_the_recorded_run() -> None:
+    found = figures()["devices"]
+    a, b = found["a"], found["b"]
+    # a computes 0.4 s in each of six whole steps and 0.2 s in the one that broke off.
+    assert a["compute"] == pytest.approx(6 * 0.4 + 0.2)
+    assert a["send"] == pytest.approx(7 * 0.1)
+    assert a["receive"] == pytest.approx(6 * 0.09)
+    assert a["down"] == 0
+    # b's span of step 2 was cut off by the kill after 0.02 s; it was gone until it said "started".
+    assert b["compute"] == pytest.approx(6 * 0.4 + 0.02)
+    assert b["down"] == pytest.approx(3.4 - 2.32)
+    for device in (a, b):
+        assert device["compute"] + device["communicate"] + device["down"] + device["idle"] == pytest.approx(8.6)
+        assert device["idle_share"] == pytest.approx(device["idle"] / 8.6)
+    assert a["bytes_sent"] == 700_000
+    assert b["bytes_received"] == 700_000
+    assert b["deficit"] == pytest.approx(0.06)
+    assert b["deficit_share"] == pytest.approx(0.06 / (6 * 0.39))
+    assert a["units"] == [0, 1]
+
+
+def test_sending_while_computing_is_counted_in_both_but_not_in_idle() -> None:
+    fields = {"start": 0.0, "duration": 2.0}
+    events = [
+        Event(2.0, "a", "compute", {"span": "forward", **fields, "flops": 1.0, "busy": 0.1, "deficit": 0.0}),
+        Event(
+            3.0, "a", "send", {"peer": "b", "message": "m", "bytes": 10, "start": 0.0, "duration": 3.0, "queued": 1.0}
+        ),
+        Event(4.0, "a", "state", {"state": "finished"}),
+    ]
+    device = calm(events=events)["devices"]["a"]
+    assert (device["compute"], device["send"], device["communicate"], device["idle"]) == (2.0, 2.0, 1.0, 1.0)
+
+
+def test_links_show_requested_and_measured_and_their_use() -> None:
+    there = figures()["links"][0]
+    assert (there["source"], there["destination"], there["messages"], there["bytes"]) == ("a", "b", 7, 700_000)
+    assert there["requested"]["rate"] == 8e6
+    assert there["measured"] == {"rate": 7.9e6, "delay": 0.0101, "loss": 0.0, "packets": 50}
+    assert there["used_share"] == pytest.approx(700_000 * 8 / 8e6 / 8.6)
+
+
+def test_a_cast_is_one_transmission_but_uses_every_link() -> None:
+    cast = {"peers": ["b"], "message": "hello", "bytes": 50, "start": 0.0, "duration": 0.1}
+    found = calm(events=[Event(0.1, "a", "cast", cast), Event(1.0, "a", "state", {"state": "finished"})])
+    assert found["bytes_sent"] == 50
+    assert found["links"][0]["messages"] == 1
+
+
+def test_latencies_of_inference() -> None:
+    events = [
+        Event(float(number), "a", "request", {"request": number, "latency": number / 100}) for number in range(1, 101)
+    ]
+    found = calm(events=events)
+    assert found["requests"] == 100
+    assert found["latency"] == pytest.approx(0.505)
+    assert found["latency_p95"] == pytest.approx(0.9505)
+    assert found["latency_max"] == 1.0
+    assert found["requests_per_second"] == pytest.approx(1.0)
+    assert "step_time" not in found
+
+
+def test_a_trusted_run() -> None:
+    judged = figures()["verdict"]
+    assert judged["kind"] == "trusted", judged
+    assert judged["reasons"] == []
+    assert {check["name"] for check in judged["checks"]} == {"course", "events", "faults", "links", "pacing", "host"}
+
+
+def test_a_simulation_is_a_prediction() -> None:
+    found = figures(runtime="simulate", links=[], fidelity={})
+    assert found["verdict"]["kind"] == "prediction"
+    assert found["trusted"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"status": "failed", "error": "worker1: out of memory"}, "the run failed: worker1: out of memory"),
+        ({"status": "timed out"}, "the run timed out"),
+        ({"status": "interrupted"}, "the run was interrupted"),
+        ({"links": []}, "no link was measured"),
+        ({"fidelity": {"host_saturated": 0.9}}, "all processors were busy for 90% of the run"),
+        ({"fidelity": {"queue_overflows": 3}}, "3 packets overflowed"),
+        ({"fidelity": {"delay_lateness": 0.02}}, "20.00 ms late"),
+        ({"events": []}, "no events from a, b"),
+    ],
+)
+def test_what_makes_a_run_untrusted(changes: dict[str, Any], reason: str) -> None:
+    found = figures(**changes)
+    assert found["verdict"]["kind"] == "not trusted"
+    assert found["trusted"] is False
+    assert reason in found["verdict"]["summary"]
+
+
+def test_a_link_out_of_tolerance_names_itself() -> None:
+    bad = LinkMeasurement("a", "b", Link(rate=1e6), rate=5e5, problem="rate 0.5 mbit instead of 1 mbit")
+    assert "link a -> b is out of tolerance: rate 0.5 mbit" in figures(links=[bad])["verdict"]["summary"]
+
+
+def test_pacing_that_the_host_could_not_keep() -> None:
+    events = [
+        Event(event.time, event.device, event.event, {**event.fields, "deficit": 0.1})
+        if event.event == "compute"
+        else event
+        for event in recorded.events()
+    ]
+    assert "too slow for a" in figures(events=events)["verdict"]["summary"]
+
+
+def test_a_late_fault_and_one_that_never_came() -> None:
+    late = [
+        Event(event.time, event.device, event.event, {**event.fields, "intended": 1.0})
+        if event.fields.get("phase") == "strike"
+        else event
+        for event in recorded.events()
+    ]
+    assert "kill of b struck 1.32 s late" in figures(events=late)["verdict"]["summary"]
+    assert "never struck: kill" in figures(events=recorded.events(faulty=False))["verdict"]["summary"]
+
+
+def test_receptions_missing_from_the_log() -> None:
+    events = [event for event in recorded.events(faulty=False) if event.event != "receive"]
+    assert "lacks the reception of 10 of 10 messages" in calm(events=events)["verdict"]["summary"]
+
+
+def test_a_fault_that_is_never_undone_disturbs_until_the_end() -> None:
+    events = [event for event in recorded.events() if event.event != "recovery" and event.fields.get("phase") != "undo"]
+    found = figures(events=events)
+    assert found["fault_list"][0]["undone"] is None
+    assert [row["steady"] for row in found["series"]["steps"]] == [False, True, False, False, False, False]
+
+
+def test_heal_undoes_partitions_and_degradations() -> None:
+    fault = {"phase": "strike", "intended": 0.5}
+    events = [
+        *recorded.events(faulty=False),
+        Event(0.5, "testbed", "fault", {**fault, "action": "partition", "target": "a | b"}),
+        Event(0.9, "testbed", "fault", {**fault, "action": "heal", "target": "all"}),
+    ]
+    found = calm(events=sorted(events, key=lambda event: event.time))
+    assert [(item["action"], item["undone"]) for item in found["fault_list"]] == [("partition", 0.9), ("heal", None)]
+    assert found["faults"] == 1
+
+
+def test_a_run_that_failed_before_anything_happened() -> None:
+    found = figures(events=[], status="failed", error="no image", links=[], fidelity={})
+    assert found["duration"] == 0
+    assert found["steps"] == 0
+    assert "accuracy" not in found
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_diverged_loss_is_still_json() -> None:
+    events = [Event(1.0, "a", "step", {"step": 0, "loss": float("nan"), "samples": 8})]
+    assert calm(events=events)["loss"] is None
+    json.dumps(figures(), allow_nan=False)
+
+
+def test_percentile_interpolates() -> None:
+    assert percentile([1.0], 95) == 1.0
+    assert percentile([2.0, 1.0], 50) == 1.5
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["compute", "send", "receive"]), st.floats(0, 10), st.floats(0, 5), st.floats(0, 5)),
+        max_size=20,
+    )
+)
+def test_the_parts_of_a_device_always_make_up_the_duration(work: list[tuple[str, float, float, float]]) -> None:
+    events = [
+        Event(
+            start + length, "a", kind, {"start": start, "duration": length, "queued": queued, "peer": "b", "bytes": 1}
+        )
+        for kind, start, length, queued in work
+    ]
+    strike = {"action": "pause", "target": "a", "intended": 3.0}
+    events += [
+        Event(3.0, "testbed", "fault", {**strike, "phase": "strike"}),
+        Event(4.0, "testbed", "fault", {**strike, "phase": "undo"}),
+        Event(9.0, "a", "state", {"state": "finished"}),
+    ]
+    device = calm(events=sorted(events, key=lambda event: event.time))["devices"]["a"]
+    assert device["compute"] + device["communicate"] + device["down"] + device["idle"] == pytest.approx(9.0)
+    assert device["down"] == pytest.approx(1.0)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import recorded
+from ruamel.yaml import YAML
+
+from controller import results
+from testbed.scenario.schema import Scenario
+from testbed.trace.events import Event
+
+
+def test_a_run_leaves_every_file(tmp_path: Path) -> None:
+    place = results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), recorded.outcome())
+    assert place == tmp_path / "run"
+    assert {path.name for path in place.iterdir()} >= {
+        "scenario.yaml",
+        "plan.json",
+        "manifest.json",
+        "events.jsonl",
+        "metrics.json",
+        "fidelity.json",
+        "trace.json",
+    }
+    assert json.loads((place / "metrics.json").read_text())["accuracy"] == 0.95
+    assert json.loads((place / "fidelity.json").read_text())["verdict"]["kind"] == "trusted"
+    lines = (place / "events.jsonl").read_text().splitlines()
+    assert [Event.from_json(line) for line in lines] == recorded.events()
+
+
+def test_the_resolved_scenario_loads_back_equal(tmp_path: Path) -> None:
+    place = results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), recorded.outcome())
+    text = (place / "scenario.yaml").read_text()
+    assert Scenario.model_validate(YAML(typ="safe").load(text)) == recorded.experiment().scenario
+    assert "time_limit" in text
+
+
+def test_the_manifest_explains_the_run(tmp_path: Path) -> None:
+    place = results.write(
+        tmp_path / "run", recorded.experiment(), recorded.plan(), recorded.outcome(), command="testbed run x.yaml"
+    )
+    manifest = json.loads((place / "manifest.json").read_text())
+    assert manifest["command"] == "testbed run x.yaml"
+    assert manifest["seed"] == 3
+    assert manifest["host"]["backend"] == "userspace"
+    assert manifest["versions"]["torch"]
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
+    places = [
+        results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), recorded.outcome()) for _ in range(3)
+    ]
+    assert [place.name for place in places] == ["run", "run-2", "run-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2", "run-3"]
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), recorded.outcome()).name == "run"
+
+
+def test_nothing_half_written_stays(tmp_path: Path) -> None:
+    outcome = recorded.outcome(host={"image": object()}, events=[Event(0.0, "a", "log", {"text": object()})])
+    with pytest.raises(TypeError):
+        results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), outcome)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    weight = torch.arange(6.0).reshape(2, 3)
+    outcome = recorded.outcome(weights={"0.weight": weight, "1.weight": weight.t()})
+    place = results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), outcome)
+    assert torch.equal(load_file(place / "weights.safetensors")["1.weight"], weight.t())
+
+
+def test_a_run_that_failed_at_once_is_written(tmp_path: Path) -> None:
+    outcome = recorded.outcome(status="failed", error="no image", events=[], links=[], fidelity={})
+    place = results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), outcome)
+    assert json.loads((place / "metrics.json").read_text())["verdict"]["reasons"]
