@@ -36,7 +36,8 @@ def _draw(module: nn.Module, fan_in: int, generator: torch.Generator) -> nn.Modu
     """Make a module of the meta device real: LeCun's uniform initialisation, biases zero.
 
     Torch's own default shrinks the signal by 2.4 with every layer, and a chain then needs epochs to begin to learn;
-    He's wider one made some seeds of the small networks unstable at a learning rate of 0.05 with momentum 0.9. On the meta device torch draws nothing, so its global generator is left alone.
+    He's wider one made some seeds of the small networks unstable at a learning rate of 0.05 with momentum 0.9.
+    On the meta device torch draws nothing, so its global generator is left alone.
     """
     import torch
 
