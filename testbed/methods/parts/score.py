@@ -1,0 +1,39 @@
+"""Accuracy and loss over outputs that come in piece by piece."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Score:
+    """Adds up correct answers and cross-entropy."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._correct = 0
+        self._loss = 0.0
+
+    def add(self, outputs: torch.Tensor, labels: npt.NDArray[np.int64]) -> None:
+        """Count outputs of shape (samples, classes)."""
+        import torch
+
+        wanted = torch.from_numpy(labels)
+        self.samples += len(labels)
+        self._correct += int((outputs.argmax(dim=1) == wanted).sum())
+        self._loss += float(torch.nn.functional.cross_entropy(outputs, wanted, reduction="sum"))
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of samples whose largest output is their label."""
+        return self._correct / self.samples
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy."""
+        return self._loss / self.samples

@@ -1,0 +1,151 @@
+"""Some units of a model under training: forward, backward and update, and nothing about who asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING
+
+from testbed.models.chain import Model
+from testbed.scenario.schema import OptimizerPart
+from testbed.seeds import derive
+
+if TYPE_CHECKING:
+    import torch
+
+State = Mapping[str, "torch.Tensor"]
+"""Weights and buffers as `Model.build` names them, and momentum under the same names behind ``MOMENTUM``."""
+
+MOMENTUM = "momentum:"
+
+
+def weights_of(state: State) -> dict[str, torch.Tensor]:
+    """Return a state without what belongs to the optimizer."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(MOMENTUM)}
+
+
+def unit_of(name: str) -> int:
+    """Return the index of the unit that a tensor of a state belongs to."""
+    return int(name.removeprefix(MOMENTUM).split(".", 1)[0])
+
+
+def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of units ``first`` up to but without ``last``."""
+    return {name: tensor for name, tensor in state.items() if first <= unit_of(name) < last}
+
+
+class Shard:
+    """Units ``first`` up to but without ``last`` with their gradients and optimizer state.
+
+    Several forwards may be under way at once, told apart by a key; what backward needs is kept from a key's
+    forward to its backward. Gradients add up until `update`, in the order of the backwards. Nothing handed in is
+    changed and nothing handed out is changed later, so tensors may be shared between devices of one process.
+    """
+
+    def __init__(self, model: Model, first: int, last: int, seed: int, optimizer: OptimizerPart) -> None:
+        import torch
+
+        self.first = first
+        self.last = last
+        self._seed = seed
+        self._module = model.build(first, last, seed)
+        self._draws = any(isinstance(module, torch.nn.Dropout) for module in self._module.modules())
+        self._optimizer: torch.optim.Optimizer | None = None
+        parameters = list(self._module.parameters())
+        if parameters:  # a shard of pooling layers alone has none, which torch's optimizers refuse
+            self._optimizer = torch.optim.SGD(
+                parameters,
+                lr=optimizer.learning_rate,
+                momentum=optimizer.momentum,
+                weight_decay=optimizer.weight_decay,
+                foreach=False,
+            )
+        self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def forward(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs for a micro-batch, keeping what its `backward` needs."""
+        inputs = inputs.detach().requires_grad_(self.first > 0)
+        outputs = self._run(key, inputs)
+        self._kept[key] = (inputs, outputs)
+        return outputs.detach()
+
+    def forward_loss(self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int) -> float:
+        """Forward through the model's end; return this micro-batch's part of the batch's mean cross-entropy.
+
+        ``samples`` is the size of the whole batch: each part weighs as many samples as it has, so the parts add up
+        to the mean, and their gradients to its gradient, however unevenly the batch was split.
+        """
+        import torch
+
+        inputs = inputs.detach().requires_grad_(self.first > 0)
+        outputs = self._run(key, inputs)
+        loss = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / samples
+        self._kept[key] = (inputs, loss)
+        return float(loss.detach())
+
+    def backward(self, key: Hashable, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Add up the gradients of a micro-batch; return the gradient of its inputs, None at the model's begin.
+
+        ``gradient`` is that of the outputs; None where the forward computed the loss.
+        """
+        inputs, outputs = self._kept.pop(key)
+        if outputs.requires_grad:
+            outputs.backward(gradient)  # type: ignore[no-untyped-call]
+        return inputs.grad
+
+    def update(self) -> None:
+        """Take one optimizer step with the gradients added up, and forget them."""
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def infer(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs in evaluation mode, keeping nothing."""
+        import torch
+
+        self._module.eval()
+        with torch.no_grad():
+            outputs = self._module(inputs.detach())
+        self._module.train()
+        assert isinstance(outputs, torch.Tensor)
+        return outputs
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of weights, buffers and momentum."""
+        state = {name: tensor.detach().clone() for name, tensor in self._module.state_dict().items()}
+        for name, parameter in self._module.named_parameters():
+            momentum = self._optimizer.state[parameter].get("momentum_buffer") if self._optimizer else None
+            if momentum is not None:
+                state[MOMENTUM + name] = momentum.clone()
+        return state
+
+    def load(self, state: State) -> None:
+        """Take over a state as `state` made it; momentum that is not in it starts from nothing.
+
+        Raises RuntimeError where names or shapes are not those of this shard.
+        """
+        self._module.load_state_dict(weights_of(state))
+        self._kept.clear()
+        for name, parameter in self._module.named_parameters():
+            parameter.grad = None
+            if self._optimizer is not None:
+                self._optimizer.state.pop(parameter, None)
+                if MOMENTUM + name in state:
+                    self._optimizer.state[parameter]["momentum_buffer"] = state[MOMENTUM + name].clone()
+
+    def _run(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
+        """Run the units one by one; where any draws random numbers, each by a seed of its own for this key.
+
+        So the draws depend neither on where the model is cut nor on what other devices of the process do.
+        """
+        import torch
+
+        outputs = inputs
+        if not self._draws:
+            outputs = self._module(inputs)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                for name, unit in self._module.named_children():
+                    torch.manual_seed(derive(self._seed, "draws", name, repr(key)))
+                    outputs = unit(outputs)
+        assert isinstance(outputs, torch.Tensor)
+        return outputs

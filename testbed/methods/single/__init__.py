@@ -1,0 +1,119 @@
+"""One device alone, for training and inference: what every split of the work is compared with."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from testbed.data.dataset import Dataset
+from testbed.device import Device, Span
+from testbed.errors import InputError
+from testbed.methods.base import Assignment, Job, Method, Options, Plan, Problem
+from testbed.methods.parts import costs
+from testbed.methods.parts.batches import Batches
+from testbed.methods.parts.requests import Requests
+from testbed.methods.parts.score import Score
+from testbed.methods.parts.shard import Shard, weights_of
+
+
+class SingleOptions(Options):
+    """Options of `Single`."""
+
+    device: str | None = None
+    """Which one; None is the first of the scenario."""
+
+
+class Single(Method):
+    """The whole model on one device. When that device restarts it starts over."""
+
+    name = "single"
+    summary = "one device alone; the others idle"
+    tasks = ("train", "infer")
+    Options = SingleOptions
+
+    def plan(self, problem: Problem) -> Plan:
+        """Give everything to one device. Raises `InputError` where it is unknown or too small."""
+        options = problem.options
+        assert isinstance(options, SingleOptions)
+        names = [device.name for device in problem.devices]
+        chosen = options.device or names[0]
+        if chosen not in names:
+            raise InputError(f"method.device: there is no device '{chosen}'; choose one of {', '.join(names)}")
+        device, workload, units = problem.device(chosen), problem.workload, problem.model.units
+        if workload.task == "train":
+            memory = costs.training_memory(units, workload.optimizer, workload.batch_size)
+            work = [
+                costs.forward(units, workload.batch_size),
+                costs.backward(units, workload.batch_size),
+                costs.update(units, workload.optimizer),
+            ]
+        else:
+            memory = costs.inference_memory(units, workload.batch_size)
+            work = [costs.forward(units, workload.batch_size)]
+        costs.check_memory(device, memory)
+        return Plan(
+            method=self.name,
+            lead=chosen,
+            assignments=(Assignment(device=chosen, first=0, last=len(units), memory=memory),),
+            step_time=sum(cost.flops for cost in work) / device.speed,
+        )
+
+    async def program(self, device: Device, job: Job) -> None:
+        """Train or answer requests on the lead; nothing elsewhere."""
+        if job.dataset is None:
+            return
+        problem = job.problem
+        shard = Shard(problem.model, 0, len(problem.model.units), problem.seed, problem.workload.optimizer)
+        if job.weights is not None:
+            shard.load(job.weights)
+        device.expose(lambda: weights_of(shard.state()))
+        if problem.workload.task == "train":
+            await _train(device, problem, job.dataset, shard)
+        else:
+            await _infer(device, problem, job.dataset, shard)
+
+    def spans(self, plan: Plan, device: str) -> frozenset[str]:
+        """Return the spans of the one device; the others begin none."""
+        return frozenset({"forward", "backward", "update", "evaluate"} if device == plan.lead else ())
+
+
+async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shard) -> None:
+    import torch
+
+    units, optimizer = problem.model.units, problem.workload.optimizer
+    batches = Batches(len(dataset.train_labels), problem.workload, problem.seed)
+    for step in range(batches.steps):
+        chosen = batches.indices(step)
+        samples = len(chosen)
+        images = torch.from_numpy(dataset.train_images[chosen])
+        labels = torch.from_numpy(dataset.train_labels[chosen])
+        forward = partial(shard.forward_loss, step, images, labels, samples)
+        backward = partial(shard.backward, step)
+        loss = await device.compute(forward, costs.forward(units, samples), Span("forward", step))
+        await device.compute(backward, costs.backward(units, samples), Span("backward", step))
+        await device.compute(shard.update, costs.update(units, optimizer), Span("update", step))
+        device.record("step", step=step, loss=loss, samples=samples)
+
+    score = Score()
+    requests = Requests(dataset, problem.workload.batch_size)
+    for index in range(len(requests)):
+        await _answer(device, problem, shard, requests, index, score, "evaluate")
+    device.record("evaluate", step=batches.steps, accuracy=score.accuracy, loss=score.loss)
+
+
+async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shard) -> None:
+    score = Score()
+    requests = Requests.of(dataset, problem.workload)
+    for index in range(len(requests)):
+        asked = device.now()
+        await _answer(device, problem, shard, requests, index, score, "forward")
+        device.record("request", request=index, latency=device.now() - asked)
+    device.record("evaluate", step=len(requests), accuracy=score.accuracy, loss=score.loss)
+
+
+async def _answer(
+    device: Device, problem: Problem, shard: Shard, requests: Requests, index: int, score: Score, span: str
+) -> None:
+    """Send one request's images through the model and count what comes out."""
+    images, labels = requests.images(index), requests.labels(index)
+    cost = costs.forward(problem.model.units, len(labels))
+    score.add(await device.compute(lambda: shard.infer(images), cost, Span(span, index)), labels)
