@@ -1,0 +1,256 @@
+"""`testbed.device.Device` on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from testbed.device import Cost, Span, Unreachable
+from testbed.hardware import DeviceSpec
+from testbed.simulation.channel import Channel, Parcel
+from testbed.trace.events import Event
+from testbed.wire import Message
+
+if TYPE_CHECKING:
+    import torch
+
+    from testbed.simulation.world import World
+
+T = TypeVar("T")
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def snapshot(message: Message, sender: str) -> tuple[Message, int]:
+    """Return the message as the receiver will see it, sharing nothing that can change, and its bytes of content.
+
+    The size is that of the fields as JSON, the tensors' values and the padding, without really encoding them.
+    """
+    fields, size = message.fields, len(message.kind) + message.padding
+    if fields:
+        text = json.dumps(dict(fields))
+        size += len(text)
+        simple = all(isinstance(value, _SCALARS) for value in fields.values())
+        fields = dict(fields) if simple else json.loads(text)
+    tensors = message.tensors
+    if tensors:
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    return Message(message.kind, fields, tensors, sender, message.padding), size
+
+
+@dataclass(eq=False)
+class Host:
+    """The machine, whatever runs on it."""
+
+    name: str
+    spec: DeviceSpec
+    device: SimulatedDevice | None = None
+    """What its present program sees; None while it is off."""
+
+
+class _Work:
+    """One call of ``compute``."""
+
+    __slots__ = ("cost", "future", "result", "span", "start", "work")
+
+    def __init__(self, work: Callable[[], Any], cost: Cost, span: Span, future: asyncio.Future[Any]) -> None:
+        self.work = work
+        self.cost = cost
+        self.span = span
+        self.future = future
+        self.start = 0.0
+        self.result: Any = None
+
+
+class SimulatedDevice:
+    """One device from one boot to the next; see `testbed.device.Device` for what it promises."""
+
+    def __init__(self, world: World, host: Host) -> None:
+        self.name = host.name
+        self.host = host
+        self.alive = True
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        """Of the program and all that it started, in that order."""
+        self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        self._world = world
+        self._loop = world.loop
+        self._channels: dict[str, Channel] = {}
+        self._inbox: deque[Message] = deque()
+        self._receivers: deque[asyncio.Future[None]] = deque()
+        self._processor: deque[_Work] = deque()
+
+    def now(self) -> float:
+        """Return the virtual time."""
+        return self._loop._now
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write an event."""
+        self.write(event, fields)
+
+    def write(self, event: str, fields: dict[str, Any]) -> None:
+        """Write an event, unless the device is dead."""
+        if self.alive:
+            self._world.write(Event(self._loop._now, self.name, event, fields))
+
+    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Keep the callable for whoever asks for the weights."""
+        self.exposed = weights
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait on the virtual clock."""
+        await asyncio.sleep(seconds)
+
+    def _channel(self, peer: str) -> Channel:
+        channel = self._channels.get(peer)
+        if channel is None:
+            channel = self._channels[peer] = self._world.channel(self.name, peer)
+        return channel
+
+    async def send(self, peer: str, message: Message, patience: float | None = None) -> None:
+        """Deliver reliably; return when the acknowledgement is back."""
+        self._stop_if_dead()
+        channel = self._channel(peer)
+        loop = self._loop
+        sent, size = snapshot(message, self.name)
+        future: asyncio.Future[None] = loop.create_future()
+        parcel = Parcel(self, sent, size, loop._now, future)
+        channel.enqueue(parcel)
+        if patience is not None:
+            loop.at(loop._now + patience, self._lose_patience, (channel, parcel, patience))
+        try:
+            await future
+        except asyncio.CancelledError:
+            channel.withdraw(parcel)
+            raise
+
+    def _lose_patience(self, waiting: tuple[Channel, Parcel, float]) -> None:
+        channel, parcel, patience = waiting
+        if parcel.future.done():
+            return
+        until = max(parcel.called, channel.acknowledged_at) + patience
+        if until > self._loop._now:
+            self._loop.at(until, self._lose_patience, waiting)
+            return
+        channel.withdraw(parcel)
+        parcel.future.set_exception(Unreachable(channel.target.name))
+
+    async def cast(self, peers: Collection[str], message: Message) -> None:
+        """Transmit once to each peer; return when the last byte has left."""
+        self._stop_if_dead()
+        start = self._loop._now
+        end, size = start, 0
+        for peer in peers:
+            sent, size = snapshot(message, self.name)
+            end = max(end, self._channel(peer).cast(sent, size))
+        if end > start:
+            await asyncio.sleep(end - start)
+        fields = {"peers": list(peers), "message": message.kind, "bytes": size, "start": start, "duration": end - start}
+        self.write("cast", fields)
+
+    def deliver(self, message: Message, size: int, start: float, duration: float) -> None:
+        """Put an arrived message into the inbox."""
+        self.write(
+            "receive",
+            {
+                "peer": message.sender,
+                "message": message.kind,
+                "bytes": size,
+                "start": start,
+                "duration": duration,
+                "decode": 0.0,
+            },
+        )
+        self._inbox.append(message)
+        self._wake_receiver()
+
+    def _wake_receiver(self) -> None:
+        while self._receivers:
+            receiver = self._receivers.popleft()
+            if not receiver.done():
+                receiver.set_result(None)
+                return
+
+    async def receive(self) -> Message:
+        """Return the next message, in the order of arrival."""
+        self._stop_if_dead()
+        while not self._inbox:
+            receiver: asyncio.Future[None] = self._loop.create_future()
+            self._receivers.append(receiver)
+            try:
+                await receiver
+            except asyncio.CancelledError:
+                if receiver.cancelled():
+                    self._receivers.remove(receiver)
+                elif self._inbox:
+                    self._wake_receiver()
+                raise
+        return self._inbox.popleft()
+
+    async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
+        """Do the work now, and return its result when the device would have it."""
+        self._stop_if_dead()
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._processor.append(_Work(work, cost, span, future))
+        if len(self._processor) == 1:
+            self._begin()
+        return await future
+
+    def _begin(self) -> None:
+        """Begin the first work of the queue that somebody still waits for."""
+        while self._processor:
+            work = self._processor[0]
+            if work.future.done():
+                self._processor.popleft()
+                continue
+            work.start = self._loop._now
+            self.write("begin", work.span.fields())
+            if not self.alive:
+                return
+            try:
+                work.result = work.work()
+            except Exception as error:  # noqa: BLE001 - it is the program's to handle
+                self._processor.popleft()
+                work.future.set_exception(error)
+                continue
+            self._loop.at(work.start + work.cost.flops / self.host.spec.speed, self._end, work)
+            return
+
+    def _end(self, work: _Work) -> None:
+        if not self.alive:
+            return
+        self._processor.popleft()
+        duration = self._loop._now - work.start
+        self.write(
+            "compute",
+            {
+                **work.span.fields(),
+                "start": work.start,
+                "duration": duration,
+                "flops": work.cost.flops,
+                "busy": 0.0,
+                "deficit": 0.0,
+            },
+        )
+        if not work.future.done():
+            work.future.set_result(work.result)
+        self._begin()
+
+    def waits_for(self) -> str:
+        """Say what the program waits for, for the report of a deadlock."""
+        to = [name for name, channel in self._channels.items() if any(p.sender is self for p in channel.waiting)]
+        reasons = [f"{name} to acknowledge" for name in to]
+        if self._processor:
+            reasons.append(f"its processor ({self._processor[0].span.name})")
+        if any(not receiver.done() for receiver in self._receivers):
+            reasons.append("a message")
+        if not self.tasks:
+            return "has finished"
+        return "waits for " + (" and ".join(reasons) or "nothing that the testbed knows of")
+
+    def _stop_if_dead(self) -> None:
+        if not self.alive:
+            raise asyncio.CancelledError(f"{self.name} was killed")

@@ -1,0 +1,80 @@
+"""Run an experiment on the virtual clock, in this process."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from testbed.methods.base import Job, Method, Plan, Problem
+from testbed.scenario.experiment import Experiment
+from testbed.seeds import derive
+from testbed.simulation.device import SimulatedDevice
+from testbed.simulation.loop import Stillness, TimeLimit
+from testbed.simulation.world import ProgramError, World
+from testbed.trace.events import Event
+from testbed.trace.outcome import Outcome
+
+if TYPE_CHECKING:
+    import torch
+
+    from testbed.data.dataset import Dataset
+
+
+def simulate(
+    experiment: Experiment,
+    method: Method,
+    problem: Problem,
+    plan: Plan,
+    dataset: Dataset | None,
+    on_event: Callable[[Event], None] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Outcome:
+    """Run the method's programs with real torch work and charged time; return what happened.
+
+    Ends when the program of the plan's lead returns, fails when any program raises or when all wait for each
+    other, and times out at the scenario's ``time_limit`` (virtual seconds). ``on_event`` sees events as they
+    happen. Two calls with equal arguments give equal events.
+    """
+    import torch
+
+    def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
+        lead = device.name == plan.lead
+        return method.program(device, Job(problem, plan, dataset if lead else None, weights if lead else None))
+
+    limit = experiment.scenario.time_limit
+    world = World(experiment.devices, experiment.links, problem.seed, limit, on_event)
+    status: Literal["finished", "failed", "timed out"] = "finished"
+    error = None
+    final = None
+    began = time.perf_counter()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(problem.seed, "torch"))
+            for spec in experiment.devices:
+                world.boot(spec.name, program, lead=spec.name == plan.lead)
+            try:
+                world.run()
+            except ProgramError as failure:
+                status, error = "failed", f"{failure}: " + "".join(traceback.format_exception(failure.__cause__))
+            except Stillness:
+                status, error = "failed", "deadlock: " + world.why_still()
+            except TimeLimit:
+                status, error = "timed out", f"not over after {limit:g} s; " + world.why_still()
+            lead = world.hosts[plan.lead].device
+            if lead is not None and lead.exposed is not None:
+                final = {name: tensor.detach().clone() for name, tensor in lead.exposed().items()}
+    finally:
+        torch.set_num_threads(threads)
+        world.close()
+    return Outcome(
+        runtime="simulate",
+        status=status,
+        events=world.events,
+        error=error,
+        weights=final,
+        wall_seconds=time.perf_counter() - began,
+    )
