@@ -1,0 +1,8 @@
+# The device image: the agent and what it shares with the controller, as the last thin layer.
+ARG RUNTIME
+FROM ${RUNTIME}
+COPY code /opt/testbed/code
+RUN python3 -m compileall -q /opt/testbed/code
+USER device
+EXPOSE 8700 8701 8702/udp
+CMD ["python3", "-m", "agent"]
