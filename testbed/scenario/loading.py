@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -46,9 +46,14 @@ def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
     try:
         scenario = Scenario.model_validate(tree)
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        raise source.error(_problem(detail) for detail in details) from None
+        raise source.error(explain(error, Scenario)) from None
     return scenario.located(source)
+
+
+def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) -> list[Problem]:
+    """Say in the user's words what pydantic found wrong with the part of the scenario at ``prefix``."""
+    problems = [_problem(detail, model) for detail in error.errors(include_url=False)]
+    return [Problem(prefix + problem.key, problem.text) for problem in problems]
 
 
 def _find(path: str | Path) -> Path:
@@ -229,25 +234,25 @@ def put(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
 
 
 @cache
-def _schema() -> dict[str, Any]:
-    return Scenario.model_json_schema()
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
 
 
-def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _parts(schema: Mapping[str, Any], model: type[BaseModel]) -> list[Mapping[str, Any]]:
     """Return the alternatives of one value's schema, references followed."""
     if "$ref" in schema:
-        return _parts(_schema()["$defs"][schema["$ref"].rpartition("/")[2]])
+        return _parts(_schema(model)["$defs"][schema["$ref"].rpartition("/")[2]], model)
     if "anyOf" in schema:
-        return [part for choice in schema["anyOf"] for part in _parts(choice)]
+        return [part for choice in schema["anyOf"] for part in _parts(choice, model)]
     return [schema]
 
 
-def describe(key: Key) -> Mapping[str, Any]:
-    """Return the JSON schema of one key of a scenario, empty where there is none."""
-    found: list[Mapping[str, Any]] = [_schema()]
+def _describe(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
+    """Return the JSON schema of one key, empty where there is none."""
+    found: list[Mapping[str, Any]] = [_schema(model)]
     for part in key:
         inner: list[Mapping[str, Any]] = []
-        for schema in (part_schema for outer in found for part_schema in _parts(outer)):
+        for schema in (choice for outer in found for choice in _parts(outer, model)):
             if isinstance(part, int):
                 prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
                 item = prefix[part] if part < len(prefix) else schema.get("items")
@@ -259,8 +264,8 @@ def describe(key: Key) -> Mapping[str, Any]:
     return found[0] if found else {}
 
 
-def _known(key: Key) -> list[str]:
-    return [name for part in _parts(describe(key)) for name in part.get("properties", {})]
+def _known(key: Key, model: type[BaseModel]) -> list[str]:
+    return [name for part in _parts(_describe(key, model), model) for name in part.get("properties", {})]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -270,7 +275,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else "there are " + ", ".join(words)
 
 
-_NUMBERS = {
+_VALUES = {
     "greater_than": "must be more than {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be less than {lt:g}",
@@ -284,37 +289,37 @@ _NUMBERS = {
     "bool_parsing": "is neither true nor false",
     "bool_type": "is neither true nor false",
     "string_pattern_mismatch": "is not a name: use lower-case letters, digits and dashes, a letter first, at most 31",
+}
+_STRUCTURES = {
     "dict_type": "is not a mapping of keys to values",
     "tuple_type": "is not a list: write [ ... ]",
+    "too_short": "is too short: at least {min_length} are needed, not {actual_length}",
+    "too_long": "is too long: at most {max_length} are possible, not {actual_length}",
 }
 
 
-def _problem(detail: ErrorDetails) -> Problem:
-    """Say in the user's words what pydantic found."""
+def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
     key: Key = tuple(part for part in detail["loc"] if part != "[key]")
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return Problem(key, f"unknown key '{key[-1]}': {nearest(str(key[-1]), _known(key[:-1]))}")
-    if kind == "missing":
-        about = describe(key).get("description", "")
-        return Problem(key, "is missing" + (f": {about}" if about else ": every scenario needs it" if key else ""))
-    if kind == "value_error":
-        return Problem(key, str(context.get("error", detail["msg"])))
-    if kind == "literal_error":
-        known = [choice.strip("'") for part in _parts(describe(key)) for choice in part.get("enum", ())]
-        if "const" in describe(key) or not known:
-            return Problem(key, f"'{value}' is not possible here: write {context.get('expected', '')}")
-        return Problem(key, f"'{value}' is not possible here: {nearest(str(value), known)}")
-    if kind == "string_type":
-        if key[:1] == ("expect",):
-            return Problem(key, "a condition is text in quotes, such as '>= 0.9'")
-        return Problem(key, f"'{value}' is not text: write it in quotes")
-    if kind in ("model_type", "model_attributes_type"):
-        names = ", ".join(_known(key)[:6])
-        return Problem(key, f"is not a mapping: it has keys such as {names}")
-    if kind in _NUMBERS:
-        text = _NUMBERS[kind].format(
-            **{name: limit for name, limit in context.items() if name in ("gt", "ge", "lt", "le")}
-        )
-        return Problem(key, text if kind in ("dict_type", "tuple_type") else f"'{value}' {text}")
-    return Problem(key, detail["msg"][:1].lower() + detail["msg"][1:])
+        text = f"unknown key '{key[-1]}': {nearest(str(key[-1]), _known(key[:-1], model))}"
+    elif kind == "missing":
+        about = _describe(key, model).get("description")
+        text = "is missing" + (f": {about}" if about else "")
+    elif kind == "value_error":
+        text = str(context.get("error", detail["msg"]))
+    elif kind == "literal_error":
+        expected = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        text = f"'{value}' is not possible here: {nearest(str(value), expected)}"
+    elif kind == "string_type":
+        condition = model is Scenario and key[:1] == ("expect",)
+        text = f"'{value}' is not text: write " + ("a condition such as '>= 0.9'" if condition else "it in quotes")
+    elif kind in ("model_type", "model_attributes_type"):
+        text = "is not a mapping: it has keys such as " + ", ".join(_known(key, model)[:6])
+    elif kind in _STRUCTURES:
+        text = _STRUCTURES[kind].format_map(context)
+    elif kind in _VALUES:
+        text = f"'{value}' {_VALUES[kind].format_map(context)}"
+    else:
+        text = detail["msg"][:1].lower() + detail["msg"][1:]
+    return Problem(key, text)

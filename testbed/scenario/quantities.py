@@ -7,6 +7,7 @@ Internally every quantity is a float in SI base units: bit/s, seconds, fraction 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -22,36 +23,57 @@ SPEED_UNITS = {"flops": 1.0, "kflops": 1e3, "mflops": 1e6, "gflops": 1e9, "tflop
 FRACTION_UNITS = {"%": 0.01}
 
 
-def _hint(kind: str, unit: str, units: Mapping[str, float]) -> str:
+_BYTE_RATE = re.compile(r"([kKMG]?)(?:Bps|B/s)")
+_TC_BYTE_RATE = re.compile(r"([kKMG]?)bps")
+_BIT_RATE = re.compile(r"(?i)([kmg]?)(?:bit/s|bits|bits/s|b/s|bit|b)")
+_MEANT = {
+    "duration": {"sec": "s", "second": "s", "seconds": "s", "m": "min", "minutes": "min", "usec": "us", "msec": "ms"},
+    "size": {"K": "kB' or 'KiB", "k": "kB' or 'KiB", "M": "MB' or 'MiB", "G": "GB' or 'GiB"},
+    "speed": {"flop/s": "flops", "GFLOP/s": "gflops"},
+}
+
+
+def _hint(kind: str, number: float, unit: str, units: Mapping[str, float]) -> str:
     """Say what the writer of an unknown unit may have meant."""
-    if kind == "rate" and re.fullmatch(r"[kKMG]bps", unit):
-        meant = unit[0].lower() + "bit"
-        return f"tc reads '{unit}' as bytes a second, most people mean bits: write '{meant}'"
-    if kind == "rate" and re.fullmatch(r"(?i)[kmg]?(bit/s|bits|b/s)", unit):
-        meant = (unit[0].lower() if unit[0].lower() in "kmg" else "") + "bit"
-        return f"write '{meant}', which means bits a second"
+    if kind == "rate":
+        if match := _TC_BYTE_RATE.fullmatch(unit):
+            return f"tc reads '{unit}' as bytes a second, most people mean bits: write '{match[1].lower()}bit'"
+        if match := _BYTE_RATE.fullmatch(unit):
+            return f"a link's rate is in bits a second: write '{8 * number:g}{match[1].lower()}bit'"
+        if match := _BIT_RATE.fullmatch(unit):
+            return f"write '{match[1].lower()}bit', which means bits a second"
+    if unit in _MEANT.get(kind, {}):
+        return f"write '{_MEANT[kind][unit]}'"
     for known in units:
         if known.lower() == unit.lower():
             return f"write '{known}'"
-    return "write one of " + ", ".join(units)
+    return f"a {kind} is in " + ", ".join(units)
 
 
 def _parse(kind: str, value: object, units: Mapping[str, float], example: str) -> float:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"a {kind} is text with a unit, such as '{example}'")
-    match = _NUMBER.match(str(value))
+    text = " ".join(str(value).split())
+    match = _NUMBER.match(text)
     if not match:
-        raise ValueError(f"'{value}' is not a {kind}: write a number and a unit, such as '{example}'")
+        raise ValueError(f"'{text}' is not a {kind}: write a number and a unit, such as '{example}'")
     number, unit = float(match[1]), (match[2] or "").strip()
     if number < 0:
-        raise ValueError(f"a {kind} cannot be negative: '{value}'")
+        raise ValueError(f"'{text}' is negative, which no {kind} can be")
     if not unit:
         if number == 0:
             return 0.0
-        raise ValueError(f"'{value}' has no unit: a {kind} is written like '{example}'")
+        likely = f"{100 * number:g}%" if kind == "fraction" and number <= 1 else example
+        raise ValueError(
+            f"'{text}' has no unit: a {kind} is written like '{example}'"
+            + (f", so write '{likely}'" if likely != example else "")
+        )
     if unit not in units:
-        raise ValueError(f"'{unit}' is not a unit of {kind}: {_hint(kind, unit, units)}")
-    return number * units[unit]
+        raise ValueError(f"'{unit}' is not a unit of {kind}: {_hint(kind, number, unit, units)}")
+    quantity = number * units[unit]
+    if not math.isfinite(quantity):
+        raise ValueError(f"'{text}' is too large for a {kind}")
+    return quantity
 
 
 def parse_rate(value: object) -> float:

@@ -60,8 +60,11 @@ class Source:
         return self.overrides.get(known) or f"{self.file}:{self.lines[known]}"
 
     def override(self, values: Mapping[Key, str]) -> Source:
-        """Return the source with these keys set by something else."""
-        return Source(self.file, self.lines, {**self.overrides, **values})
+        """Return the source with these keys, and all that is in them, set by something else."""
+        lines = {
+            key: line for key, line in self.lines.items() if not any(key[:end] in values for end in range(len(key)))
+        }
+        return Source(self.file, lines, {**self.overrides, **values})
 
     def error(self, problems: Iterable[Problem]) -> InputError:
         """Return the error for these problems: one line each, in the order of the file."""
