@@ -18,21 +18,46 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
 import testbed
+from testbed.errors import InputError
 from testbed.methods.base import Plan
+from testbed.network.link import Link
+from testbed.scenario.expand import experiments
+from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.experiment import Experiment
+from testbed.scenario.loading import load as load_scenario
 from testbed.scenario.schema import Scenario
+from testbed.trace.events import Event
 from testbed.trace.gantt import run_end
 from testbed.trace.metrics import finite, metrics
-from testbed.trace.outcome import Outcome
+from testbed.trace.outcome import LinkMeasurement, Outcome
 from testbed.trace.perfetto import trace
 
 RECORDED_PACKAGES = ("torch", "numpy", "flask", "cheroot", "requests", "pydantic", "docker", "pyroute2")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it lies on disk."""
+
+    path: Path
+    experiment: Experiment
+    plan: Plan
+    outcome: Outcome
+    """Without its weights."""
+    manifest: dict[str, Any]
+    metrics: dict[str, Any]
+
+    @property
+    def expectations(self) -> list[Expectation]:
+        """What the scenario expects, and whether it came about."""
+        return evaluate(self.experiment.scenario.expect, self.metrics)
 
 
 def write(folder: Path, experiment: Experiment, plan: Plan, outcome: Outcome, *, command: str | None = None) -> Path:
@@ -43,26 +68,75 @@ def write(folder: Path, experiment: Experiment, plan: Plan, outcome: Outcome, *,
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    figures = metrics(outcome, experiment, plan)
+    facts = manifest(experiment, outcome, command)
+    run = Run(folder, experiment, plan, outcome, facts, metrics(outcome, experiment, plan))
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         # mkdtemp makes the folder private; results are to be read by whoever may read the parent.
         draft.chmod(0o777 & ~_umask())
         (draft / "scenario.yaml").write_text(scenario_yaml(experiment.scenario), encoding="utf-8")
         _write_json(draft / "plan.json", plan.model_dump(mode="json"))
-        _write_json(draft / "manifest.json", manifest(experiment, outcome, command))
+        _write_json(draft / "manifest.json", facts)
         with (draft / "events.jsonl").open("w", encoding="utf-8") as lines:
             lines.writelines(event.to_json() + "\n" for event in outcome.events)
-        _write_json(draft / "metrics.json", figures)
-        _write_json(draft / "fidelity.json", _fidelity(outcome, figures))
-        end = run_end(outcome.events, plan.lead)
-        (draft / "trace.json").write_text(json.dumps(trace(outcome.events, end, experiment.scenario.name)))
         if outcome.weights:
             _write_weights(draft / "weights.safetensors", outcome.weights)
+        _write_computed(draft, run)
         return _publish(draft, folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def load(folder: Path) -> Run:
+    """Read a run back, its figures computed anew from its events; raise `InputError` where there is none.
+
+    Survives what a crash leaves: a last line of events that was cut off, no fidelity.
+    """
+    if not (folder / "scenario.yaml").is_file():
+        raise InputError(f"{folder}: holds no run: name a folder that `testbed run` wrote, such as results/<run>")
+    experiment = experiments(load_scenario(folder / "scenario.yaml"))[0]
+    plan = Plan.model_validate(_read_json(folder / "plan.json"))
+    facts = _read_json(folder / "manifest.json")
+    fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
+    try:
+        outcome = Outcome(
+            runtime=facts["runtime"],
+            status=facts["status"],
+            events=_read_events(folder / "events.jsonl"),
+            error=facts["error"],
+            links=[_read_link(item) for item in fidelity.get("links", [])],
+            host=facts["host"],
+            fidelity=fidelity.get("figures", {}),
+            wall_seconds=facts["wall_seconds"],
+        )
+        experiment = replace(experiment, point=facts["point"], repetition=facts["repetition"])
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder}: was not written by this version of the testbed: lacks {error}") from None
+    return Run(folder, experiment, plan, outcome, facts, metrics(outcome, experiment, plan))
+
+
+def load_all(folder: Path) -> list[Run]:
+    """Read a run, or every run of a sweep or of repetitions in the order of their names."""
+    if (folder / "scenario.yaml").is_file() or not folder.is_dir():
+        return [load(folder)]
+    places = sorted(path.parent for path in folder.glob("[!.]*/scenario.yaml"))
+    return [load(place) for place in places] or [load(folder)]
+
+
+def rebuild(run: Run) -> None:
+    """Write anew everything in a run's folder that is computed: figures, verdict, trace and report."""
+    _write_computed(run.path, run)
+
+
+def run_name(experiment: Experiment) -> str:
+    """Return the name of a run's folder among those of its sweep, such as ``rate=10mbit,repetition=2``."""
+    short = [key.rpartition(".")[2] for key in experiment.point]
+    keys = short if len(set(short)) == len(short) else list(experiment.point)
+    parts = [f"{key}={value}" for key, value in zip(keys, experiment.point.values(), strict=True)]
+    text = ",".join([*parts, f"repetition={experiment.repetition + 1}"])
+    safe = "".join(character if character.isalnum() or character in "=,.-_" else "_" for character in text)
+    return safe.lstrip(".")[:200]
 
 
 def scenario_yaml(scenario: Scenario) -> str:
@@ -99,6 +173,15 @@ def manifest(experiment: Experiment, outcome: Outcome, command: str | None = Non
         "processors": os.cpu_count(),
         "host": outcome.host,
     }
+
+
+def _write_computed(folder: Path, run: Run) -> None:
+    end = run_end(run.outcome.events, run.plan.lead)
+    expected = [asdict(expectation) for expectation in run.expectations]
+    _write_json(folder / "metrics.json", {**run.metrics, "expectations": expected})
+    _write_json(folder / "fidelity.json", _fidelity(run.outcome, run.metrics))
+    content = trace(run.outcome.events, end, run.experiment.scenario.name)
+    (folder / "trace.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def _umask() -> int:
@@ -141,25 +224,39 @@ def _write_weights(path: Path, weights: dict[str, Any]) -> None:
 
 
 def _fidelity(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:
-    links = [
-        {
-            "source": item.source,
-            "destination": item.destination,
-            "requested": {
-                "rate": item.requested.rate,
-                "delay": item.requested.delay,
-                "loss": item.requested.loss,
-                "up": item.requested.up,
-            },
-            "rate": item.rate,
-            "delay": item.delay,
-            "loss": item.loss,
-            "packets": item.packets,
-            "problem": item.problem,
-        }
-        for item in outcome.links
-    ]
+    links = [asdict(item) for item in outcome.links]
     return {"verdict": figures["verdict"], "figures": outcome.fidelity, "links": links}
+
+
+def _read_link(item: dict[str, Any]) -> LinkMeasurement:
+    return LinkMeasurement(**{**item, "requested": Link(**item["requested"])})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: is missing: the run was not written to its end") from None
+    except ValueError:
+        raise InputError(f"{path}: is not JSON: the file is damaged, run the scenario again") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not a JSON object: the file is damaged, run the scenario again")
+    return content
+
+
+def _read_events(path: Path) -> list[Event]:
+    """Read events as far as they are whole."""
+    events: list[Event] = []
+    if not path.is_file():
+        return events
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                events.append(Event.from_json(line))
+            except (ValueError, KeyError, AttributeError):
+                if line.endswith("\n"):
+                    raise InputError(f"{path}:{number}: is not an event: the file is damaged") from None
+    return events
 
 
 def _version(package: str) -> str | None:

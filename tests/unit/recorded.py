@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.hardware import DeviceSpec
 from testbed.methods.base import Assignment, Plan
 from testbed.network.link import Link
+from testbed.scenario.expand import experiments
 from testbed.scenario.experiment import Experiment
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
@@ -17,7 +17,7 @@ LINK = Link(rate=8e6, delay=0.01)
 SCENARIO: dict[str, Any] = {
     "name": "recorded",
     "seed": 3,
-    "devices": {"a": {"profile": "laptop"}, "b": {"profile": "raspberry-pi-4b"}},
+    "devices": {"a": {"speed": "1gflops"}, "b": {"profile": "raspberry-pi-4b", "speed": "100mflops"}},
     "network": {"link": {"rate": "8mbit", "delay": "10ms"}},
     "workload": {
         "model": {"name": "cnn", "channels": 8},
@@ -30,9 +30,7 @@ SCENARIO: dict[str, Any] = {
 
 
 def experiment(**changes: Any) -> Experiment:
-    scenario = Scenario.model_validate(SCENARIO | changes)
-    devices = (DeviceSpec("a", 1e9, 1e9, profile="laptop"), DeviceSpec("b", 1e8, 1e9, profile="raspberry-pi-4b"))
-    return Experiment(scenario, devices, {("a", "b"): LINK, ("b", "a"): LINK}, {})
+    return experiments(Scenario.model_validate(SCENARIO | changes))[0]
 
 
 def plan() -> Plan:

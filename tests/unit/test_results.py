@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import recorded
 from ruamel.yaml import YAML
 
 from controller import results
+from testbed.errors import InputError
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 
@@ -82,3 +84,43 @@ def test_a_run_that_failed_at_once_is_written(tmp_path: Path) -> None:
     outcome = recorded.outcome(status="failed", error="no image", events=[], links=[], fidelity={})
     place = results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), outcome)
     assert json.loads((place / "metrics.json").read_text())["verdict"]["reasons"]
+
+
+def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    place = results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), recorded.outcome())
+    run = results.load(place)
+    assert run.outcome == recorded.outcome()
+    assert run.plan == recorded.plan()
+    assert run.experiment.scenario.model_dump() == recorded.experiment().scenario.model_dump()
+    written = json.loads((place / "metrics.json").read_text())
+    results.rebuild(run)
+    assert json.loads((place / "metrics.json").read_text()) == written
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    place = results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), recorded.outcome())
+    text = (place / "events.jsonl").read_text()
+    (place / "events.jsonl").write_text(text[:-20])
+    assert results.load(place).outcome.events == recorded.events()[:-1]
+
+
+def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
+    place = results.write(tmp_path / "run", recorded.experiment(), recorded.plan(), recorded.outcome())
+    (place / "events.jsonl").write_text('{"time": 1}\n')
+    with pytest.raises(InputError, match=r"events\.jsonl:1: is not an event"):
+        results.load(place)
+    (place / "plan.json").unlink()
+    with pytest.raises(InputError, match=r"plan\.json: is missing"):
+        results.load(place)
+    with pytest.raises(InputError, match="holds no run"):
+        results.load(tmp_path)
+    with pytest.raises(InputError, match="holds no run"):
+        results.load_all(tmp_path / "nowhere")
+
+
+def test_names_of_the_runs_of_a_sweep() -> None:
+    point = {"network.link.rate": "10mbit", "workload.method.options": "a/b c"}
+    assert results.run_name(replace(recorded.experiment(), point=point)) == "rate=10mbit,options=a_b_c,repetition=1"
+    point = {"devices.a.profile": "laptop", "devices.b.profile": "laptop"}
+    name = results.run_name(replace(recorded.experiment(), point=point, repetition=1))
+    assert name == "devices.a.profile=laptop,devices.b.profile=laptop,repetition=2"

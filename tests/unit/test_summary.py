@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import recorded
+
+from controller import results
+from controller.summary import interval, summarize
+
+
+def test_interval_after_student() -> None:
+    # t(0.975; 2) = 4.3027, standard deviation 1, three values.
+    mean, half = interval([1.0, 2.0, 3.0])
+    assert mean == 2.0
+    assert half == pytest.approx(4.30265 / 3**0.5, rel=1e-5)
+    assert interval([5.0]) == (5.0, None)
+    with pytest.raises(ValueError, match="no values"):
+        interval([])
+
+
+def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None:
+    for rate in ("8mbit", "16mbit"):
+        for repetition in range(2):
+            experiment = replace(recorded.experiment(), point={"network.link.rate": rate}, repetition=repetition)
+            results.write(tmp_path / results.run_name(experiment), experiment, recorded.plan(), recorded.outcome())
+    summary = summarize(tmp_path)
+    assert [point["point"] for point in summary["points"]] == [
+        {"network.link.rate": "16mbit"},
+        {"network.link.rate": "8mbit"},
+    ]
+    first = summary["points"][0]
+    assert first["trusted"] == 2
+    assert first["figures"]["accuracy"] == {"mean": 0.95, "ci95": 0.0, "n": 2}
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    with (tmp_path / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["network.link.rate"] for row in rows] == ["16mbit", "8mbit"]
+    assert float(rows[0]["step_time"]) == pytest.approx(1.0)
