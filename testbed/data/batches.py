@@ -1,0 +1,58 @@
+"""Which samples make up which batch: a function of seed and step alone, so a resumed run sees the same batches.
+
+Each epoch is a new permutation of the samples, cut into whole batches; the samples left over, fewer than one
+batch, sit out that epoch and come up in others. Every step thus has the same size and the same cost. A training set
+smaller than the batch makes one batch of all its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from testbed.seeds import derive
+
+Indices = npt.NDArray[np.int64]
+
+
+def steps_per_epoch(samples: int, batch_size: int) -> int:
+    """Return the number of whole batches in the samples, at least one."""
+    if samples < 1 or batch_size < 1:
+        raise ValueError(f"no batches of {batch_size} in {samples} samples")
+    return max(1, samples // batch_size)
+
+
+@lru_cache(maxsize=4)
+def _order(samples: int, seed: int, epoch: int) -> Indices:
+    order = np.random.default_rng(derive(seed, "batches", epoch)).permutation(samples)
+    order.flags.writeable = False
+    return order
+
+
+def batch(samples: int, batch_size: int, seed: int, step: int) -> Indices:
+    """Return the indices of the samples of training step ``step``, counted from 0 through all epochs."""
+    epoch, position = divmod(step, steps_per_epoch(samples, batch_size))
+    return _order(samples, seed, epoch)[position * batch_size : (position + 1) * batch_size]
+
+
+def micro_batches(size: int, parts: int) -> tuple[slice, ...]:
+    """Cut a batch into contiguous micro-batches as even as can be, larger ones first.
+
+    A batch of 10 in 4 parts is 3, 3, 2, 2. The batch's mean loss is the mean of the micro-batches' weighted by
+    their sizes. Raises ValueError for more parts than samples, which would leave some empty.
+    """
+    if not 1 <= parts <= size:
+        raise ValueError(f"a batch of {size} cannot be cut into {parts} micro-batches: take 1 to {size}")
+    small, larger = divmod(size, parts)
+    edges = np.cumsum([0] + [small + 1] * larger + [small] * (parts - larger)).tolist()
+    return tuple(slice(begin, end) for begin, end in pairwise(edges))
+
+
+def in_order(samples: int, batch_size: int) -> Iterator[slice]:
+    """Cut samples into batches in their order, the last one smaller: for evaluation."""
+    for begin in range(0, samples, batch_size):
+        yield slice(begin, min(begin + batch_size, samples))

@@ -1,0 +1,248 @@
+"""The data sets a scenario can name, and `load`.
+
+Nothing here downloads; `testbed.data.fetch` does, when its command is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from testbed.data import files, synthetic
+from testbed.data.dataset import Dataset
+from testbed.data.files import Bytes
+from testbed.data.split import holdout
+from testbed.errors import InputError
+
+if TYPE_CHECKING:
+    from testbed.scenario.schema import DataPart
+
+Samples = tuple[Bytes, Bytes]
+"""Images and labels, as they lie in the files."""
+TEST_SHARE = 0.2
+"""Of a set that comes without a test part of its own."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file to download: where it is had, its checksum, and what of it is kept where it is an archive."""
+
+    name: str
+    bases: tuple[str, ...]
+    """Addresses of the folder that holds it, tried in this order."""
+    md5: str
+    members: tuple[str, ...] = ()
+    """File names to unpack from it; empty keeps the file itself."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set of the catalogue."""
+
+    name: str
+    summary: str
+    shape: tuple[int, int, int]
+    """(channels, height, width) of one image."""
+    classes: int
+    files: tuple[str, ...] = ()
+    """What its folder holds, each plain or with ``.gz``; empty for sets that need no folder."""
+    remotes: tuple[Remote, ...] = ()
+    read: Callable[[Source, Path], tuple[str, Samples, Samples]] | None = None
+    """(this, folder) -> name of what was found there, training and test samples."""
+
+
+def _missing(source: Source, folder: Path, names: list[str]) -> InputError:
+    return InputError(
+        f"{folder}: {source.name} needs {', '.join(names)} there (plain or .gz); "
+        f"`testbed data fetch {source.name}` downloads what is missing"
+    )
+
+
+def _split(samples: Samples) -> tuple[Samples, Samples]:
+    images, labels = samples
+    train, test = holdout(labels.astype(np.int64), TEST_SHARE)
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def _read_mnist(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
+    found = {name: files.find(folder, name) for name in source.files}
+    train_images, train_labels, test_images, test_labels = (found[name] for name in source.files)
+
+    def pair(images: Path | None, labels: Path | None) -> Samples:
+        absent = [name for name, path in found.items() if path is None]
+        if images is None or labels is None:
+            raise _missing(source, folder, absent)
+        pixels = source.shape[1:]
+        return files.read_idx_pair(images, labels, (pixels[0], pixels[1]), source.classes)
+
+    if train_images is None and train_labels is None and test_images is not None:
+        return (f"{source.name}-t10k", *_split(pair(test_images, test_labels)))
+    return source.name, pair(train_images, train_labels), pair(test_images, test_labels)
+
+
+def _read_emnist(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
+    found = [files.find(folder, name) for name in source.files]
+    if None in found:
+        raise _missing(source, folder, [name for name, path in zip(source.files, found, strict=True) if path is None])
+    paths = [path for path in found if path is not None]
+    # The letters are numbered from 1.
+    begin = 1 if source.name == "emnist-letters" else 0
+
+    def pair(images: Path, labels: Path) -> Samples:
+        pixels, targets = files.read_idx_pair(images, labels, (28, 28), source.classes + begin)
+        if targets.min() < begin:
+            raise InputError(f"{labels}: label {targets.min()}, but the classes are numbered from {begin}")
+        # EMNIST stores its images column by column.
+        return pixels.transpose(0, 1, 3, 2), targets - np.uint8(begin)
+
+    return source.name, pair(*paths[:2]), pair(*paths[2:])
+
+
+def _read_cifar10(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
+    inner = folder / "cifar-10-batches-bin"
+    found = {name: files.find(folder, name) or files.find(inner, name) for name in source.files}
+    absent = [name for name, path in found.items() if path is None]
+    if absent:
+        raise _missing(source, folder, absent)
+    *train, test = (path for path in found.values() if path is not None)
+    return source.name, files.read_cifar(train), files.read_cifar([test])
+
+
+def _read_digits(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    # 16 grey levels and black, stretched to the range of a byte like every other set.
+    images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]
+    return source.name, *_split((images, digits.target.astype(np.uint8)))
+
+
+_IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def _idx_remotes(bases: tuple[str, ...], md5s: tuple[str, str, str, str]) -> tuple[Remote, ...]:
+    return tuple(Remote(f"{name}.gz", bases, md5) for name, md5 in zip(_IDX, md5s, strict=True))
+
+
+def _emnist(name: str, split: str, summary: str, classes: int) -> Source:
+    parts = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
+    names = tuple(f"emnist-{split}-{part}-ubyte" for part in parts)
+    archive = Remote(
+        "gzip.zip",
+        ("https://biometrics.nist.gov/cs_links/EMNIST/",),
+        "58c8d27c78d21e728a6bc7b3cc06412e",
+        tuple(f"{file}.gz" for file in names),
+    )
+    return Source(name, summary, (1, 28, 28), classes, names, (archive,), _read_emnist)
+
+
+_CIFAR = (*(f"data_batch_{index}.bin" for index in range(1, 6)), "test_batch.bin")
+
+DATASETS: dict[str, Source] = {
+    source.name: source
+    for source in (
+        Source("digits", "1,797 handwritten digits of 8x8, from scikit-learn", (1, 8, 8), 10, read=_read_digits),
+        Source(
+            "mnist",
+            "70,000 handwritten digits of 28x28",
+            (1, 28, 28),
+            10,
+            _IDX,
+            _idx_remotes(
+                ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/"),
+                (
+                    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+                    "d53e105ee54ea40749a09fcbcd1e9432",
+                    "9fb629c4189551a2d022fa330f9573f3",
+                    "ec29112dd5afa0611ce80d1b7f02629c",
+                ),
+            ),
+            _read_mnist,
+        ),
+        Source(
+            "fashion-mnist",
+            "70,000 articles of clothing of 28x28",
+            (1, 28, 28),
+            10,
+            _IDX,
+            _idx_remotes(
+                ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+                (
+                    "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+                    "25c81989df183df01b3e8a0aad5dffbe",
+                    "bef4ecab320f06d8554ea6380940ec79",
+                    "bb300cfdad3c16e7a12a480ee83cd310",
+                ),
+            ),
+            _read_mnist,
+        ),
+        _emnist("emnist", "balanced", "131,600 letters and digits of 28x28, equally many of each of 47 classes", 47),
+        _emnist("emnist-letters", "letters", "145,600 letters of 28x28, large and small as one class", 26),
+        _emnist("emnist-digits", "digits", "280,000 handwritten digits of 28x28", 10),
+        Source(
+            "cifar10",
+            "60,000 colour photographs of 32x32",
+            (3, 32, 32),
+            10,
+            _CIFAR,
+            (
+                Remote(
+                    "cifar-10-binary.tar.gz",
+                    ("https://www.cs.toronto.edu/~kriz/",),
+                    "c32a1d4ab5d03f1284b67883e8d87530",
+                    _CIFAR,
+                ),
+            ),
+            _read_cifar10,
+        ),
+        Source("synthetic", "made up: synthetic-CxHxW[-CLASSES] of any size, prototypes and noise", (1, 8, 8), 10),
+    )
+}
+
+
+def describe(name: str) -> Source:
+    """Return what is known of a set without reading it; raises `InputError` for an unknown name."""
+    if name in DATASETS:
+        return DATASETS[name]
+    if name.startswith("synthetic"):
+        shape, classes = synthetic.parse(name)
+        return Source(name, DATASETS["synthetic"].summary, shape, classes)
+    raise InputError(f"data.name: there is no data set '{name}'; choose one of {', '.join(DATASETS)}")
+
+
+def load(part: DataPart, folder: Path | None = None) -> Dataset:
+    """Read the set that a scenario names, its files from ``folder`` (``part.folder`` where that is None).
+
+    Raises `InputError` for an unknown name, missing or damaged files, and more samples than there are.
+    """
+    source = describe(part.name)
+    if source.read is None:
+        return synthetic.make(part.name, part.train, part.test)
+    place = folder or Path(part.folder or "")
+    if source.files and folder is None and part.folder is None:
+        raise InputError(
+            f"data.folder: {part.name} is read from files: name the folder that holds them; "
+            f"`testbed data fetch {part.name}` downloads them"
+        )
+    if source.files and not place.is_dir():
+        raise InputError(f"data.folder: there is no folder {place}; `testbed data fetch {part.name}` makes one")
+    name, train, test = source.read(source, place)
+    chosen = (*_take(name, "train", train, part.train), *_take(name, "test", test, part.test))
+    return Dataset(name, source.classes, *chosen)
+
+
+def _take(
+    name: str, part: str, samples: Samples, limit: int | None
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Return the first ``limit`` samples as floats; only those are ever widened to four bytes a pixel."""
+    images, labels = samples
+    if limit is not None and limit > len(images):
+        raise InputError(f"data.{part}: {name} has {len(images)} samples in this part, not {limit}")
+    scaled = images[:limit].astype(np.float32)
+    scaled /= 255
+    return scaled, labels[:limit].astype(np.int64)

@@ -1,0 +1,95 @@
+"""Readers of the published file formats: IDX (MNIST and its kin) and CIFAR-10's binary form.
+
+Whatever is wrong with a file raises `InputError` with the file's name and what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from testbed.errors import InputError
+
+Bytes = npt.NDArray[np.uint8]
+
+_UNSIGNED_BYTE = 0x08
+CIFAR_IMAGE = (3, 32, 32)
+_CIFAR_RECORD = 1 + math.prod(CIFAR_IMAGE)
+
+
+def find(folder: Path, name: str) -> Path | None:
+    """Return the file of that name, plain or with ``.gz``; None where there is neither."""
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except EOFError as error:
+        raise InputError(f"{path}: truncated: the gzip stream ends early; download it again") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}: not a sound gzip file ({error}); download it again") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_idx(path: Path, axes: int) -> Bytes:
+    """Read an IDX file of unsigned bytes with so many axes."""
+    content = _content(path)
+    header = 4 + 4 * axes
+    magic = bytes([0, 0, _UNSIGNED_BYTE, axes])
+    if content[:4] != magic:
+        raise InputError(f"{path}: wrong magic number {content[:4].hex()}: an IDX file of this kind has {magic.hex()}")
+    if len(content) < header:
+        raise InputError(f"{path}: truncated: {len(content)} bytes are less than the header of {header}")
+    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", axes, offset=4))
+    if len(content) - header != math.prod(shape):
+        sizes = "x".join(map(str, shape))
+        raise InputError(
+            f"{path}: {_off(len(content) - header, math.prod(shape))}: its header announces {sizes} bytes, "
+            f"{len(content) - header} follow"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def _off(found: int, expected: int) -> str:
+    return "truncated" if found < expected else "too long"
+
+
+def read_idx_pair(images: Path, labels: Path, shape: tuple[int, int], classes: int) -> tuple[Bytes, Bytes]:
+    """Read images (samples, 1, height, width) and their labels."""
+    pixels, targets = read_idx(images, 3), read_idx(labels, 1)
+    if pixels.shape[1:] != shape:
+        raise InputError(f"{images}: images of {pixels.shape[1:]} pixels, not of {shape}")
+    if len(pixels) != len(targets):
+        raise InputError(f"{labels}: {len(targets)} labels for the {len(pixels)} images of {images.name}")
+    if len(targets) == 0:
+        raise InputError(f"{labels}: no samples")
+    _check_labels(labels, targets, classes)
+    return pixels[:, None], targets
+
+
+def _check_labels(path: Path, labels: Bytes, classes: int) -> None:
+    if labels.max() >= classes:
+        raise InputError(f"{path}: label {labels.max()}, but there are {classes} classes from 0")
+
+
+def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
+    """Read records of one label byte and 3x32x32 pixels from several files, one after the other."""
+    images, labels = [], []
+    for path in paths:
+        content = _content(path)
+        if not content or len(content) % _CIFAR_RECORD:
+            raise InputError(f"{path}: truncated: {len(content)} bytes are no whole records of {_CIFAR_RECORD}")
+        records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
+        _check_labels(path, records[:, 0], classes)
+        labels.append(records[:, 0])
+        images.append(records[:, 1:].reshape(-1, *CIFAR_IMAGE))
+    return np.concatenate(images), np.concatenate(labels)

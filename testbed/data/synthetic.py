@@ -1,0 +1,54 @@
+"""Made-up images that a network can learn: a prototype for each class, plus noise.
+
+For shapes and sizes that no real set at hand has, and for timing. Never to be taken for real data: the set's name
+begins with ``synthetic``, and so every figure from it does.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+from testbed.data.dataset import Dataset
+from testbed.errors import InputError
+from testbed.seeds import derive
+
+_NAME = re.compile(r"synthetic(?:-(\d+)x(\d+)x(\d+)(?:-(\d+))?)?\Z")
+_BLOCK = 4
+_NOISE = 0.25
+TRAIN, TEST = 2000, 500
+
+
+def parse(name: str) -> tuple[tuple[int, int, int], int]:
+    """Return shape and classes of ``synthetic[-CxHxW[-CLASSES]]``; 1x8x8 and 10 where they are left out."""
+    match = _NAME.match(name)
+    if match is None:
+        raise InputError(f"data.name: '{name}' is not synthetic-CxHxW or synthetic-CxHxW-CLASSES")
+    channels, height, width, classes = (
+        int(text or default) for text, default in zip(match.groups(), (1, 8, 8, 10), strict=True)
+    )
+    if min(channels, height, width) < 1 or classes < 2:
+        raise InputError(f"data.name: '{name}' needs sizes of at least 1 and at least 2 classes")
+    return (channels, height, width), classes
+
+
+def make(name: str, train: int | None, test: int | None) -> Dataset:
+    """Make the set of that name; the same for everybody, whatever the scenario's seed."""
+    shape, classes = parse(name)
+    channels, height, width = shape
+    generator = np.random.default_rng(derive(0, "synthetic", "prototypes", *shape, classes))
+    # Blocks of equal pixels, so that convolution and pooling leave something to tell the classes by.
+    coarse = generator.random((classes, channels, -(-height // _BLOCK), -(-width // _BLOCK)), dtype=np.float32)
+    prototypes = coarse.repeat(_BLOCK, axis=2).repeat(_BLOCK, axis=3)[:, :, :height, :width]
+
+    def draw(part: str, count: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        noise = np.random.default_rng(derive(0, "synthetic", part, *shape, classes))
+        labels = np.arange(count, dtype=np.int64) % classes
+        images = prototypes[labels]
+        images += np.float32(_NOISE) * noise.standard_normal(images.shape, dtype=np.float32)
+        return images.clip(0, 1, out=images), labels
+
+    full = f"synthetic-{channels}x{height}x{width}" + (f"-{classes}" if classes != 10 else "")
+    return Dataset(full, classes, *draw("train", train or TRAIN), *draw("test", test or TEST))
