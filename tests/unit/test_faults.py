@@ -1,0 +1,161 @@
+"""The script of faults, without any runtime."""
+
+import pytest
+
+from testbed.faults import FaultScript, devices_named, problems, target
+from testbed.hardware import DeviceSpec
+from testbed.network.link import Link
+from testbed.scenario.experiment import Experiment
+from testbed.scenario.schema import FaultPart, Scenario
+
+
+def faults(*parts):
+    return [FaultPart.model_validate(part) for part in parts]
+
+
+def told(strikes):
+    return [(strike.operation, target(strike.part), strike.intended) for strike in strikes]
+
+
+def test_by_time_with_undo():
+    script = FaultScript(faults({"kill": "a", "at": "2s", "for": "3s"}))
+    assert script.next_deadline() == 2
+    assert script.due(1.9) == []
+    (strike,) = script.due(2.5)
+    assert told([strike]) == [("kill", "a", 2.0)]
+    assert script.next_deadline() is None
+    script.done(strike, 2.6)
+    (undo,) = script.due(6)
+    assert told([undo]) == [("restart", "a", 5.6)]
+    assert undo.fields() == {"action": "kill", "target": "a", "phase": "undo", "intended": 5.6}
+    script.done(undo, 5.7)
+    (record,) = script.records()
+    assert (record.intended, record.actual, record.undo_intended, record.undo_actual) == (2.0, 2.6, 5.6, 5.7)
+
+
+def test_equal_instants_keep_the_order_of_the_file():
+    script = FaultScript(faults({"pause": "b", "at": "1s"}, {"kill": "a", "at": "1s"}, {"kill": "c", "at": "0"}))
+    assert told(script.due(1)) == [("kill", "c", 0.0), ("pause", "b", 1.0), ("kill", "a", 1.0)]
+
+
+def test_undo_comes_before_a_later_fault_at_the_same_instant():
+    script = FaultScript(faults({"pause": "b", "at": "1s", "for": "1s"}, {"kill": "b", "at": "2s"}))
+    script.done(script.due(1)[0], 1.0)
+    assert told(script.due(2)) == [("resume", "b", 2.0), ("kill", "b", 2.0)]
+
+
+def test_after_counts_from_when_the_one_before_took_effect():
+    script = FaultScript(
+        faults(
+            {"kill": "a", "when": {"device": "a", "begins": "backward", "batch": 2}},
+            {"restart": "a", "after": "3s"},
+            {"kill": "b", "after": "1s"},
+        )
+    )
+    assert script.next_deadline() is None
+    (strike,) = script.observe(7.0, "a", "begin", {"span": "backward", "batch": 2, "micro": 0})
+    script.done(strike, 7.25)
+    (second,) = script.due(20)
+    assert told([second]) == [("restart", "a", 10.25)]
+    script.done(second, 11.0)
+    assert script.next_deadline() == 12.0
+
+
+@pytest.mark.parametrize(
+    ("trigger", "event", "fields", "fires"),
+    [
+        ({"begins": "forward"}, "begin", {"span": "forward", "batch": 9}, True),
+        ({"begins": "forward"}, "begin", {"span": "backward"}, False),
+        ({"begins": "forward"}, "compute", {"span": "forward"}, False),
+        ({"begins": "forward", "batch": 1, "micro": 2}, "begin", {"span": "forward", "batch": 1, "micro": 2}, True),
+        ({"begins": "forward", "batch": 1, "micro": 2}, "begin", {"span": "forward", "batch": 1, "micro": 1}, False),
+        ({"event": "recovery"}, "recovery", {"phase": "detected"}, True),
+        ({"event": "step", "batch": 3}, "step", {"step": 3}, True),
+        ({"event": "step", "batch": 3}, "step", {"step": 2}, False),
+    ],
+)
+def test_triggers(trigger, event, fields, fires):
+    script = FaultScript(faults({"kill": "b", "when": {"device": "a", **trigger}}))
+    assert script.watched == {"a"}
+    assert script.observe(1.0, "b", event, fields) == []
+    assert bool(script.observe(1.0, "a", event, fields)) == fires
+    assert script.observe(2.0, "a", event, fields) == []
+    assert script.watched == (frozenset() if fires else {"a"})
+
+
+def test_fault_added_to_a_running_lab():
+    script = FaultScript()
+    script.append(FaultPart.model_validate({"partition": [["a"], ["b", "c"]], "at": "5s", "for": "1s"}))
+    (strike,) = script.due(5)
+    assert (strike.handle, target(strike.part)) == ("fault-0", "a | b,c")
+    script.done(strike, 5)
+    assert [(each.operation, each.handle) for each in script.due(6)] == [("undo", "fault-0")]
+
+
+def test_fault_that_never_struck_is_told_apart():
+    script = FaultScript(faults({"kill": "a", "when": {"device": "a", "event": "recovery"}}))
+    assert script.records()[0].actual is None
+
+
+def test_targets_in_words():
+    parts = faults(
+        {"degrade": {"between": ["a", "b"], "loss": "1%"}, "at": "1s"},
+        {"degrade": {"from": "a", "to": "b", "loss": "1%"}, "at": "1s"},
+        {"degrade": {"device": "c", "loss": "1%"}, "at": "1s"},
+        {"heal": "all", "at": "1s"},
+    )
+    assert [target(part) for part in parts] == ["a <-> b", "a -> b", "c", "all"]
+    assert devices_named(parts[0]) == [(("degrade", "between", 0), "a"), (("degrade", "between", 1), "b")]
+
+
+def experiment(*parts):
+    scenario = Scenario.model_validate(
+        {
+            "name": "x",
+            "devices": {"a": {}, "b": {}, "c": {}},
+            "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 5},
+            "faults": list(parts),
+            "time_limit": "60s",
+        }
+    )
+    links = {("a", "b"): Link(), ("b", "a"): Link(), ("a", "c"): Link(), ("c", "a"): Link()}
+    return Experiment(scenario, tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc"), links, {})
+
+
+def spans(device):
+    return {"forward", "backward"} if device == "a" else set()
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "text"),
+    [
+        ({"kill": "a", "after": "1s"}, "after", "no fault before"),
+        ({"kill": "a", "at": "60s"}, "at", "time_limit"),
+        ({"partition": [["a", "b"], ["a"]], "at": "1s"}, "partition", "named twice"),
+        ({"partition": [["a", "b", "c"]], "at": "1s"}, "partition", "separates nobody"),
+        ({"degrade": {"device": "a"}, "at": "1s"}, "degrade", "changes nothing"),
+        ({"degrade": {"device": "a", "preset": "5g"}, "at": "1s"}, "degrade.preset", "no preset '5g'"),
+        ({"degrade": {"between": ["b", "c"], "loss": "1%"}, "at": "1s"}, "degrade", "no link"),
+        ({"restart": "a", "at": "1s"}, "restart", "no fault of this scenario kills 'a'"),
+        ({"kill": "a", "when": {"device": "a", "begins": "bakward"}}, "when.begins", "it begins backward, forward"),
+        ({"kill": "a", "when": {"device": "b", "begins": "forward"}}, "when.begins", "no part in this plan"),
+        ({"kill": "a", "when": {"device": "a", "event": "recovry"}}, "when.event", "use one of"),
+        ({"kill": "a", "when": {"device": "a", "event": "send", "batch": 1}}, "when.batch", "has no batch"),
+        ({"kill": "a", "when": {"device": "a", "begins": "forward", "batch": 5}}, "when.batch", "the last one is 4"),
+    ],
+)
+def test_faults_that_cannot_be(part, key, text):
+    (problem,) = problems(experiment(part), spans, batches=5)
+    assert ".".join(map(str, problem.key)) == f"faults.0.{key}"
+    assert text in problem.text
+
+
+def test_possible_faults_have_no_problems():
+    fine = experiment(
+        {"kill": "a", "when": {"device": "a", "begins": "forward", "batch": 4}, "for": "1s"},
+        {"partition": [["a"]], "after": "1s"},
+        {"heal": "all", "at": "3s"},
+        {"kill": "b", "when": {"device": "a", "event": "step", "batch": 1}},
+        {"restart": "b", "after": "1s"},
+    )
+    assert problems(fine, spans, batches=5) == []
