@@ -5,7 +5,8 @@
 The guest sees the host's root file system read-only over 9p with a scratch layer on top, so the command finds the
 same Python environment and the same checkout; what it writes into ``.build/vm/out`` (``$VM_OUT`` in the guest) is
 kept. The kernel is Debian's package, unpacked and not installed; its modules are loaded from an initramfs. KVM is not
-used, even where its device exists: inside another virtual machine it may be there and yet hang. Exit status is the command's, or 3 where no such machine can be had here.
+used, even where its device exists: inside another virtual machine it may be there and yet hang. Exit status is the
+command's, or 3 where no such machine can be had here.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / ".build" / "vm"
 HOST_PACKAGES = {"qemu-system-x86_64": "qemu-system-x86", "cpio": "cpio", "depmod": "kmod"}
-MODULES = (
-    "crc32c_generic virtio_pci 9pnet_virtio 9p overlay veth bridge ifb sch_netem sch_htb sch_ingress sch_tbf sch_prio sch_fq_codel "
-    "cls_u32 cls_matchall cls_flower act_mirred nfnetlink_queue xt_NFQUEUE xt_statistic ip_tables iptable_filter "
-    "iptable_mangle x_tables nf_tables nft_compat"
-).split()
+MODULES = [
+    *("crc32c_generic", "virtio_pci", "9pnet_virtio", "9p", "overlay"),
+    *("veth", "bridge", "ifb"),
+    *("sch_netem", "sch_htb", "sch_ingress", "sch_tbf", "sch_prio", "cls_u32", "cls_matchall", "act_mirred"),
+    *("x_tables", "ip_tables", "iptable_filter", "iptable_mangle", "xt_NFQUEUE", "nfnetlink_queue", "xt_statistic"),
+    *("nf_tables", "nft_compat"),
+]
 
 INIT = """#!/bin/busybox sh
 /bin/busybox --install -s /bin
@@ -135,7 +138,7 @@ def _pack(tree: Path, release: str, initramfs: Path) -> None:
             order.append(path)
 
     for module in MODULES:
-        if module.lower() in (name.lower() for name in by_name) or module in by_name:
+        if module in by_name:  # what is missing is built into the kernel
             add(by_name[module])
     for path in order:
         shutil.copy2(base / path, root / "modules" / Path(path).name)
