@@ -1,0 +1,115 @@
+"""Figures as people read them: three significant digits, a unit, a dash for what there is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from testbed.scenario.expect import kind_of
+
+NONE = "–"
+
+
+def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
+    """Write with the largest unit that leaves at least one, after rounding to three digits."""
+    for factor, unit in steps:
+        # 999.7 kB rounds to 1000 kB, which reads as 1 MB.
+        if abs(float(f"{value:.3g}")) >= factor:
+            return f"{_digits(value / factor)} {unit}"
+    factor, unit = steps[-1]
+    return f"{_digits(value / factor)} {unit}"
+
+
+def _digits(number: float) -> str:
+    """Write three significant digits, never as a power of ten between 0.001 and a million."""
+    if number == 0:
+        return "0"
+    rounded = float(f"{number:.3g}")
+    if 1e-3 <= abs(rounded) < 1e6:
+        places = max(0, 2 - _magnitude(rounded))
+        return f"{rounded:.{places}f}".rstrip("0").rstrip(".") if places else f"{rounded:.0f}"
+    return f"{number:.3g}"
+
+
+def _magnitude(number: float) -> int:
+    return int(f"{number:e}".partition("e")[2])
+
+
+def number(value: float | None) -> str:
+    """Write a plain number."""
+    if value is None:
+        return NONE
+    return f"{value:,}" if isinstance(value, int) else _digits(value)
+
+
+def seconds(value: float | None) -> str:
+    """Write a duration: microseconds to minutes."""
+    if value is None:
+        return NONE
+    if abs(value) >= 119.5:
+        minutes, rest = divmod(round(abs(value)), 60)
+        return f"{'-' if value < 0 else ''}{minutes} min {rest} s"
+    if value == 0:
+        return "0 s"
+    return _scaled(value, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
+
+
+def moment(value: float | None) -> str:
+    """Write an instant of the run, to the hundredth of a second."""
+    return NONE if value is None else f"{value:.2f} s"
+
+
+def size(value: float | None) -> str:
+    """Write bytes."""
+    if value is None:
+        return NONE
+    return _scaled(value, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))) if value else "0 B"
+
+
+def rate(value: float | None) -> str:
+    """Write bit/s; a rate that is not limited is said to be so."""
+    if value is None:
+        return "unlimited"
+    return _scaled(value, ((1e9, "gbit"), (1e6, "mbit"), (1e3, "kbit"), (1.0, "bit")))
+
+
+def speed(value: float) -> str:
+    """Write FLOP/s."""
+    return _scaled(value, ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1e3, "kFLOP/s"), (1.0, "FLOP/s")))
+
+
+def share(value: float | None) -> str:
+    """Write a fraction as per cent; a little is not nothing, and nearly all is not all."""
+    if value is None:
+        return NONE
+    percent = value * 100
+    if 0 < percent < 0.1:
+        return "<0.1%"
+    if 99.95 <= percent < 100:
+        return f"{percent:.2f}%"
+    return f"{percent:.1f}%" if percent < 99.95 else f"{percent:.0f}%"
+
+
+def whole_share(value: float) -> str:
+    """Write a fraction as whole per cent."""
+    return "<1%" if 0 < value < 0.005 else f"{value * 100:.0f}%"
+
+
+def figure(name: str, value: Any) -> str:
+    """Write a figure of metrics.json as its kind asks for."""
+    if value is None:
+        return NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    try:
+        kind = kind_of(name)
+    except KeyError:
+        kind = "number"
+    writers = {"seconds": seconds, "bytes": size, "share": share}
+    return writers.get(kind, number)(value)
+
+
+def ratio(value: float | None) -> str:
+    """Write how many times the first something is."""
+    return NONE if value is None else f"{value:.2f}x"

@@ -1,0 +1,270 @@
+"""The end of a run in the terminal: figures, devices, links, faults, what was expected, the verdict, the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from controller.report import formats
+from controller.report.grouping import group_links
+from controller.results import Run
+from testbed.scenario.expect import Expectation, kind_of
+
+WIDE = 100
+"""Columns from which a table has room for what is only nice to know."""
+MOST_DEVICES = 24
+BAR = 16
+VERDICTS = {"trusted": ("✔", "green"), "not trusted": ("✘", "red"), "prediction": ("◌", "cyan")}
+SUMMARY_FIGURES = ("accuracy", "loss", "step_time", "latency", "recovery_time", "duration")
+
+
+def show(console: Console, run: Run) -> None:
+    """Print a finished run."""
+    console.print(render(run, console.width))
+
+
+def render(run: Run, width: int) -> RenderableType:
+    """Return what `show` prints, laid out for a width."""
+    metrics = run.metrics
+    parts: list[RenderableType] = [Text(), _title(run), Text(), _figures(metrics), Text()]
+    parts.append(_devices(metrics["devices"], width))
+    if metrics["links"]:
+        parts.append(_links(metrics["links"], width))
+    if metrics["fault_list"]:
+        parts.append(_faults(metrics))
+    if run.expectations:
+        parts.append(_expectations(run.expectations))
+    parts += [_verdict(metrics["verdict"]), _where(run.path)]
+    return Group(*parts)
+
+
+def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Print a sweep or a repeated run: a line a point, means with their confidence intervals."""
+    points = summary["points"]
+    keys = list(dict.fromkeys(key for point in points for key in point["point"]))
+    names = [name for name in SUMMARY_FIGURES if any(name in point["figures"] for point in points)]
+    table = _table(f"{summary['scenario']}: {len(points)} points" if keys else summary["scenario"])
+    for key in keys:
+        table.add_column(key.rpartition(".")[2], style="bold")
+    table.add_column("Runs", justify="right")
+    for name in names:
+        table.add_column(_heading(name), justify="right")
+    for point in points:
+        runs = len(point["runs"])
+        trusted = "" if point["trusted"] == runs else f" ({runs - point['trusted']} not trusted)"
+        cells = [Text(str(point["point"].get(key, ""))) for key in keys]
+        table.add_row(*cells, f"{runs}{trusted}", *(_mean(name, point["figures"].get(name)) for name in names))
+    console.print(Text(), table)
+    console.print(Text("  mean ± half width of the 95 % confidence interval (Student)", style="dim"))
+    console.print(_where(folder, "summary.csv"))
+
+
+def _mean(name: str, figure: Mapping[str, Any] | None) -> Text:
+    if figure is None:
+        return Text(formats.NONE, style="dim")
+    text = Text(formats.figure(name, figure["mean"]))
+    if figure["ci95"] is not None:
+        text.append(f" ± {formats.figure(name, figure['ci95'])}", style="dim")
+    return text
+
+
+def _table(title: str, note: str = "") -> Table:
+    return Table(
+        title=Text(f" {title}", style="bold").append(f"  {note}", style="not bold dim"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        header_style="dim",
+        pad_edge=True,
+        padding=(0, 1),
+        expand=False,
+    )
+
+
+def _title(run: Run) -> Text:
+    workload = run.experiment.scenario.workload
+    runtime = "emulated" if run.outcome.runtime == "emulate" else "simulated"
+    text = Text(" ")
+    text.append(run.experiment.scenario.name, style="bold")
+    verb = "training" if workload.task == "train" else "inference"
+    text.append(
+        f"  {workload.method.name} {verb} of {workload.model.name} on {workload.data.name}, "
+        f"{len(run.experiment.devices)} devices, {runtime}, {run.outcome.status}",
+        style="dim",
+    )
+    return text
+
+
+def _figures(metrics: Mapping[str, Any]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(style="bold")
+    grid.add_column(style="dim")
+    for row in figure_rows(metrics):
+        grid.add_row(*row)
+    return Padding(grid, (0, 0, 0, 1))
+
+
+def figure_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (what, figure, what it is made of) for the figures that matter most."""
+    if "accuracy" in metrics:
+        yield "Accuracy", formats.share(metrics["accuracy"]), "on the test data"
+    if "loss" in metrics:
+        yield "Loss", formats.number(metrics["loss"]), f"at first {formats.number(metrics['loss_first'])}"
+    if metrics["steps"]:
+        again = metrics["steps_repeated"]
+        repeated = f", {again} of them done again" if again else ""
+        yield "Steps", formats.number(metrics["steps"]), f"{metrics['samples_per_second']:.0f} samples/s{repeated}"
+        steady = metrics["steady_steps"]
+        note = f"median of {steady} undisturbed steps" if steady else "median, no step was undisturbed"
+        predicted = metrics.get("predicted_step_time")
+        note += f"; the planner predicted {formats.seconds(predicted)}" if predicted else ""
+        yield "Step time", formats.seconds(metrics["step_time"]), note
+    if "requests" in metrics:
+        yield "Requests", formats.number(metrics["requests"]), f"{metrics['requests_per_second']:.1f} a second"
+        tail = f"95 % within {formats.seconds(metrics['latency_p95'])}"
+        yield "Latency", formats.seconds(metrics["latency"]), f"median; {tail}"
+    if "recovery_time" in metrics:
+        note = "from the strike until training went on"
+        if metrics["recoveries"] > 1:
+            note = f"the longest of {metrics['recoveries']}, " + note
+        yield "Recovery", formats.seconds(metrics["recovery_time"]), note
+    if metrics["unrecovered"]:
+        yield "Unrecovered", formats.number(metrics["unrecovered"]), "faults that were noticed and not outlived"
+    yield "Duration", formats.seconds(metrics["duration"]), "of the workload, without setting up"
+
+
+def _devices(devices: Mapping[str, Mapping[str, Any]], width: int) -> RenderableType:
+    wide = width >= WIDE
+    kinds = ["compute", "send", "receive"]
+    if any(row["down"] for row in devices.values()):
+        kinds.append("down")
+    kinds.append("idle")
+    table = _table("Devices", "time and share of the run; what overlaps counts in both")
+    table.add_column("Device", style="bold", no_wrap=True)
+    if wide:
+        table.add_column("Profile", no_wrap=True)
+        table.add_column("", no_wrap=True)
+    for kind in kinds:
+        table.add_column(kind.capitalize(), justify="right", no_wrap=True)
+    for name, row in list(devices.items())[:MOST_DEVICES]:
+        extra: list[RenderableType] = [row["profile"], _bar(row)] if wide else []
+        table.add_row(name, *extra, *(_spent(kind, row) for kind in kinds))
+    if len(devices) > MOST_DEVICES:
+        return Group(table, Text(f"  and {len(devices) - MOST_DEVICES} more in the report", style="dim"))
+    return table
+
+
+def _spent(kind: str, row: Mapping[str, Any]) -> Text:
+    if not row[kind]:
+        return Text(formats.NONE, style="dim")
+    text = Text(formats.seconds(row[kind]), style="red" if kind == "down" else "")
+    text.append(f" {formats.whole_share(row[f'{kind}_share']):>4}", style="dim")
+    return text
+
+
+def _bar(row: Mapping[str, Any]) -> Text:
+    """Draw how a device spent its time, idle being what is left."""
+    text = Text()
+    left, filled = BAR, 0.0
+    for kind, style in (("compute", "blue"), ("communicate", "yellow"), ("down", "red")):
+        filled += row[f"{kind}_share"] * BAR
+        cells = min(left, round(filled) - (BAR - left))
+        text.append("█" * cells, style=style)
+        left -= cells
+    return text.append("░" * left, style="dim")
+
+
+def _links(rows: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
+    table = _table("Links", "rate, one-way delay")
+    table.add_column("Link", style="bold")
+    table.add_column("Requested")
+    table.add_column("Measured")
+    table.add_column("Carried", justify="right", no_wrap=True)
+    if width >= WIDE:
+        table.add_column("Used", justify="right", no_wrap=True)
+    for group in group_links(rows):
+        used = [group.used] if width >= WIDE else []
+        measured = Text(group.measured, style="red" if group.problem else "")
+        if group.problem:
+            measured.append(f"\n{group.problem}", style="red")
+        table.add_row(group.name, group.requested, measured, group.traffic, *used)
+    return table
+
+
+def _faults(metrics: Mapping[str, Any]) -> RenderableType:
+    table = _table("Faults", "time since the start of the workload")
+    table.add_column("Fault", style="bold")
+    for heading in ("Struck", "Noticed", "Undone", "Resumed", "Recovery"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for fault in metrics["fault_list"]:
+        recovery = recovery_from(fault, metrics)
+        table.add_row(
+            Text(f"{fault['action']} {fault['target']}"),
+            formats.moment(fault["struck"]),
+            formats.moment(recovery.get("detected")),
+            formats.moment(fault["undone"]),
+            formats.moment(recovery.get("resumed")),
+            formats.seconds(recovery.get("seconds")),
+        )
+    return table
+
+
+def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the recovery that a fault led to, empty when the method noticed none."""
+    found = (item for item in metrics["recovery_list"] if item["struck"] == fault["struck"])
+    nothing: Mapping[str, Any] = {}
+    return next(found, nothing)
+
+
+def _expectations(expectations: Sequence[Expectation]) -> RenderableType:
+    table = _table("Expected")
+    table.add_column("", no_wrap=True)
+    table.add_column("Figure", style="bold")
+    table.add_column("Condition")
+    table.add_column("Found", justify="right")
+    for expectation in expectations:
+        mark = Text("✔", style="green") if expectation.holds else Text("✘", style="bold red")
+        found = found_text(expectation)
+        table.add_row(
+            mark, Text(expectation.key), Text(expectation.condition), Text(found, "" if expectation.holds else "red")
+        )
+    return table
+
+
+def found_text(expectation: Expectation) -> str:
+    """Write what became of an expectation, exactly enough to see why it holds or not."""
+    value = expectation.value
+    if value is None:
+        return "no such figure"
+    if isinstance(value, float) and kind_of(expectation.key) in ("share", "number"):
+        return f"{value:.4g}"
+    return formats.figure(expectation.key, value)
+
+
+def _verdict(judged: Mapping[str, Any]) -> Panel:
+    sign, colour = VERDICTS[judged["kind"]]
+    text = Text(f"{sign} {judged['kind']}", style=f"bold {colour}")
+    if judged["reasons"]:
+        for reason in judged["reasons"]:
+            text.append(f"\n  {reason}", style="default")
+    else:
+        text.append(f"  {judged['summary']}", style="not bold default")
+    return Panel(text, box=box.ROUNDED, border_style=colour, title="Verdict", title_align="left", padding=(0, 1))
+
+
+def _where(folder: Path, name: str = "report.html") -> Text:
+    shown = folder / name
+    path = shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown
+    return Text(" Report  ", style="dim").append(str(path), style="bold cyan" if shown.exists() else "cyan")
+
+
+def _heading(name: str) -> str:
+    return name.replace("_", " ").capitalize()

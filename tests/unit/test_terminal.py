@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recorded
+from rich.console import Console
+
+from controller import results
+from controller.report import terminal
+from controller.report.grouping import group_links
+from controller.summary import summary_of
+from testbed.trace.metrics import metrics
+
+
+def run(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> results.Run:
+    experiment = recorded.experiment(**(scenario or {}))
+    return results.load(results.write(folder / "run", experiment, recorded.plan(), recorded.outcome(**changes)))
+
+
+def printed(shown: results.Run, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    terminal.show(console, shown)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_end_of_a_run_at_either_width(tmp_path: Path, width: int) -> None:
+    text = printed(run(tmp_path, {"expect": {"accuracy": ">= 0.9", "recoveries": "== 2"}}), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    for part in ("Accuracy", "95.0%", "1.68 s", "kill b", "8 mbit, 10 ms", "7.8–7.9 mbit", "✔ trusted", "report.html"):
+        assert part in text
+    assert "✘   recoveries   == 2" in text
+    assert "…" not in text, "a cell was cut off"
+    assert ("laptop" in text) == (width >= 100)
+
+
+def test_reasons_against_a_run_stand_in_its_verdict(tmp_path: Path) -> None:
+    text = printed(run(tmp_path, status="failed", error="a[b] died", fidelity={"host_saturated": 0.9}), 80)
+    assert "✘ not trusted" in text
+    assert "the run failed: a[b] died" in text
+    assert "all processors were busy for 90%" in text
+
+
+def test_a_run_in_which_nothing_happened_prints(tmp_path: Path) -> None:
+    text = printed(run(tmp_path, events=[], links=[], fidelity={}, status="failed", error="no engine"), 80)
+    assert "no engine" in text
+
+
+def test_brackets_of_a_partition_are_not_taken_for_markup(tmp_path: Path) -> None:
+    events = recorded.events()
+    events = [
+        event
+        if event.event != "fault"
+        else type(event)(event.time, event.device, "fault", {**event.fields, "target": "[a] [b]"})
+        for event in events
+    ]
+    assert "kill [a] [b]" in printed(run(tmp_path, events=events), 80)
+
+
+def test_alike_links_stand_together_and_a_bad_one_alone() -> None:
+    found = metrics(recorded.outcome(), recorded.experiment(), recorded.plan())["links"]
+    assert [(group.name, group.count) for group in group_links(found)] == [("a ↔ b", 2)]
+    found[1]["problem"] = "too slow"
+    assert [(group.name, group.problem) for group in group_links(found)] == [("b → a", "too slow"), ("a → b", None)]
+    many = [{**found[0], "source": "a", "destination": f"d{number}"} for number in range(5)]
+    assert group_links(many)[0].name == "5 links of 6 devices"
+
+
+def test_a_summary_has_a_line_a_point(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    terminal.show_summary(console, summary_of([run(tmp_path), run(tmp_path)]), tmp_path)
+    assert isinstance(console.file, io.StringIO)
+    assert "95.0% ± 0.0%" in console.file.getvalue()
