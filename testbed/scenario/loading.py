@@ -52,8 +52,18 @@ def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) -> list[Problem]:
     """Say in the user's words what pydantic found wrong with the part of the scenario at ``prefix``."""
-    problems = [_problem(detail, model) for detail in error.errors(include_url=False)]
+    details = error.errors(include_url=False)
+    # A key that is merely misspelt is not missing as well.
+    misspelt = {_meant(detail["loc"], model) for detail in details if detail["type"] == "extra_forbidden"}
+    wrong = [detail for detail in details if detail["type"] != "missing" or detail["loc"] not in misspelt]
+    problems = [_problem(detail, model) for detail in wrong]
     return [Problem(prefix + problem.key, problem.text) for problem in problems]
+
+
+def _meant(key: Key, model: type[BaseModel]) -> Key:
+    """Return the known key that an unknown one resembles most."""
+    close = _closest(str(key[-1]), _known(key[:-1], model))
+    return (*key[:-1], *close)
 
 
 def _find(path: str | Path) -> Path:
@@ -115,7 +125,7 @@ class _Reader:
             tree = self._mapping(node, ())
         except RecursionError:
             raise InputError(f"{self.file}: is nested too deeply: no scenario is") from None
-        source = Source(self.file, self.lines)
+        source = Source(self.file, {(): node.start_mark.line + 1, **self.lines})
         if self.problems:
             raise source.error(self.problems)
         return tree, source
@@ -271,8 +281,12 @@ def _known(key: Key, model: type[BaseModel]) -> list[str]:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Say which known word was meant, or which there are."""
     words = list(known)
-    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
+    close = _closest(word, words)
     return f"did you mean '{close[0]}'?" if close else "there are " + ", ".join(words)
+
+
+def _closest(word: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
 
 
 _VALUES = {
@@ -312,8 +326,10 @@ def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
         expected = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         text = f"'{value}' is not possible here: {nearest(str(value), expected)}"
     elif kind == "string_type":
-        condition = model is Scenario and key[:1] == ("expect",)
-        text = f"'{value}' is not text: write " + ("a condition such as '>= 0.9'" if condition else "it in quotes")
+        text = f"'{value}' is not text: write it in quotes"
+        if model is Scenario and key[:1] == ("expect",):
+            like = f"== {str(value).lower()}" if isinstance(value, bool) else ">= 0.9"
+            text = f"'{value}' is not text: write a condition such as '{like}'"
     elif kind in ("model_type", "model_attributes_type"):
         text = "is not a mapping: it has keys such as " + ", ".join(_known(key, model)[:6])
     elif kind in _STRUCTURES:

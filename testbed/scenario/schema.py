@@ -84,6 +84,10 @@ class ModelPart(Part):
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
 
+    def options(self) -> dict[str, Any]:
+        """Return what the model's own options have to validate."""
+        return dict(self.model_extra or {})
+
 
 class DataPart(Part):
     """A data set by name (see `testbed data list`)."""

@@ -48,9 +48,12 @@ class Source:
         return Path(self.file).parent
 
     def _closest(self, key: Key) -> Key | None:
-        """Return the part of the key whose place is known."""
-        ways = (key[:end] for end in range(len(key), -1, -1))
-        return next((way for way in ways if way in self.overrides or way in self.lines), None)
+        """Return the key whose place is known: the key itself, what was set inside it, or what is around it."""
+        if key in self.overrides or key in self.lines:
+            return key
+        inside = next((way for way in self.overrides if way[: len(key)] == key), None)
+        around = (key[:end] for end in range(len(key) - 1, -1, -1))
+        return inside or next((way for way in around if way in self.overrides or way in self.lines), None)
 
     def where(self, key: Key) -> str:
         """Return ``file:line`` of the key, or of the closest key around it."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 import string
 
 import pytest
@@ -75,10 +76,8 @@ def test_reads_a_number_and_a_unit(parse, text, value):
     ],
 )
 def test_says_what_would_be_right(parse, text, said):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(said)):
         parse(text)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)

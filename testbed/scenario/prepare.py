@@ -1,0 +1,209 @@
+"""From an experiment to something a runtime can start: method, problem and plan, once every check has passed.
+
+Imports no torch and reads no data, so that `testbed validate` and `plan` answer at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from testbed import faults
+from testbed.data import catalog as data
+from testbed.data.batches import steps_per_epoch
+from testbed.errors import InputError
+from testbed.methods import METHODS
+from testbed.methods.base import Method, Plan
+from testbed.methods.base import Problem as Task
+from testbed.models import CATALOG, create
+from testbed.scenario.expand import no_such_devices
+from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, kind_of, parse_condition
+from testbed.scenario.experiment import Experiment
+from testbed.scenario.loading import explain, nearest
+from testbed.scenario.schema import Scenario
+from testbed.scenario.source import Key, Problem, parse_key
+
+DATA_FOLDER = Path("data")
+"""Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
+_DIGITS_TRAIN = 1438
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An experiment that a runtime can start."""
+
+    experiment: Experiment
+    method: Method
+    problem: Task
+    plan: Plan
+
+
+def prepare(experiment: Experiment) -> Prepared:
+    """Check and plan an experiment. Raises `InputError`, one line for each problem, naming file and line."""
+    scenario = experiment.scenario
+    problems = [*_workload_problems(scenario), *_name_problems(experiment), *_expect_problems(experiment)]
+    if problems:
+        # What is left to check follows from a plan, and there is none without a method, a model and its data.
+        raise scenario.source.error(problems)
+    method, task = pose(experiment)
+    try:
+        plan = method.plan(task)
+    except InputError as error:
+        raise scenario.source.error([_locate(str(error), experiment)]) from None
+    problems = [*_memory_problems(experiment, plan), *_fault_problems(experiment, method, plan)]
+    if problems:
+        raise scenario.source.error(problems)
+    return Prepared(experiment, method, task, plan)
+
+
+def pose(experiment: Experiment) -> tuple[Method, Task]:
+    """Return the method and the problem that an experiment poses it: what a planner and every program look at.
+
+    Raises `InputError` as `prepare` does where the workload names what does not exist.
+    """
+    scenario = experiment.scenario
+    workload = scenario.workload
+    problems = list(_workload_problems(scenario))
+    if problems:
+        raise scenario.source.error(problems)
+    method = METHODS[workload.method.name]
+    kind = data.describe(workload.data.name)
+    try:
+        model = create(workload.model.name, workload.model.options(), kind.shape, kind.classes)
+    except InputError as error:
+        raise scenario.source.error([_locate(str(error), experiment)]) from None
+    options = method.Options.model_validate(workload.method.options())
+    return method, Task(model, experiment.devices, experiment.links, workload, options, scenario.seed)
+
+
+def data_folder(scenario: Scenario) -> Path:
+    """Return where the files of the scenario's data lie: its ``folder``, or where `testbed data fetch` puts them."""
+    part = scenario.workload.data
+    return scenario.source.folder / part.folder if part.folder is not None else DATA_FOLDER / part.name
+
+
+def batches(scenario: Scenario) -> int | None:
+    """Return how many batches the workload has; None where only the data's files can tell."""
+    workload = scenario.workload
+    if workload.task == "infer":
+        return workload.requests
+    if workload.steps is not None:
+        return workload.steps
+    samples = workload.data.train or (_DIGITS_TRAIN if workload.data.name == "digits" else None)
+    if samples is None or workload.epochs is None:
+        return None
+    return workload.epochs * steps_per_epoch(samples, workload.batch_size)
+
+
+def _workload_problems(scenario: Scenario) -> Iterator[Problem]:
+    workload = scenario.workload
+    key: Key = ("workload",)
+    if workload.method.name not in METHODS:
+        text = f"there is no method '{workload.method.name}': {nearest(workload.method.name, METHODS)}"
+        yield Problem((*key, "method", "name"), text)
+    else:
+        method = METHODS[workload.method.name]
+        if workload.task not in method.tasks:
+            can = " and ".join(method.tasks)
+            yield Problem((*key, "task"), f"the method '{method.name}' cannot {workload.task}: it can {can}")
+        try:
+            method.Options.model_validate(workload.method.options())
+        except ValidationError as error:
+            yield from explain(error, method.Options, (*key, "method"))
+    entry = CATALOG.get(workload.model.name)
+    if entry is None:
+        text = f"there is no model '{workload.model.name}': {nearest(workload.model.name, CATALOG)}"
+        yield Problem((*key, "model", "name"), text)
+    else:
+        try:
+            entry.Options.model_validate(workload.model.options())
+        except ValidationError as error:
+            yield from explain(error, entry.Options, (*key, "model"))
+    yield from _data_problems(scenario)
+
+
+def _data_problems(scenario: Scenario) -> Iterator[Problem]:
+    name = scenario.workload.data.name
+    key: Key = ("workload", "data")
+    try:
+        kind = data.describe(name)
+    except InputError as error:
+        known = name in data.DATASETS or name.startswith("synthetic")
+        text = str(error).removeprefix("data.name: ")
+        text = text if known else f"there is no data set '{name}': {nearest(name, data.DATASETS)}"
+        yield Problem((*key, "name"), text)
+        return
+    folder = data_folder(scenario)
+    if kind.files and not folder.is_dir():
+        text = f"{name} is read from files and there is no folder {folder}: `testbed data fetch {name}` downloads them"
+        yield Problem((*key, "folder"), text)
+
+
+def _name_problems(experiment: Experiment) -> Iterator[Problem]:
+    names = [device.name for device in experiment.devices]
+    for index, part in enumerate(experiment.scenario.faults):
+        for key, text in no_such_devices(faults.devices_named(part), experiment.scenario, names):
+            yield Problem(("faults", index, *key), text)
+
+
+def _expect_problems(experiment: Experiment) -> Iterator[Problem]:
+    names = [device.name for device in experiment.devices]
+    for figure, text in experiment.scenario.expect.items():
+        key: Key = ("expect", figure)
+        parts = figure.split(".")
+        try:
+            parse_condition(text, kind_of(figure))
+        except KeyError:
+            if parts[0] == "devices" and len(parts) == 3:
+                yield Problem(key, f"there is no figure '{parts[2]}' of a device: {nearest(parts[2], DEVICE_FIGURES)}")
+            else:
+                known = [*FIGURES, "devices.<device>.<figure>"]
+                yield Problem(key, f"there is no figure '{figure}': {nearest(figure, known)}")
+        except ValueError as error:
+            yield Problem(key, str(error))
+        else:
+            if parts[0] == "devices":
+                for _, wrong in no_such_devices([(key, parts[1])], experiment.scenario, names):
+                    yield Problem(key, wrong)
+
+
+def _memory_problems(experiment: Experiment, plan: Plan) -> Iterator[Problem]:
+    for assignment in plan.assignments:
+        device = next(device for device in experiment.devices if device.name == assignment.device)
+        if assignment.memory > device.memory:
+            yield Problem(
+                _device_key(device.name, experiment.scenario),
+                f"'{device.name}' has {device.memory / 1e6:.1f} MB of memory, its part of the plan needs "
+                f"{assignment.memory / 1e6:.1f} MB: use more or larger devices, a smaller model or batch_size",
+            )
+
+
+def _fault_problems(experiment: Experiment, method: Method, plan: Plan) -> list[Problem]:
+    return faults.problems(experiment, lambda device: method.spans(plan, device), batches(experiment.scenario))
+
+
+def _device_key(name: str, scenario: Scenario) -> Key:
+    """Return the key of the part of the scenario that makes a device."""
+    for part_name, part in scenario.devices.items():
+        if name == part_name or (part.count is not None and re.fullmatch(re.escape(part_name) + r"\d+", name)):
+            part_key: Key = ("devices", part_name)
+            return (*part_key, "memory") if part.memory is not None else part_key
+    return ("devices",)
+
+
+def _locate(message: str, experiment: Experiment) -> Problem:
+    """Find the key that a planner's or a model's message is about.
+
+    It may begin with a key of the workload (``method.stages: ...``) or with a device (``worker1 has ...``).
+    """
+    if match := re.match(r"((?:model|data|method|optimizer)(?:\.[\w.]+)?|batch_size|epochs|steps): ", message):
+        return Problem(("workload", *parse_key(match[1])), message[match.end() :])
+    device = message.partition(" ")[0].strip("'")
+    if any(device == each.name for each in experiment.devices):
+        return Problem(_device_key(device, experiment.scenario), message)
+    subject = "model" if message.startswith("model ") else "method"
+    return Problem(("workload", subject), message)
