@@ -1,0 +1,130 @@
+"""When every action of every stage runs: the schedule played through, before any device does.
+
+One stage does one action at a time, in its order. Forward and backward wait for what the neighbour sends, and the
+link between two stages carries one message at a time in each direction; sending does not keep a stage from
+computing. That is what the devices do, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from testbed.schedule.actions import Action, Schedule, orders, written
+
+Duration = Callable[[int, Action], float]
+"""(stage, action) -> seconds of the stage's processor."""
+Transfer = Callable[[int, Action], tuple[float, float]]
+"""(stage, action) -> seconds the link is busy with the action's result, and its one-way delay after that."""
+
+
+class ScheduleError(ValueError):
+    """A schedule that deadlocks, or does not do everything exactly once."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One action where it stands in time, in seconds."""
+
+    stage: int
+    action: Action
+    start: float
+    end: float
+
+
+def _free(stage: int, action: Action) -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+def play(stages: Sequence[Sequence[Action]], duration: Duration, transfer: Transfer = _free) -> list[Slot]:
+    """Return every action's slot, in the order of their starts.
+
+    Raises `ScheduleError` on a deadlock, naming what each stage waits for.
+    """
+    slots: list[Slot] = []
+    done = [0] * len(stages)
+    clock = [0.0] * len(stages)
+    arrived: dict[tuple[int, Action], float] = {}
+    links: dict[tuple[int, int], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(stages):
+            while done[stage] < len(actions):
+                action = actions[done[stage]]
+                ready = 0.0 if _independent(stage, action, len(stages)) else arrived.get((stage, action))
+                if ready is None:
+                    break
+                start = max(clock[stage], ready)
+                clock[stage] = end = start + duration(stage, action)
+                slots.append(Slot(stage, action, start, end))
+                _send(stage, action, end, len(stages), transfer, links, arrived)
+                done[stage] += 1
+                moved = True
+    stuck = [
+        f"stage {stage} waits for {actions[done[stage]]}"
+        for stage, actions in enumerate(stages)
+        if done[stage] < len(actions)
+    ]
+    if stuck:
+        raise ScheduleError("deadlock: " + ", ".join(stuck))
+    return sorted(slots, key=lambda slot: (slot.start, slot.stage, slot.end))
+
+
+def _independent(stage: int, action: Action, stages: int) -> bool:
+    """Whether an action needs nothing but the stage's turn."""
+    return action.kind == "update" or (action.kind == "forward" and stage == 0)
+
+
+def _send(
+    stage: int,
+    action: Action,
+    end: float,
+    stages: int,
+    transfer: Transfer,
+    links: dict[tuple[int, int], float],
+    arrived: dict[tuple[int, Action], float],
+) -> None:
+    """Make the result of an action arrive where it is needed."""
+    if action.kind == "update":
+        return
+    if action.kind == "forward" and stage == stages - 1:
+        arrived[stage, Action("backward", action.micro)] = end
+        return
+    target = stage + 1 if action.kind == "forward" else stage - 1
+    if target < 0:
+        return
+    busy, delay = transfer(stage, action)
+    links[stage, target] = sent = max(end, links.get((stage, target), 0.0)) + busy
+    arrived[target, action] = sent + delay
+
+
+def check(schedule: Schedule, stages: int, micro_batches: int) -> None:
+    """Raise `ScheduleError` unless every stage forwards and backwards each micro-batch once, in a possible order."""
+    lists = orders(schedule, stages, micro_batches)
+    for stage, actions in enumerate(lists):
+        expected = {Action(kind, micro) for kind in ("forward", "backward") for micro in range(micro_batches)}
+        if set(actions) != expected or len(actions) != len(expected):
+            raise ScheduleError(f"stage {stage} does not do each of {micro_batches} once: {written(actions)}")
+        for micro in range(micro_batches):
+            if actions.index(Action("backward", micro)) < actions.index(Action("forward", micro)):
+                raise ScheduleError(f"stage {stage} backwards {micro} before it forwards it: {written(actions)}")
+    play(lists, lambda stage, action: 1.0)
+
+
+def grid(schedule: Schedule, stages: int, micro_batches: int, backward: int = 1) -> str:
+    """Draw a step: a row for each stage, a column for each time of a forward, a backward taking ``backward`` of them.
+
+    Transfers take no time. The figures of PipeDream have a backward of 2, those of GPipe of 1.
+    """
+    slots = play(orders(schedule, stages, micro_batches), lambda _, action: 1 if action.kind == "forward" else backward)
+    columns = round(max(slot.end for slot in slots))
+    width = 1 + len(str(micro_batches - 1))
+    rows = [["."] * columns for _ in range(stages)]
+    for slot in slots:
+        for column in range(round(slot.start), round(slot.end)):
+            rows[slot.stage][column] = str(slot.action)
+    label = len(str(stages - 1))
+    return "\n".join(
+        f"stage {stage:>{label}}  " + " ".join(cell.rjust(width) for cell in row) for stage, row in enumerate(rows)
+    )
