@@ -1,0 +1,37 @@
+"""`testbed images`: build, show and remove the container images."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@click.option("--prune", is_flag=True, help="Remove the testbed's images that the present files do not need.")
+@click.option("--remove", is_flag=True, help="Remove all of the testbed's images; build nothing.")
+def images(as_json: bool, prune: bool, remove: bool) -> None:
+    """Build the images that the present files ask for, where they are missing, and list them."""
+    from controller.engine import connect, ensure_engine
+    from controller.images import ensure_images, remove_images
+
+    if remove:
+        for tag in remove_images(connect()):
+            click.echo(f"removed {tag}")
+        return
+    client = ensure_engine(lambda text: click.echo(text, err=True))
+    wanted = ensure_images(client, lambda text: click.echo(text, err=True))
+    if prune:
+        for tag in remove_images(client, keep=wanted):
+            click.echo(f"removed {tag}", err=True)
+    found = {kind: client.images.get(tag) for kind, tag in vars(wanted).items()}
+    rows = [
+        {"image": kind, "tag": getattr(wanted, kind), "id": image.id, "bytes": image.attrs["Size"]}
+        for kind, image in found.items()
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo(f"{row['image'].replace('_', ' '):16}{row['tag']:36}{row['bytes'] / 1e6:8.0f} MB")

@@ -1,0 +1,115 @@
+"""`testbed up`, `down`, `ps` and `logs`: standing labs, and what is left of any run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("scenario", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the scenario.")
+@click.option("--json", "as_json", is_flag=True, help="Print the run as JSON.")
+def up(scenario: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
+
+    Of a sweep the first point is taken. `testbed fault`, `link`, `ps` and `logs` work on it; `testbed down` ends it.
+    """
+    from controller.lab import Lab
+    from testbed.scenario.expand import experiments
+    from testbed.scenario.loading import load
+
+    experiment = experiments(load(scenario, overrides))[0]
+    lab = Lab.create(experiment, progress=_say)
+    if as_json:
+        devices = [asdict(device) for device in lab.devices.values()]
+        click.echo(json.dumps({"run": lab.run_id, "subnet": str(lab.subnet), "devices": devices}, indent=2))
+        return
+    click.echo(f"run {lab.run_id} is up on {lab.subnet}")
+    rows = [[each.name, each.state, each.address, each.control_url] for each in lab.devices.values()]
+    _table(["device", "state", "address", "control"], rows)
+    click.echo(f"end it with: testbed down {lab.run_id}")
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--all", "everything", is_flag=True, help="Remove whatever any run has left on the engine.")
+def down(run: str | None, everything: bool) -> None:
+    """Remove a run: its containers, networks and state, also when only half of it is there.
+
+    Without RUN the only one there is. What is already gone is no error.
+    """
+    from controller import runstate
+    from controller.engine import connect
+    from controller.removal import labelled_runs, remove_run
+    from testbed.errors import InputError
+
+    if everything and run:
+        raise InputError("name a run or say --all, not both")
+    if not everything:
+        run = runstate.choose(run)
+    client = connect()
+    known = sorted({*labelled_runs(client), *runstate.runs()})
+    if run is not None and run not in known:
+        raise InputError(f"there is no run '{run}' (runs: {', '.join(known) or 'none'})")
+    for each in known if run is None else [run]:
+        count = remove_run(client, each)
+        click.echo(f"{each}: removed {count} containers and networks")
+    if not known:
+        click.echo("nothing to remove")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def ps(as_json: bool) -> None:
+    """List the containers of every run on the engine."""
+    from controller.engine import connect
+    from controller.lab import running_labs
+
+    labs = running_labs(connect())
+    if as_json:
+        click.echo(
+            json.dumps({run: [asdict(each) for each in containers] for run, containers in labs.items()}, indent=2)
+        )
+        return
+    rows = [
+        [run, each.name, each.state, each.since, each.address, each.control_url]
+        for run, containers in labs.items()
+        for each in containers
+    ]
+    rows += [[run, "", "networks only", "", "", ""] for run, containers in labs.items() if not containers]
+    if rows:
+        _table(["run", "device", "state", "since", "address", "control"], rows)
+    else:
+        click.echo("no run is up")
+
+
+@click.command()
+@click.argument("device")
+@click.option("--run", help="Which run; may be left out when there is only one.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the container ends.")
+def logs(device: str, run: str | None, follow: bool) -> None:
+    """Print what the program of DEVICE has written (`shaper` for the one that shapes the links)."""
+    from controller import runstate
+    from controller.engine import connect
+    from controller.lab import container_logs
+
+    for piece in container_logs(connect(), runstate.choose(run), device, follow=follow):
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+
+
+def _say(text: str) -> None:
+    """Report progress beside the output proper."""
+    click.echo(text, err=True)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> None:
+    """Print columns as wide as they need to be, plain enough to cut up with awk."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
