@@ -228,7 +228,7 @@ class Lab:
     def start(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
         """Boot the device again; return when its links are shaped and its agent is healthy.
 
-        ``links`` are the ones of this device in force now, where they are not the scenario's.
+        Its links are as they were last set, with whatever faults are in force; ``links`` changes them before.
         """
         device = self._device(name)
         try:
@@ -238,8 +238,7 @@ class Lab:
         except APIError as error:
             raise HostError(f"{name} cannot be started: {error.explanation}") from error
         self.devices[name] = device = self._look(name, device.address)
-        wanted = self.experiment.links if links is None else links
-        self.shaper.attach(_endpoints([device]), {pair: link for pair, link in wanted.items() if name in pair})
+        self.shaper.attach(_endpoints([device]), links or {}, self.experiment.scenario.seed)
         self._await_health({name: device.control_url})
 
     def pause(self, name: str) -> None:
@@ -300,7 +299,7 @@ class Lab:
             # Requests under way are waited for, so that nothing appears after the clearing up.
             pool.shutdown(wait=True, cancel_futures=True)
         say("shaping the links")
-        self.shaper.attach(_endpoints(self.devices.values()), self.experiment.links)
+        self.shaper.attach(_endpoints(self.devices.values()), self.experiment.links, self.experiment.scenario.seed)
         say("waiting for the devices")
         self._await_health({name: device.control_url for name, device in self.devices.items()})
 
@@ -360,7 +359,7 @@ class Lab:
         return self._settings(
             images.shaper,
             {ROLE: SHAPER},
-            {},
+            {"TESTBED_LINKS": os.environ.get("TESTBED_LINKS", "")},
             tmpfs={"/tmp": "size=64m,mode=1777", "/run": "size=16m,mode=755"},
             cap_add=SHAPER_CAPABILITIES,
             pid_mode="host",
