@@ -1,0 +1,90 @@
+"""The shaper of a run, as the controller speaks to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import requests
+
+from controller.shaping.plan import Endpoint
+from testbed.errors import HostError, InputError
+from testbed.network.link import Link, Pair
+from testbed.trace.outcome import LinkMeasurement
+
+__all__ = ["Endpoint", "Shaper"]
+
+
+class Shaper:
+    """Shapes the links of one run. Every method raises HostError when a rule did not take. One thread at a time."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._url = url.rstrip("/")
+        self._session = requests.Session()
+        # A proxy of the environment has no business between the controller and its own containers.
+        self._session.trust_env = False
+        self._session.headers["Authorization"] = f"Bearer {token}"
+
+    def _request(self, method: str, path: str, json: Any = None, timeout: float = 60.0) -> Any:
+        try:
+            answer = self._session.request(method, self._url + path, json=json, timeout=timeout)
+        except requests.RequestException as error:
+            raise HostError(f"the shaper at {self._url} does not answer: {error}; is the lab up?") from error
+        if answer.ok:
+            return answer.json()
+        try:
+            problem = answer.json()["error"]
+        except (ValueError, KeyError, TypeError):
+            problem = f"status {answer.status_code}"
+        raise (InputError if answer.status_code == 400 else HostError)(f"shaper: {problem}")
+
+    def healthy(self) -> bool:
+        """Say whether the shaper answers."""
+        try:
+            return self._session.get(self._url + "/health", timeout=2).ok
+        except requests.RequestException:
+            return False
+
+    def facts(self) -> dict[str, Any]:
+        """Return ``kernel``, ``backend``, ``hostname``, ``monotonic`` and ``time`` (clocks, seconds) of its host."""
+        facts: dict[str, Any] = self._request("GET", "/facts")
+        return facts
+
+    def attach(self, endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], seed: int = 0) -> None:
+        """Build the links of these devices; again for one that has restarted.
+
+        Devices attached before are adapted. A pair of attached devices without a link cannot talk.
+        """
+        body = {
+            "endpoints": [dataclasses.asdict(each) for each in endpoints],
+            "links": _links_to(links),
+            "seed": seed,
+        }
+        self._request("POST", "/attach", body)
+
+    def set(self, links: Mapping[Pair, Link]) -> None:
+        """Change these links, live; no other link notices."""
+        self._request("POST", "/set", {"links": _links_to(links)})
+
+    def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
+        """Measure these links between the devices themselves; a few seconds for a lab."""
+        answer = self._request("POST", "/probe", {"pairs": [list(pair) for pair in pairs]}, timeout=120)
+        return [LinkMeasurement(**{**each, "requested": Link(**each["requested"])}) for each in answer["measurements"]]
+
+    def show(self) -> dict[str, Any]:
+        """Return ``backend``, ``links`` and ``devices``; of each device where the kernel differs, read back now."""
+        shown: dict[str, Any] = self._request("GET", "/show")
+        return shown
+
+    def statistics(self, reset: bool = False) -> dict[str, Any]:
+        """Return drops at queues and the delay line's lateness; ``reset`` starts the lateness anew."""
+        figures: dict[str, Any] = self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
+        return figures
+
+
+def _links_to(links: Mapping[Pair, Link]) -> list[dict[str, Any]]:
+    return [
+        {"source": source, "destination": destination, **dataclasses.asdict(link)}
+        for (source, destination), link in links.items()
+    ]

@@ -1,0 +1,33 @@
+"""``python -m controller.shaping``: serve the shaper of one run on this host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from controller.shaping import server
+from controller.shaping.shaper import Shaping
+from testbed.errors import TestbedError
+
+
+def main() -> int:
+    """Read the environment (TESTBED_TOKEN, TESTBED_LINKS, TESTBED_HOST, TESTBED_PORT) and serve until ended."""
+    token = os.environ.get("TESTBED_TOKEN", "")
+    if not token:
+        print("shaper: TESTBED_TOKEN is not set: give the token of the run", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        shaping = Shaping(os.environ.get("TESTBED_LINKS") or "auto")
+    except TestbedError as error:
+        print(f"shaper: {error}", file=sys.stderr)
+        return error.exit_code
+    server.serve(
+        shaping, token, os.environ.get("TESTBED_HOST", "0.0.0.0"), int(os.environ.get("TESTBED_PORT", server.PORT))
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

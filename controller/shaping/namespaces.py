@@ -1,0 +1,166 @@
+"""Work inside another process's network namespace, without leaving one's own for longer than a call."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import json
+import os
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from testbed.errors import HostError
+
+T = TypeVar("T")
+
+_CLONE_NEWNET = 0x40000000
+_SIOCETHTOOL = 0x8946
+# linux/ethtool.h: (get, set) of each offload that would merge packets into larger ones.
+_OFFLOADS = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Namespace:
+    """A network namespace, held open by a file descriptor until `close`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.identity = os.fstat(descriptor).st_ino
+        """The same for two descriptors of one namespace."""
+
+    @classmethod
+    def of_process(cls, pid: int) -> Namespace:
+        """Open the namespace that a process lives in; raises HostError when there is no such process."""
+        try:
+            return cls(os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise HostError(
+                f"the network namespace of process {pid} cannot be opened ({error.strerror}): the process is gone, "
+                "or the shaper lacks 'pid: host' or CAP_SYS_PTRACE"
+            ) from error
+
+    @classmethod
+    def scratch(cls) -> Namespace:
+        """Make a new, empty namespace, which ends with its last descriptor."""
+
+        def enter() -> int:
+            if _libc.unshare(_CLONE_NEWNET) != 0:
+                raise HostError(f"no network namespace can be made ({os.strerror(ctypes.get_errno())}): be root")
+            return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+        return cls(_in_thread(enter))
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Call ``work`` in a thread inside the namespace; processes and sockets that it makes belong to it."""
+
+        def enter() -> T:
+            if _libc.setns(self._descriptor, _CLONE_NEWNET) != 0:
+                raise HostError(
+                    f"a device's network namespace cannot be entered ({os.strerror(ctypes.get_errno())}): "
+                    "the shaper needs CAP_SYS_ADMIN"
+                )
+            return work()
+
+        return _in_thread(enter)
+
+    def close(self) -> None:
+        """Let go of the namespace."""
+        os.close(self._descriptor)
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, whole
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def command(arguments: Sequence[str], text: str = "") -> str:
+    """Run a program with ``text`` as its input, in the namespace of the calling thread; return what it prints.
+
+    Raises HostError with what the program complained about when its exit status is not zero.
+    """
+    try:
+        done = subprocess.run(arguments, input=text, capture_output=True, text=True, check=False, timeout=30)
+    except FileNotFoundError as error:
+        raise HostError(
+            f"'{arguments[0]}' is not installed where the links are shaped: install iproute2 and iptables"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise HostError(f"'{' '.join(arguments)}' did not end within 30 s") from error
+    if done.returncode != 0:
+        complaint = " ".join(done.stderr.split())
+        raise HostError(f"'{' '.join(arguments)}' failed: {complaint}{_failed_line(complaint, text)}")
+    return done.stdout
+
+
+def _failed_line(complaint: str, text: str) -> str:
+    """Quote the line of a batch that iproute2 says (``Command failed -:3``) it failed at."""
+    _, found, number = complaint.rpartition("Command failed -:")
+    lines = text.splitlines()
+    if not found or not number.isdigit() or not 0 < int(number) <= len(lines):
+        return ""
+    return f" ({lines[int(number) - 1]})"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The interface that carries a device's data address."""
+
+    name: str
+    broadcast: str | None
+
+
+def interface_of(address: str) -> Interface:
+    """Find the interface by its address in the calling thread's namespace; raises HostError when none has it."""
+    for entry in json.loads(command(["ip", "-j", "-4", "address", "show"])):
+        for held in entry.get("addr_info", []):
+            if held.get("local") == address:
+                return Interface(entry["ifname"], held.get("broadcast"))
+    raise HostError(f"no interface of the device has the address {address}: is it attached to the data network?")
+
+
+def forbid_offloads(interface: str) -> None:
+    """Make the interface carry packets as the wire would, so that loss and queues count real packets.
+
+    Raises HostError when one of the offloads stays on.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for name, (read, write) in _OFFLOADS.items():
+            _ethtool(control, interface, write, 0)
+            if _ethtool(control, interface, read, 0) != 0:
+                raise HostError(f"{name} of {interface} cannot be switched off")
+
+
+def _ethtool(control: socket.socket, interface: str, request: int, value: int) -> int:
+    data = array.array("B", struct.pack("II", request, value))
+    address, _ = data.buffer_info()
+    try:
+        fcntl.ioctl(control, _SIOCETHTOOL, struct.pack("16sP8x", interface.encode(), address))
+    except OSError as error:
+        raise HostError(f"ethtool request {request:#x} on {interface} failed: {error.strerror}") from error
+    return int(struct.unpack("II", data.tobytes())[1])
+
+
+def read_proc(path: str) -> str:
+    """Read a file below ``/proc/net`` of the calling thread's namespace."""
+    return Path("/proc/thread-self/net", path).read_text()

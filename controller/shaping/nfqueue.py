@@ -1,0 +1,138 @@
+"""NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h), as bytes: pure but for opening the socket.
+
+Packets are asked for without their content; a message then names a queue, a packet and perhaps when it arrived.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+from testbed.errors import HostError
+
+ACCEPT = 1
+DROP = 0
+
+_NETLINK_NETFILTER = 12
+_SO_RCVBUFFORCE = 33
+_SO_SNDBUFFORCE = 32
+_NLM_F_REQUEST, _NLM_F_ACK = 1, 4
+NLMSG_ERROR = 2
+_SUBSYSTEM = 3 << 8
+PACKET = _SUBSYSTEM | 0
+_VERDICT = _SUBSYSTEM | 1
+_CONFIG = _SUBSYSTEM | 2
+_VERDICT_BATCH = _SUBSYSTEM | 3
+
+_ATTRIBUTE_VERDICT = 2
+_ATTRIBUTE_TIMESTAMP = 4
+_CONFIG_COMMAND, _CONFIG_PARAMETERS, _CONFIG_MAXLEN = 1, 2, 3
+_COMMAND_BIND = 1
+_COPY_META = 1
+
+_HEADER = struct.Struct("=IHHII")
+_ATTRIBUTE = struct.Struct("=HH")
+_STAMP = struct.Struct(">QQ")
+_FIRST_ATTRIBUTE = 20
+
+
+def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
+    """Open a socket to the netfilter subsystem of the calling thread's network namespace."""
+    try:
+        opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER)
+        opened.bind((0, 0))
+        opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, receive_buffer)
+        opened.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 1 << 20)
+    except OSError as error:
+        raise HostError(f"no netfilter queue can be opened: {error.strerror} (needs CAP_NET_ADMIN)") from error
+    return opened
+
+
+def _message(kind: int, queue: int, flags: int, sequence: int, attributes: bytes) -> bytes:
+    body = struct.pack(">BBH", 0, 0, queue) + attributes
+    return _HEADER.pack(16 + len(body), kind, _NLM_F_REQUEST | flags, sequence, 0) + body
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    return _ATTRIBUTE.pack(4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def bind(queue: int, limit: int, sequence: int) -> list[bytes]:
+    """Return the messages (sequence numbers from the given one on) that bind a queue and bound its length."""
+    return [
+        _message(_CONFIG, queue, _NLM_F_ACK, sequence + index, attributes)
+        for index, attributes in enumerate(
+            [
+                _attribute(_CONFIG_COMMAND, struct.pack(">BBH", _COMMAND_BIND, 0, socket.AF_INET)),
+                _attribute(_CONFIG_PARAMETERS, struct.pack(">IB", 0, _COPY_META)),
+                _attribute(_CONFIG_MAXLEN, struct.pack(">I", limit)),
+            ]
+        )
+    ]
+
+
+def set_limit(queue: int, limit: int, sequence: int) -> bytes:
+    """Return the message that bounds the length of a queue that is bound already."""
+    return _message(_CONFIG, queue, _NLM_F_ACK, sequence, _attribute(_CONFIG_MAXLEN, struct.pack(">I", limit)))
+
+
+def verdict_prefix(queue: int, verdict: int, batch: bool = False) -> bytes:
+    """Return a verdict up to the packet's identity, which is the last thing in it.
+
+    ``batch`` makes it hold for all packets of the queue up to that one.
+    """
+    message = _message(
+        _VERDICT_BATCH if batch else _VERDICT,
+        queue,
+        0,
+        0,
+        _attribute(_ATTRIBUTE_VERDICT, struct.pack(">II", verdict, 0)),
+    )
+    return message[:-4]
+
+
+def packet_queue(data: bytearray) -> int:
+    """Return the queue of a message of type `PACKET`."""
+    return data[18] << 8 | data[19]
+
+
+def packet_identity(data: bytearray) -> bytearray:
+    """Return what names the packet in a verdict: four bytes, ascending in the order of arrival until they wrap.
+
+    The packet's header always is the first attribute of the message.
+    """
+    return data[24:28]
+
+
+class Stamps:
+    """Finds the time of arrival in packets' messages, remembering where in them it was found last."""
+
+    def __init__(self) -> None:
+        self._stamp_at = 48
+
+    def read(self, data: bytearray, length: int) -> float | None:
+        """Return when the packet arrived (CLOCK_REALTIME, seconds), or None when the kernel did not note it."""
+        at = self._stamp_at
+        if at + 20 > length or data[at] != 20 or data[at + 2] != _ATTRIBUTE_TIMESTAMP:
+            at = _FIRST_ATTRIBUTE
+            while at + 4 <= length:
+                size, kind = _ATTRIBUTE.unpack_from(data, at)
+                if kind == _ATTRIBUTE_TIMESTAMP and size == 20:
+                    break
+                at += max(4, (size + 3) & ~3)
+            else:
+                return None
+            self._stamp_at = at
+        seconds, micro = _STAMP.unpack_from(data, at + 4)
+        return float(seconds) + float(micro) * 1e-6
+
+
+def message_type(data: bytearray) -> int:
+    """Return the type of the message in a buffer."""
+    return data[4] | data[5] << 8
+
+
+def acknowledgement(data: bytearray) -> tuple[int, int]:
+    """Decode a message of type `NLMSG_ERROR`: (sequence number, error number or 0)."""
+    error, _, _, _, sequence = struct.unpack_from("=iIHHI", data, 16)
+    return sequence, -error

@@ -1,0 +1,134 @@
+"""What a device's links ask of its interface, as plain data. Pure: can be read and tested without a kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from testbed.network.link import Link, Pair
+
+FRAME = 1514
+"""Bytes of a full Ethernet frame, as the kernel charges it: without preamble and checksum."""
+CEILING = 32_000_000_000
+"""bit/s of a link without a rate: more than any host moves through a veth pair, and still a 32-bit byte rate."""
+BURST_SECONDS = 1e-3
+"""What an idle link may send at once: enough to bridge a late timer, too little to show in a message's time."""
+QUEUE_SECONDS = 0.05
+"""A queue holds what its link sends in a round trip and this much more."""
+
+DEFAULT_CLASS = 1
+BROADCAST_CLASS = 2
+FIRST_PEER_CLASS = 0x10
+
+DOWN = Link(up=False)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A device as the shaper finds it."""
+
+    name: str
+    pid: int
+    """A process in the device's network namespace, as the shaper's process namespace numbers it."""
+    address: str
+    """Of the interface that carries the data network."""
+
+
+@dataclass(frozen=True)
+class SenderClass:
+    """One HTB class: everything that leaves the device for one address, or for one of several."""
+
+    number: int
+    addresses: tuple[str, ...]
+    rate: int
+    """bit/s"""
+    burst: int
+    """Bytes"""
+    limit: int
+    """Packets that may wait"""
+
+
+@dataclass(frozen=True)
+class ReceiverLine:
+    """What becomes of everything that arrives from one address."""
+
+    number: int
+    """The NFQUEUE number or class of this source."""
+    address: str
+    link: Link
+    limit: int
+    """Packets that may be on their way at once."""
+
+    @property
+    def impaired(self) -> bool:
+        """Whether packets have to be delayed, lost or altered, beyond being let through or dropped."""
+        return self.link.up and (self.link.delay > 0 or self.link.loss > 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that the shaper does to one device's data interface."""
+
+    interface: str
+    senders: tuple[SenderClass, ...]
+    receivers: tuple[ReceiverLine, ...]
+
+
+def plan(
+    device: str,
+    interface: str,
+    broadcast: str | None,
+    peers: Mapping[str, tuple[int, str]],
+    links: Mapping[Pair, Link],
+) -> Plan:
+    """Say what a device's interface has to do.
+
+    ``peers`` maps every device's name to its number (from 1, handed out by counting) and its address. A pair
+    without a link cannot talk: its packets are dropped where they arrive.
+    """
+    senders, receivers = [], []
+    for peer, (number, address) in sorted(peers.items(), key=lambda item: item[1][0]):
+        if peer == device:
+            continue
+        if (device, peer) in links:
+            senders.append(_sender(FIRST_PEER_CLASS + number, (address,), links[device, peer]))
+        incoming = links.get((peer, device), DOWN)
+        receivers.append(ReceiverLine(number, address, incoming, line_limit(incoming)))
+    outgoing = [link for (source, _), link in links.items() if source == device]
+    if broadcast and outgoing:
+        # As on a radio, one transmission for all goes at the rate of the slowest that shall hear it.
+        slowest = min(outgoing, key=lambda link: math.inf if link.rate is None else link.rate)
+        senders.insert(0, _sender(BROADCAST_CLASS, (broadcast,), slowest))
+    return Plan(interface, tuple(senders), tuple(receivers))
+
+
+def _sender(number: int, addresses: tuple[str, ...], link: Link) -> SenderClass:
+    rate = CEILING if link.rate is None else round(link.rate)
+    return SenderClass(number, addresses, rate, burst(rate), queue_limit(link))
+
+
+def burst(rate: float) -> int:
+    """Return the bytes of HTB's bucket: a millisecond's worth, but one frame at least.
+
+    A class may send while its bucket is not in debt, so a bucket of a little less than a frame lets one frame
+    through at once and no second.
+    """
+    return max(FRAME - 14, math.ceil(rate / 8 * BURST_SECONDS))
+
+
+def queue_limit(link: Link) -> int:
+    """Return how many full frames may wait at the sender: bandwidth times delay of a round trip, and some more.
+
+    At least 300, because a socket with the kernel's default buffer can have so many small packets waiting without
+    having been told that it is too fast.
+    """
+    rate = CEILING if link.rate is None else link.rate
+    return min(20_000, max(300, math.ceil(rate / 8 * (2 * link.delay + QUEUE_SECONDS) / FRAME)))
+
+
+def line_limit(link: Link) -> int:
+    """Return how many packets the delay line must hold: it is the wire, not a queue, and must never overflow."""
+    rate = CEILING if link.rate is None else link.rate
+    smallest_frame = 60
+    return min(200_000, max(1000, math.ceil(1.2 * rate / 8 * link.delay / smallest_frame)))

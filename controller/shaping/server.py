@@ -1,0 +1,92 @@
+"""The shaper over HTTP: a thin layer over `Shaping` and the probes. JSON in, JSON out."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import flask
+from cheroot import wsgi
+
+from controller.shaping.plan import Endpoint
+from controller.shaping.shaper import Shaping
+from testbed.errors import InputError, TestbedError
+from testbed.network.link import Link, Pair
+
+PORT = 8700
+_LARGEST_REQUEST = 16 << 20
+
+
+def links_from(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
+    """Read links from JSON objects: source, destination and the fields of `Link`."""
+    links = {}
+    for entry in entries:
+        fields = dict(entry)
+        pair = (fields.pop("source"), fields.pop("destination"))
+        links[pair] = Link(**fields)
+    return links
+
+
+def application(shaping: Shaping, token: str) -> flask.Flask:
+    """Return the WSGI application; every request but ``/health`` must bear the token."""
+    app = flask.Flask("shaper")
+    app.config["MAX_CONTENT_LENGTH"] = _LARGEST_REQUEST
+
+    @app.before_request
+    def authorise() -> Any:
+        given = flask.request.headers.get("Authorization", "")
+        if flask.request.path != "/health" and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            return {"error": "the token is missing or wrong"}, 401
+        return None
+
+    @app.errorhandler(TestbedError)
+    def refused(error: TestbedError) -> Any:
+        return {"error": str(error)}, 400 if isinstance(error, InputError) else 500
+
+    @app.errorhandler(KeyError)
+    @app.errorhandler(TypeError)
+    @app.errorhandler(ValueError)
+    def malformed(error: Exception) -> Any:
+        app.logger.exception("a request was not understood")
+        return {"error": f"the request was not understood: {error!r}"}, 400
+
+    app.get("/health", endpoint="health")(lambda: {"state": "ready"})
+    app.get("/facts")(shaping.facts)
+    app.post("/attach", endpoint="attach")(lambda: _attach(shaping, flask.request.get_json()))
+    app.post("/set", endpoint="set")(lambda: _set(shaping, flask.request.get_json()))
+    app.get("/show")(shaping.show)
+    app.get("/statistics", endpoint="statistics")(
+        lambda: shaping.statistics(reset=flask.request.args.get("reset") == "1")
+    )
+    return app
+
+
+def _attach(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
+    shaping.seed = int(request.get("seed", shaping.seed))
+    shaping.attach([Endpoint(**each) for each in request["endpoints"]], links_from(request["links"]))
+    return {}
+
+
+def _set(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
+    shaping.set(links_from(request["links"]))
+    return {}
+
+
+def serve(shaping: Shaping, token: str, host: str, port: int) -> None:
+    """Answer requests until the process is ended."""
+    threading.Thread(target=_watch, args=(shaping,), name="watch", daemon=True).start()
+    server = wsgi.Server((host, port), application(shaping, token), numthreads=8)
+    try:
+        server.start()
+    finally:
+        server.stop()
+
+
+def _watch(shaping: Shaping) -> None:
+    """Let go of devices that ended without anybody saying so."""
+    while True:
+        time.sleep(1.0)
+        shaping.release_the_dead()

@@ -1,0 +1,257 @@
+"""Which devices are attached and which links applied: plans carried out in the devices' namespaces, and read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from controller.shaping import plan as planning
+from controller.shaping import sender
+from controller.shaping.backends import Userspace, choose, kernel_queues
+from controller.shaping.namespaces import (
+    Interface,
+    Namespace,
+    command,
+    forbid_offloads,
+    interface_of,
+)
+from controller.shaping.plan import Endpoint, Plan
+from testbed.errors import HostError, InputError
+from testbed.network.link import Link, Pair
+
+
+@dataclass
+class Attached:
+    """A device whose interface is shaped."""
+
+    endpoint: Endpoint
+    namespace: Namespace
+    interface: Interface
+    plan: Plan | None = None
+    """What was last applied and read back; None before that, or when the last attempt failed half way."""
+
+
+class Shaping:
+    """All devices of a run on this host and the links between them. Safe to use from several threads."""
+
+    def __init__(self, links: str = "auto", seed: int = 0) -> None:
+        """Choose the backend: ``netem``, ``userspace``, or ``auto`` for the first that the kernel can serve.
+
+        Raises HostError when there is none.
+        """
+        self.seed = seed
+        """Of the choices which packets are lost."""
+        self._backend, self._refused = choose(links, lambda: self.seed)
+        self._lock = threading.RLock()
+        self._devices: dict[str, Attached] = {}
+        self._numbers: dict[str, int] = {}
+        self._links: dict[Pair, Link] = {}
+        self._pool = ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape")
+
+    def facts(self) -> dict[str, Any]:
+        """Return kernel, backend and this host's clocks."""
+        return {
+            "backend": self._backend.name,
+            "refused": self._refused,
+            "priority": self._backend.priority,
+            "kernel": os.uname().release,
+            "hostname": socket.gethostname(),
+            "monotonic": time.monotonic(),
+            "time": time.time(),
+        }
+
+    def attach(self, endpoints: Iterable[Endpoint], links: Mapping[Pair, Link]) -> None:
+        """Shape the interfaces of these devices, and adapt those of the others to them.
+
+        A device that is attached already in the same namespace is only changed; one that restarted is built anew.
+        """
+        with self._lock:
+            self._links.update(links)
+            fresh = list(endpoints)
+            for found in self._pool.map(self._find, fresh):
+                name = found.endpoint.name
+                self._numbers.setdefault(name, len(self._numbers) + 1)
+                previous = self._devices.get(name)
+                if previous and previous.namespace.identity == found.namespace.identity:
+                    found.plan = previous.plan
+                elif previous:
+                    self._backend.forget(name)
+                if previous:
+                    previous.namespace.close()
+                self._devices[name] = found
+            unknown = {name for pair in self._links for name in pair} - self._numbers.keys()
+            if unknown and not fresh:
+                raise InputError(f"no such device is attached: {', '.join(sorted(unknown))}")
+            self._apply(self._devices)
+
+    def set(self, links: Mapping[Pair, Link]) -> None:
+        """Change these links and nothing else."""
+        with self._lock:
+            for pair in links:
+                for name in pair:
+                    if name not in self._numbers:
+                        raise InputError(
+                            f"no device '{name}' is attached; there are {', '.join(sorted(self._numbers))}"
+                        )
+            self._links.update(links)
+            self._apply({name for pair in links for name in pair})
+
+    def _find(self, endpoint: Endpoint) -> Attached:
+        namespace = Namespace.of_process(endpoint.pid)
+        try:
+            interface = namespace.run(lambda: interface_of(endpoint.address))
+        except HostError:
+            namespace.close()
+            raise
+        return Attached(endpoint, namespace, interface)
+
+    def _apply(self, names: Iterable[str]) -> None:
+        """Bring the interfaces of these devices in line with the links; devices that are gone are let go."""
+        alive = [name for name in sorted(names) if name in self._devices and self._exists(name)]
+        # Each to its end before an error is raised: a half-changed lab is worse than a late message.
+        outcomes = [self._pool.submit(self._apply_one, self._devices[name]) for name in alive]
+        errors = [error for outcome in outcomes if (error := outcome.exception()) is not None]
+        for error in errors:
+            raise error
+
+    def _exists(self, name: str) -> bool:
+        """Say whether a device still runs; let go of it if not, so that its namespace can end."""
+        attached = self._devices[name]
+        try:
+            now = Namespace.of_process(attached.endpoint.pid)
+        except HostError:
+            now = None
+        if now is not None:
+            same = now.identity == attached.namespace.identity
+            now.close()
+            if same:
+                return True
+        self._backend.forget(name)
+        attached.namespace.close()
+        del self._devices[name]
+        return False
+
+    def release_the_dead(self) -> None:
+        """Let go of every device that does not run any more: its sockets here would keep its namespace alive."""
+        with self._lock:
+            for name in list(self._devices):
+                self._exists(name)
+
+    def _plan(self, attached: Attached) -> Plan:
+        return planning.plan(
+            attached.endpoint.name,
+            attached.interface.name,
+            attached.interface.broadcast,
+            {name: (self._numbers[name], other.endpoint.address) for name, other in self._devices.items()},
+            self._links,
+        )
+
+    def _apply_one(self, attached: Attached) -> None:
+        wanted = self._plan(attached)
+        if attached.plan == wanted:
+            return
+        name, old = attached.endpoint.name, attached.plan
+        attached.plan = None
+
+        def work() -> list[str]:
+            if old is None:
+                forbid_offloads(wanted.interface)
+                lines = sender.build(wanted)
+            else:
+                lines = sender.change(old, wanted)
+            if lines:
+                command(["tc", "-batch", "-"], "\n".join(lines) + "\n")
+            if old is None:
+                self._backend.build(name, wanted)
+            else:
+                self._backend.change(name, old, wanted)
+            return self._differences(wanted)
+
+        if problems := attached.namespace.run(work):
+            raise HostError(f"links of {name} did not take: {'; '.join(problems)}")
+        attached.plan = wanted
+
+    def _differences(self, plan: Plan) -> list[str]:
+        shown = ["show", "dev", plan.interface]
+        return [
+            *sender.differences(
+                plan,
+                command(["tc", "class", *shown]),
+                json.loads(command(["tc", "-j", "qdisc", *shown])),
+                json.loads(command(["tc", "-j", "filter", *shown, "parent", "1:"])),
+            ),
+            *self._backend.differences(plan),
+        ]
+
+    def show(self) -> dict[str, Any]:
+        """Return the links that were asked for, and per device where the kernel differs, read back now."""
+        with self._lock:
+            self.release_the_dead()
+            devices = {}
+            for name, attached in sorted(self._devices.items()):
+                wanted = self._plan(attached)
+                differences = attached.namespace.run(lambda wanted=wanted: self._differences(wanted))  # type: ignore[misc]
+                devices[name] = {
+                    "address": attached.endpoint.address,
+                    "interface": attached.interface.name,
+                    "differences": differences,
+                }
+            links = [
+                {"source": source, "destination": destination, **dataclasses.asdict(link)}
+                for (source, destination), link in sorted(self._links.items())
+            ]
+            return {"backend": self._backend.name, "devices": devices, "links": links}
+
+    def statistics(self, reset: bool = False) -> dict[str, Any]:
+        """Return what bears on trust: drops at queues, the delay line's lateness; ``reset`` starts lateness anew."""
+        with self._lock:
+            self.release_the_dead()
+            queues = {
+                name: attached.namespace.run(lambda attached=attached: self._queue_counts(attached))  # type: ignore[misc]
+                for name, attached in sorted(self._devices.items())
+            }
+            figures = {"backend": self._backend.name, **self._backend.statistics(), "queues": queues}
+            if reset:
+                self._backend.reset()
+            return figures
+
+    def _queue_counts(self, attached: Attached) -> dict[str, int]:
+        """Count, in the device's namespace, the packets that found a queue full."""
+        shown = json.loads(command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name]))
+        counts = {"sender_drops": sum(entry.get("drops", 0) for entry in shown if entry.get("kind") == "pfifo")}
+        if self._backend.name == Userspace.name:
+            rows = kernel_queues()
+            counts["queue_dropped"] = sum(row["queue_dropped"] for row in rows)
+            counts["user_dropped"] = sum(row["user_dropped"] for row in rows)
+        return counts
+
+    def close(self) -> None:
+        """Let go of everything; what was applied to the devices stays."""
+        with self._lock:
+            for attached in self._devices.values():
+                attached.namespace.close()
+            self._devices.clear()
+            self._backend.close()
+            self._pool.shutdown()
+
+    def attached(self, name: str) -> Attached:
+        """Return an attached device; raises InputError when there is none of that name."""
+        with self._lock:
+            if name not in self._devices:
+                raise InputError(f"no running device '{name}' is attached")
+            return self._devices[name]
+
+    def link(self, pair: Pair) -> Link:
+        """Return what was asked of a link; raises InputError when there is no such link."""
+        with self._lock:
+            if pair not in self._links:
+                raise InputError(f"there is no link from {pair[0]} to {pair[1]}")
+            return self._links[pair]
