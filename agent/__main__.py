@@ -1,0 +1,39 @@
+"""``python -m agent``: the two servers of a device's container."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from agent.control import ControlApplication
+from agent.http import serve
+from agent.receiving import DataApplication
+from agent.runner import Runner
+from agent.settings import Settings
+
+CONTROL_THREADS = 8
+DATA_THREADS = 4
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT."""
+    settings = Settings.from_environment(os.environ)
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    data = DataApplication(settings)
+    runner = Runner(settings, data)
+    servers = [
+        serve(settings.control, ControlApplication(runner), CONTROL_THREADS),
+        serve(settings.data, data, DATA_THREADS),
+    ]
+    for server in servers:
+        threading.Thread(target=server.serve, name="serve", daemon=True).start()
+    over.wait()
+    # A device that is switched off does not tidy up first.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

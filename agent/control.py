@@ -1,0 +1,197 @@
+"""The control network's side of the agent.
+
+``/health`` is answered without Flask, which is imported when anything else is first asked for: many agents start at
+once on few processors, and what they are waited for is their health.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from agent.http import (
+    Environ,
+    Refused,
+    StartResponse,
+    abandon_unread,
+    announced_length,
+    authorised,
+    read_body,
+    respond,
+)
+from agent.metrics import exposition, memory_limit, resident_bytes
+
+if TYPE_CHECKING:
+    from flask import Flask, Response
+    from werkzeug.exceptions import HTTPException
+
+    from agent.runner import Runner
+
+JSON_LIMIT = 8 << 20
+"""Bytes of a deployment, at most."""
+_SMALL = 4096
+
+
+class ControlApplication:
+    """WSGI: health at once, everything else through a Flask application made on first use."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._flask: Flask | None = None
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        """Answer one request."""
+        if environ["PATH_INFO"] == "/health" and environ["REQUEST_METHOD"] == "GET":
+            return respond(environ, start_response, 200, health(self._runner))
+        if not authorised(environ, self._runner.settings.token):
+            error = {"error": "send the run's token as 'Authorization: Bearer <token>'"}
+            return respond(environ, start_response, 401, error)
+        if self._flask is None:
+            self._flask = application(self._runner)
+        return self._flask(environ, start_response)
+
+
+def health(runner: Runner) -> dict[str, Any]:
+    """Return the device's state; when its program failed, with the traceback."""
+    document = {"run": runner.settings.run, "device": runner.settings.device, "state": runner.state}
+    return document if runner.error is None else {**document, "error": runner.error}
+
+
+def facts(runner: Runner) -> dict[str, Any]:
+    """Return what this device is, and its clock and memory now."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "flask", "cheroot"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "none"
+    return {
+        "run": runner.settings.run,
+        "device": runner.settings.device,
+        "versions": versions,
+        "kernel": platform.release(),
+        "processors": len(os.sched_getaffinity(0)),
+        "memory": {"resident": resident_bytes(), "limit": memory_limit()},
+        "monotonic": time.monotonic(),
+    }
+
+
+def application(runner: Runner) -> Flask:
+    """Make the Flask application; see "Agent over HTTP" in ARCHITECTURE.md."""
+    from flask import Flask
+    from werkzeug.exceptions import HTTPException
+
+    app = Flask("agent", static_folder=None)
+    views = _Views(runner)
+    for method, path, view in (
+        ("GET", "/facts", views.facts),
+        ("PUT", "/deployment", views.deploy),
+        ("PUT", "/data", views.put_data),
+        ("PUT", "/shard", views.put_shard),
+        ("POST", "/start", views.start),
+        ("POST", "/stop", views.stop),
+        ("GET", "/events", views.events),
+        ("GET", "/weights", views.weights),
+        ("GET", "/metrics", views.metrics),
+    ):
+        app.add_url_rule(path, view_func=view, methods=[method], endpoint=path)
+    app.register_error_handler(Refused, lambda error: _answer(error.status, {"error": str(error)}))
+    app.register_error_handler(HTTPException, _unknown)
+    app.register_error_handler(Exception, _broken)
+    return app
+
+
+class _Views:
+    """What each path does."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def facts(self) -> Response:
+        return _answer(200, facts(self._runner))
+
+    def deploy(self) -> Response:
+        self._runner.deploy(_body(JSON_LIMIT))
+        return self._done()
+
+    def put_data(self) -> Response:
+        self._runner.needs_ready("data")
+        self._runner.put_data(_body(self._runner.settings.body_limit))
+        return self._done()
+
+    def put_shard(self) -> Response:
+        self._runner.needs_ready("a shard")
+        self._runner.put_shard(_body(self._runner.settings.body_limit))
+        return self._done()
+
+    def start(self) -> Response:
+        self._runner.start(_origin(_body(_SMALL)))
+        return self._done()
+
+    def stop(self) -> Response:
+        self._runner.stop()
+        return self._done()
+
+    def events(self) -> Response:
+        from flask import Response, request
+
+        after = request.args.get("after", "0")
+        if not after.isdecimal() or len(after) > 15:
+            raise Refused(400, f"after is a number of events, not '{after[:40]}'")
+        return Response(self._runner.log.follow(int(after)), mimetype="application/x-ndjson")
+
+    def weights(self) -> Response:
+        from flask import Response
+
+        return Response(self._runner.weights(), mimetype="application/octet-stream")
+
+    def metrics(self) -> Response:
+        from flask import Response
+
+        return Response(exposition(self._runner), mimetype="text/plain")
+
+    def _done(self) -> Response:
+        return _answer(200, health(self._runner))
+
+
+def _body(most: int) -> bytearray:
+    from flask import request
+
+    return read_body(request.environ, announced_length(request.environ, most))
+
+
+def _answer(status: int, document: object) -> Response:
+    from flask import Response, request
+
+    abandon_unread(request.environ)
+    return Response(json.dumps(document) + "\n", status, mimetype="application/json")
+
+
+def _unknown(error: HTTPException) -> Response:
+    from flask import request
+
+    return _answer(error.code or 500, {"error": f"{request.method} {request.path}: {error.name}"})
+
+
+def _broken(error: Exception) -> Response:
+    from flask import current_app, request
+
+    current_app.logger.exception("request failed")
+    return _answer(500, {"error": f"{request.method} {request.path}: {error!r}"})
+
+
+def _origin(body: bytearray) -> float:
+    """Read the body of ``POST /start``."""
+    try:
+        document = json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, 'a start is JSON such as {"origin": 12.5}') from error
+    origin = document.get("origin") if isinstance(document, dict) else None
+    if isinstance(origin, bool) or not isinstance(origin, int | float) or not abs(origin) < 1e12:
+        raise Refused(400, "origin is a number of seconds on the monotonic clock")
+    return float(origin)

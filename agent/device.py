@@ -1,0 +1,226 @@
+"""`testbed.device.Device` on the real clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agent.casting import Caster
+from agent.events import EventLog
+from agent.pacing import Measured, Processor
+from agent.receiving import Arrival, Inbox
+from agent.sending import Lane, deliver
+from agent.settings import Address, Settings
+from testbed.device import Cost, Span, Unreachable
+from testbed.trace.events import Event
+from testbed.wire import Message, encode
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class RealDevice:
+    """One device from the start of its program to its end; see `testbed.device.Device` for what it promises.
+
+    The program runs in an asyncio loop; work runs in the processor's thread, each peer is sent to by a thread of
+    its own, and what arrives is handed over by the servers' threads. ``origin`` is the monotonic instant at which
+    the workload began.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        speed: float,
+        peers: Mapping[str, Address],
+        broadcast: Address | None,
+        origin: float,
+        log: EventLog,
+    ) -> None:
+        self.name = settings.device
+        self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        self.processor = Processor()
+        self.lanes: dict[str, Lane] = {}
+        self.totals = Totals()
+        self.inbox = Inbox(peers, settings.inbox_limit, self._arrived)
+        self._loop = asyncio.get_running_loop()
+        self._speed = speed
+        self._peers = peers
+        self._token = settings.token
+        self._origin = origin
+        self._log = log
+        # The clock is the same for every start on this machine, so that a later start has a larger number.
+        self._incarnation = time.monotonic_ns()
+        self._sequence = count()
+        self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
+        self._casts = asyncio.Lock()
+        self._caster = Caster(self.name, settings.cast, broadcast, self._token, settings.message_limit)
+        self._caster.start(self.inbox)
+        self._closed = False
+
+    def close(self) -> None:
+        """Stop every thread; what is under way is given up, what still arrives is forgotten."""
+        self._closed = True
+        self.processor.close()
+        self._caster.close()
+        for lane in self.lanes.values():
+            lane.close()
+
+    def now(self) -> float:
+        """Return seconds since the workload started."""
+        return time.monotonic() - self._origin
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write an event; may be called from any thread."""
+        self._log.append(Event(self.now(), self.name, event, fields).to_json())
+
+    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Keep the callable for whoever asks for the weights."""
+        self.exposed = weights
+
+    def between_works(self, call: Callable[[], T]) -> T:
+        """Call something while the processor does nothing else; blocks until it could."""
+        return self.processor.between_works(call)
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait on the wall clock."""
+        await asyncio.sleep(seconds)
+
+    async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
+        """Do the work in the processor's thread, and return its result when the device would have it."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def begin() -> bool:
+            if future.done():
+                return False
+            self.record("begin", **span.fields())
+            return True
+
+        def end(result: T, failure: BaseException | None, measured: Measured) -> None:
+            if failure is None:
+                self.totals.compute_seconds += measured.duration
+                self.totals.deficit_seconds += measured.deficit
+                self.record(
+                    "compute",
+                    **span.fields(),
+                    start=measured.start - self._origin,
+                    duration=measured.duration,
+                    flops=cost.flops,
+                    busy=measured.busy,
+                    deficit=measured.deficit,
+                )
+            self._from_thread(_settle, future, result, failure)
+
+        self.processor.put(work, cost.flops / self._speed, begin, end)
+        return await future
+
+    async def send(self, peer: str, message: Message, patience: float | None = None) -> None:
+        """Deliver reliably; return when the peer has acknowledged. Raises ValueError where there is no link."""
+        if peer not in self._peers:
+            raise ValueError(f"there is no link from {self.name} to {peer}")
+        called = time.monotonic()
+        body = encode(message, self.name, self._incarnation, next(self._sequence))
+        encoded = time.monotonic() - called
+        if peer not in self.lanes:
+            self.lanes[peer] = Lane(peer, self._peers[peer], self._token)
+        try:
+            parcel = await deliver(self.lanes[peer], body, patience)
+        except TimeoutError:
+            raise Unreachable(peer) from None
+        self.totals.sent(len(body))
+        self.record(
+            "send",
+            peer=peer,
+            message=message.kind,
+            bytes=len(body),
+            start=called - self._origin,
+            duration=parcel.ended - called,
+            queued=max(0.0, parcel.begun - called - encoded),
+            encode=encoded,
+        )
+
+    async def cast(self, peers: Collection[str], message: Message) -> None:
+        """Transmit once to all; return when the last datagram has left."""
+        body = encode(message, self.name, self._incarnation, number := next(self._sequence))
+        async with self._casts:
+            start = time.monotonic()
+            size = await asyncio.to_thread(self._caster.send, peers, body, self._incarnation, number)
+            duration = time.monotonic() - start
+        self.totals.sent(size)
+        self.record(
+            "cast",
+            peers=sorted(peers),
+            message=message.kind,
+            bytes=size,
+            start=start - self._origin,
+            duration=duration,
+        )
+
+    async def receive(self) -> Message:
+        """Return the next message, in the order of arrival."""
+        arrival = await self._arrivals.get()
+        self.inbox.release(arrival.size)
+        return arrival.envelope.message
+
+    def _arrived(self, arrival: Arrival) -> None:
+        """Take a new message over from a server's thread."""
+        message = arrival.envelope.message
+        self.totals.received(arrival.size)
+        if self._closed:
+            self.inbox.release(arrival.size)
+            return
+        self.record(
+            "receive",
+            peer=message.sender,
+            message=message.kind,
+            bytes=arrival.size,
+            start=arrival.start - self._origin,
+            duration=arrival.duration,
+            decode=arrival.decode,
+        )
+        self._from_thread(self._arrivals.put_nowait, arrival)
+
+    def _from_thread(self, call: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the program has ended meanwhile, and its loop with it
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    @property
+    def waiting(self) -> int:
+        """Messages that the program has not received yet."""
+        return self._arrivals.qsize()
+
+
+class Totals:
+    """What the device did since it booted, for `/metrics`."""
+
+    def __init__(self) -> None:
+        self.compute_seconds = 0.0
+        self.deficit_seconds = 0.0
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.messages_sent = 0
+        self.messages_received = 0
+
+    def sent(self, size: int) -> None:
+        """Count a message that left."""
+        self.bytes_sent += size
+        self.messages_sent += 1
+
+    def received(self, size: int) -> None:
+        """Count a message that arrived."""
+        self.bytes_received += size
+        self.messages_received += 1
+
+
+def _settle(future: asyncio.Future[T], result: T, failure: BaseException | None) -> None:
+    if future.done():
+        return
+    if failure is None:
+        future.set_result(result)
+    else:
+        future.set_exception(failure)

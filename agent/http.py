@@ -1,0 +1,128 @@
+"""Cheroot as the agent needs it: bodies straight from the socket, refusals in JSON, connections kept for all peers."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cheroot.server import HTTPServer
+from cheroot.wsgi import Gateway_10, Server
+
+from agent.settings import Address
+
+Environ = dict[str, Any]
+StartResponse = Callable[..., Any]
+Application = Callable[[Environ, StartResponse], Iterable[bytes]]
+
+STALLED_AFTER = 30
+"""Seconds without a single byte after which a request, or an unused connection, is given up."""
+_DRAINED = 1 << 16
+_REASONS = {
+    200: "OK",
+    204: "No Content",
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    409: "Conflict",
+    411: "Length Required",
+    413: "Content Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+
+class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's words
+    """The request is answered with this status and text."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Gateway(Gateway_10):
+    """Lets the application see the request it serves: its socket, and whether its connection is kept."""
+
+    def get_environ(self) -> Environ:  # type: ignore[override]
+        environ: Environ = super().get_environ()  # type: ignore[no-untyped-call]
+        environ["testbed.request"] = self.req
+        return environ
+
+
+def serve(address: Address, application: Application, threads: int) -> HTTPServer:
+    """Return a server that listens already; its ``serve()`` blocks until ``stop()``."""
+    server = Server(address, application, numthreads=threads, request_queue_size=128, timeout=STALLED_AFTER)
+    server.gateway = _Gateway
+    # Ten by default: a device with more peers than that would lose a connection for each message.
+    server.keep_alive_conn_limit = sys.maxsize
+    server.prepare()
+    return server
+
+
+def authorised(environ: Environ, token: str) -> bool:
+    """Compare the request's bearer token with the run's, in constant time."""
+    given = environ.get("HTTP_AUTHORIZATION", "")
+    return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {token}".encode())
+
+
+def announced_length(environ: Environ, limit: int) -> int:
+    """Return the size of the request's body before any of it is read.
+
+    Raises:
+        Refused: when it is not known beforehand or above the limit.
+    """
+    text = environ.get("CONTENT_LENGTH") or ""
+    if "chunked" in environ.get("HTTP_TRANSFER_ENCODING", "").lower() or not text.isdecimal():
+        raise Refused(411, "send a Content-Length")
+    length = int(text)
+    if length > limit:
+        raise Refused(413, f"{length} bytes are more than the {limit} allowed")
+    return length
+
+
+def read_body(environ: Environ, length: int) -> bytearray:
+    """Read a body of known length into one new buffer, as it comes from the socket.
+
+    Raises:
+        Refused: when the sender stops in the middle of it.
+    """
+    body = bytearray(length)
+    view = memoryview(body)
+    stream = environ["wsgi.input"]
+    done = 0
+    try:
+        while done < length:
+            # Past cheroot's own read(), which collects a copy of every piece.
+            count = stream.rfile.readinto(view[done:])
+            if not count:
+                raise Refused(400, f"the body ended after {done} of {length} bytes")
+            done += count
+            stream.remaining -= count
+    except TimeoutError as error:
+        environ["testbed.request"].close_connection = True
+        raise Refused(408, f"nothing came for {STALLED_AFTER} s") from error
+    return body
+
+
+def respond(environ: Environ, start_response: StartResponse, status: int, document: object = None) -> list[bytes]:
+    """Answer with JSON, or with nothing; gives up a connection whose request was refused half read."""
+    abandon_unread(environ)
+    body = b"" if document is None else json.dumps(document).encode() + b"\n"
+    headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")] if body else []
+    if not body and status != 204:
+        headers = [("Content-Length", "0")]
+    start_response(f"{status} {_REASONS[status]}", headers)
+    return [body] if body else []
+
+
+def abandon_unread(environ: Environ) -> None:
+    """Close the connection after this answer rather than read a body that nobody wants."""
+    stream = environ["wsgi.input"]
+    remaining = getattr(stream, "remaining", None)
+    if remaining is None or remaining > _DRAINED:
+        environ["testbed.request"].close_connection = True

@@ -1,0 +1,132 @@
+"""Messages of peers: taken in from the data network, each once and in order, into a bounded inbox."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from agent.http import (
+    Environ,
+    Refused,
+    StartResponse,
+    announced_length,
+    authorised,
+    read_body,
+    respond,
+)
+from agent.settings import Settings
+from testbed.wire import Envelope, WireError, decode
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message that is fully there."""
+
+    envelope: Envelope
+    size: int
+    """Bytes it takes of the inbox until the program has received it."""
+    start: float
+    """Monotonic instant of its first byte."""
+    duration: float
+    """Seconds from its first to its last byte."""
+    decode: float
+
+
+class Inbox:
+    """Decides what is new, and how much may wait; hands arrivals over in order."""
+
+    def __init__(self, peers: Collection[str], limit: int, deliver: Callable[[Arrival], None]) -> None:
+        self._peers = frozenset(peers)
+        self._limit = limit
+        self._deliver = deliver
+        self._lock = threading.Lock()
+        self._latest: dict[tuple[str, str], tuple[int, int]] = {}
+        self.bytes = 0
+        """Reserved by messages that arrive or wait."""
+
+    def reserve(self, size: int) -> bool:
+        """Set room aside for a message about to be read; a single one always fits into an empty inbox."""
+        with self._lock:
+            if self.bytes and self.bytes + size > self._limit:
+                return False
+            self.bytes += size
+            return True
+
+    def release(self, size: int) -> None:
+        """Give room back: the program has the message, or it was none."""
+        with self._lock:
+            self.bytes -= size
+
+    def put(self, arrival: Arrival, channel: str = "post") -> bool:
+        """Deliver what is new; return False for a repetition, or something older than what was delivered.
+
+        Each sender has one message per channel under way at a time, so whatever is not newer than the newest
+        was either delivered or given up by its sender. A receiver that restarted takes up wherever a sender is.
+
+        Raises:
+            PermissionError: when the sender is no peer.
+        """
+        sender = arrival.envelope.message.sender
+        if sender not in self._peers:
+            raise PermissionError(f"'{sender}' is no peer of this device")
+        number = (arrival.envelope.incarnation, arrival.envelope.sequence)
+        with self._lock:
+            if number <= self._latest.get((sender, channel), (-1, -1)):
+                return False
+            self._latest[sender, channel] = number
+            # Within the lock, so that two connections of one sender cannot overtake each other.
+            self._deliver(arrival)
+        return True
+
+
+class DataApplication:
+    """``POST /messages`` on the data network, as WSGI: the one request that must cost next to nothing."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.inbox: Inbox | None = None
+        """Of the program that runs; without one, senders are told to come back."""
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        """Answer one request."""
+        try:
+            self._take(environ)
+        except Refused as refused:
+            return respond(environ, start_response, refused.status, {"error": str(refused)})
+        return respond(environ, start_response, 204)
+
+    def _take(self, environ: Environ) -> None:
+        start = time.monotonic()
+        if not authorised(environ, self._settings.token):
+            raise Refused(401, "send the run's token as 'Authorization: Bearer <token>'")
+        if environ["PATH_INFO"] != "/messages":
+            raise Refused(404, "this port takes POST /messages only")
+        if environ["REQUEST_METHOD"] != "POST":
+            raise Refused(405, "this port takes POST /messages only")
+        size = announced_length(environ, self._settings.message_limit)
+        inbox = self.inbox
+        if inbox is None:
+            raise Refused(503, "no program runs here yet")
+        if not inbox.reserve(size):
+            raise Refused(503, "the inbox is full")
+        new = False
+        try:
+            new = _receive(environ, size, start, inbox)
+        finally:
+            if not new:
+                inbox.release(size)
+
+
+def _receive(environ: Environ, size: int, start: float, inbox: Inbox) -> bool:
+    body = read_body(environ, size)
+    there = time.monotonic()
+    try:
+        envelope = decode(body)
+    except WireError as error:
+        raise Refused(400, str(error)) from error
+    try:
+        return inbox.put(Arrival(envelope, size, start, there - start, time.monotonic() - there))
+    except PermissionError as error:
+        raise Refused(403, str(error)) from error

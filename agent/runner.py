@@ -1,0 +1,173 @@
+"""The life of the device's program: idle, ready, running, finished, failed, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from agent.events import EventLog
+from agent.http import Refused
+from agent.receiving import DataApplication
+from agent.settings import Settings
+from testbed import tensors
+from testbed.trace.events import Event
+
+if TYPE_CHECKING:
+    import torch
+
+    from agent.deployment import Deployment
+    from agent.device import RealDevice
+    from testbed.data.dataset import Dataset
+
+
+class Runner:
+    """Holds one deployment and runs its program in a thread."""
+
+    def __init__(self, settings: Settings, data: DataApplication) -> None:
+        self.settings = settings
+        self.log = EventLog(settings.event_limit)
+        self.state = "idle"
+        self.error: str | None = None
+        self.device: RealDevice | None = None
+        """Of the program that runs or ran last."""
+        self._data = data
+        self._lock = threading.RLock()
+        self._deployment: Deployment | None = None
+        self._dataset: Dataset | None = None
+        self._weights: dict[str, torch.Tensor] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self._over = threading.Event()
+        self._over.set()
+
+    def deploy(self, body: bytearray) -> None:
+        """Take in a deployment; forgets whatever there was before. Imports torch, so programs need not."""
+        with self._lock:
+            self._refuse_while_running("deploy")
+            from agent import deployment
+
+            _import_torch()
+            self._deployment = deployment.read(body, self.settings)
+            self._dataset = self._weights = self.error = None
+            self.device = None
+            self.log.reopen()
+            self.state = "ready"
+
+    def put_data(self, body: bytearray) -> None:
+        """Keep the data set for the program, which is the lead's."""
+        from testbed.data.packing import unpack
+
+        try:
+            dataset = unpack(body)
+        except tensors.TensorError as error:
+            raise Refused(400, str(error)) from error
+        with self._lock:
+            self.needs_ready("data")
+            self._dataset = dataset
+
+    def put_shard(self, body: bytearray) -> None:
+        """Keep weights for the program to begin with."""
+        try:
+            weights = tensors.to_torch(tensors.read(body)[0])
+        except tensors.TensorError as error:
+            raise Refused(400, str(error)) from error
+        with self._lock:
+            self.needs_ready("a shard")
+            self._weights = weights
+
+    def weights(self) -> bytes:
+        """Return what the program exposes, as it is between two pieces of work."""
+        device = self.device
+        if device is None or device.exposed is None:
+            raise Refused(409, "this device's program exposes no weights")
+        return b"".join(tensors.write(tensors.from_torch(device.between_works(device.exposed))))
+
+    def start(self, origin: float) -> None:
+        """Run the program; ``origin`` is the monotonic instant at which the workload begins."""
+        with self._lock:
+            self.needs_ready("a start")
+            assert self._deployment is not None
+            self.state = "running"
+            self._stopping = False
+            self._over.clear()
+            threading.Thread(target=self._run, args=(self._deployment, origin), name="program", daemon=True).start()
+
+    def stop(self) -> None:
+        """Cancel the program if it runs, and wait until it is over."""
+        with self._lock:
+            if self.state in ("idle", "ready"):
+                raise Refused(409, f"no program runs: this device is {self.state}")
+            self._stopping = True
+            if self._loop is not None and self._task is not None:
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        if not self._over.wait(10):
+            raise Refused(409, "the program ignores its cancellation; kill the device")
+
+    def needs_ready(self, what: str) -> None:
+        """Refuse what may only come between a deployment and the start."""
+        if self.state != "ready":
+            raise Refused(409, f"{what} comes after a deployment and before the start; this device is {self.state}")
+
+    def _refuse_while_running(self, what: str) -> None:
+        if self.state == "running":
+            raise Refused(409, f"cannot {what} while a program runs; stop it first")
+
+    def _run(self, deployment: Deployment, origin: float) -> None:
+        state, error = "failed", None
+        try:
+            asyncio.run(self._main(deployment, origin))
+            state = "finished"
+        except asyncio.CancelledError:
+            state = "stopped"
+        except BaseException:  # noqa: BLE001 - whatever ends a program is told to the controller
+            error = traceback.format_exc()
+            print(error, file=sys.stderr, flush=True)
+        self._record(origin, state, error)
+        with self._lock:
+            self.state, self.error = state, error
+            self._task = self._loop = None
+        self.log.close()
+        self._over.set()
+
+    async def _main(self, deployment: Deployment, origin: float) -> None:
+        from agent.device import RealDevice
+        from testbed.methods.base import Job
+
+        settings, problem = self.settings, deployment.problem
+        speed = problem.device(settings.device).speed
+        device = RealDevice(settings, speed, deployment.peers, deployment.broadcast, origin, self.log)
+        job = Job(problem, deployment.plan, self._dataset, self._weights)
+        with self._lock:
+            self.device = device
+            self._loop = asyncio.get_running_loop()
+            self._task = asyncio.current_task()
+            if self._stopping:
+                device.close()
+                raise asyncio.CancelledError
+        self._record(origin, "started", None)
+        self._data.inbox = device.inbox
+        try:
+            await deployment.method.program(device, job)
+        except BaseException:
+            self._data.inbox = None
+            raise
+        finally:
+            # What still comes for a program that ended well is acknowledged and forgotten: the machine is on.
+            device.close()
+
+    def _record(self, origin: float, state: str, error: str | None) -> None:
+        fields: dict[str, Any] = {"state": state} if error is None else {"state": state, "error": error}
+        self.log.append(Event(time.monotonic() - origin, self.settings.device, "state", fields).to_json())
+
+
+def _import_torch() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    # Threads that move messages must not wait 5 ms for one that computes in Python.
+    sys.setswitchinterval(0.0005)

@@ -1,0 +1,73 @@
+"""What a device's container is told by its environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CONTROL_PORT = 8700
+DATA_PORT = 8701
+CAST_PORT = 8702
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Who this device is, where it listens, and how much it takes in."""
+
+    run: str
+    device: str
+    token: str
+    control: Address = ("0.0.0.0", CONTROL_PORT)
+    data: Address = ("0.0.0.0", DATA_PORT)
+    cast: Address = ("0.0.0.0", CAST_PORT)
+    message_limit: int = 256 << 20
+    """Bytes of one message between devices."""
+    body_limit: int = 2 << 30
+    """Bytes of one request of the controller: a data set, a shard."""
+    inbox_limit: int = 64 << 20
+    """Bytes of messages that wait for the program; senders are told to come back beyond."""
+    event_limit: int = 32 << 20
+    """Bytes of events kept; the oldest are dropped beyond."""
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str]) -> Settings:
+        """Read ``TESTBED_RUN``, ``TESTBED_DEVICE``, ``TESTBED_TOKEN`` and the optional addresses and limits.
+
+        Raises:
+            SystemExit: naming the variable that is missing or cannot be read.
+        """
+        missing = [name for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN") if not environment.get(name)]
+        if missing:
+            raise SystemExit(f"agent: set {', '.join(missing)} in the environment")
+        optional: dict[str, Address | int] = {}
+        for key in ("control", "data", "cast"):
+            name = f"TESTBED_{key.upper()}_ADDRESS"
+            if name in environment:
+                try:
+                    optional[key] = address(environment[name])
+                except ValueError as error:
+                    raise SystemExit(f"agent: {name}: {error}") from error
+        for key in ("message_limit", "body_limit", "inbox_limit", "event_limit"):
+            name = f"TESTBED_{key.upper()}"
+            if name in environment:
+                if not environment[name].isdecimal():
+                    raise SystemExit(f"agent: {name} is a number of bytes, not '{environment[name]}'")
+                optional[key] = int(environment[name])
+        return Settings(
+            run=environment["TESTBED_RUN"],
+            device=environment["TESTBED_DEVICE"],
+            token=environment["TESTBED_TOKEN"],
+            **optional,  # type: ignore[arg-type]
+        )
+
+
+def address(text: str, port: int | None = None) -> Address:
+    """Read ``host:port``, or ``host`` where a port is given for it; raises ValueError."""
+    host, colon, number = text.partition(":")
+    if not colon and port is not None and host:
+        return host, port
+    if not host or not number.isdecimal() or int(number) > 65535:
+        raise ValueError(f"'{text}' is no address such as 0.0.0.0:{CONTROL_PORT}")
+    return host, int(number)

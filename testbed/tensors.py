@@ -1,0 +1,197 @@
+"""Tensors as safetensors, with one copy to write and none to read.
+
+The format is the safetensors library's: eight bytes with the length of a JSON header (name -> dtype, shape, offsets),
+the header, the values. The library takes 0.6 ms to write a megabyte and as much to read one that does not lie in a
+``bytes`` object already; a gigabit link is done with that megabyte in 8 ms. Here the values are joined once when
+written, and those read are views of the buffer that was received. The library stays the reference: tests read each
+one's output with the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+HEADER_LIMIT = 1 << 20
+"""Bytes of JSON, at most: room for ten thousand tensors."""
+_ALIGNMENT = 64
+_LARGEST = 1 << 48
+_ITEM_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "F32": "float32",
+    "I64": "int64",
+    "F64": "float64",
+}
+
+
+class TensorError(ValueError):
+    """These bytes are not tensors, or these tensors cannot be written."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """One tensor as bytes."""
+
+    name: str
+    dtype: str
+    """As safetensors calls it, e.g. ``F32``."""
+    shape: tuple[int, ...]
+    data: memoryview
+    """The values in row-major order, little-endian."""
+
+
+def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, offset: int = 0) -> list[Buffer]:
+    """Return the pieces of a safetensors body, to be joined or sent one after the other.
+
+    The values start at a multiple of 64 bytes, counted from ``offset`` bytes before the body, so that whoever
+    receives both in one buffer has them aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for tensor in tensors:
+        if tensor.name == "__metadata__" or tensor.name in header:
+            raise TensorError(f"two tensors cannot be called '{tensor.name}'")
+        start, end = end, end + tensor.data.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(offset + 8 + len(text)) % _ALIGNMENT)
+    if len(text) > HEADER_LIMIT:
+        raise TensorError(
+            f"{len(tensors)} tensors need a header of {len(text)} bytes; at most {HEADER_LIMIT} are allowed"
+        )
+    return [len(text).to_bytes(8, "little"), text, *(tensor.data for tensor in tensors)]
+
+
+def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
+    """Return the tensors of a safetensors body, as views of it, and its metadata.
+
+    Raises:
+        TensorError: for anything but a body that `write` or the safetensors library makes.
+    """
+    view = memoryview(body).cast("B")
+    if len(view) < 8:
+        raise TensorError("too short for tensors")
+    length = int.from_bytes(view[:8], "little")
+    if length > min(HEADER_LIMIT, len(view) - 8):
+        raise TensorError("the header of the tensors is longer than it may be")
+    try:
+        header = json.loads(bytes(view[8 : 8 + length]))
+    except (ValueError, RecursionError) as error:
+        raise TensorError("the header of the tensors is not JSON") from error
+    if not isinstance(header, dict):
+        raise TensorError("the header of the tensors is not an object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise TensorError("the metadata of the tensors is not text")
+    values = view[8 + length :]
+    tensors = sorted((_entry(name, entry, len(values)) for name, entry in header.items()), key=lambda item: item[2:])
+    end = 0
+    result = {}
+    for name, (dtype, shape), first, last in tensors:
+        if first != end:
+            raise TensorError(f"tensor '{name}' does not start where the one before it ends")
+        end = last
+        result[name] = Raw(name, dtype, shape, values[first:last])
+    if end != len(values):
+        raise TensorError("there are values that belong to no tensor")
+    return [result[name] for name in header], metadata
+
+
+def _entry(name: str, entry: object, available: int) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
+    """Check one tensor's header: (name, (dtype, shape), first byte, last byte)."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise TensorError(f"the header of tensor '{name}' is not one")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
+        raise TensorError(f"tensor '{name}' has an unknown dtype")
+    if not _whole_numbers(shape) or len(shape) > 32:
+        raise TensorError(f"tensor '{name}' has no valid shape")
+    if not _whole_numbers(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= available:
+        raise TensorError(f"tensor '{name}' lies outside the body")
+    if math.prod(size for size in shape if size) > _LARGEST:
+        raise TensorError(f"tensor '{name}' has no valid shape")
+    if math.prod(shape) * _ITEM_SIZES[dtype] != offsets[1] - offsets[0]:
+        raise TensorError(f"tensor '{name}' has another size than its shape")
+    return name, (dtype, tuple(shape)), offsets[0], offsets[1]
+
+
+def _whole_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST for item in value)
+
+
+def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
+    """Return tensors as bytes: views where they are contiguous, copies where they are not."""
+    import torch
+
+    dtypes = {getattr(torch, name): dtype for dtype, name in _TORCH_NAMES.items()}
+    result = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in dtypes:
+            raise TensorError(f"tensor '{name}' is of {tensor.dtype}, which does not travel; convert it first")
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        result.append(Raw(name, dtypes[tensor.dtype], tuple(tensor.shape), flat.numpy().data))
+    return result
+
+
+def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:
+    """Return torch tensors that share the memory of a writable buffer (and copy that of another)."""
+    import torch
+
+    result = {}
+    for raw in tensors:
+        dtype = getattr(torch, _TORCH_NAMES[raw.dtype])
+        if raw.data.nbytes == 0:
+            result[raw.name] = torch.empty(raw.shape, dtype=dtype)
+            continue
+        data = bytearray(raw.data) if raw.data.readonly else raw.data
+        result[raw.name] = torch.frombuffer(data, dtype=dtype).reshape(raw.shape)
+    return result
+
+
+def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
+    """Return arrays as bytes: views where they are contiguous, copies where they are not."""
+    import numpy as np
+
+    dtypes = {np.dtype(_numpy_name(dtype)): dtype for dtype in _ITEM_SIZES if dtype != "BF16"}
+    result = []
+    for name, array in arrays.items():
+        if array.dtype not in dtypes:
+            raise TensorError(f"array '{name}' is of {array.dtype}, which does not travel; convert it first")
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        result.append(Raw(name, dtypes[array.dtype], array.shape, flat.data))
+    return result
+
+
+def to_numpy(tensors: Sequence[Raw]) -> dict[str, npt.NDArray[Any]]:
+    """Return arrays that share the memory of the buffer."""
+    import numpy as np
+
+    result = {}
+    for raw in tensors:
+        if raw.dtype == "BF16":
+            raise TensorError(f"numpy has no type for tensor '{raw.name}' (bfloat16)")
+        result[raw.name] = np.frombuffer(raw.data, dtype=_numpy_name(raw.dtype)).reshape(raw.shape)
+    return result
+
+
+def _numpy_name(dtype: str) -> np.dtype[Any]:
+    import numpy as np
+
+    return np.dtype(_TORCH_NAMES[dtype])
