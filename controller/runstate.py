@@ -80,5 +80,6 @@ def choose(run: str | None) -> str:
 
 
 def forget(run: str) -> None:
-    """Remove the state file, if it is still there."""
-    path_of(run).unlink(missing_ok=True)
+    """Remove the state file and what lies beside it, as far as they are still there."""
+    for path in state_folder().glob(f"{run}.*"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,124 @@
+"""`testbed fault`: break and mend a lab that is up."""
+
+from __future__ import annotations
+
+import secrets
+
+import click
+from pydantic import ValidationError
+
+from controller import runstate
+from controller.faults import Conditions, inflict
+from controller.lab import Lab
+from testbed.errors import InputError
+from testbed.scenario.loading import explain
+from testbed.scenario.schema import FaultPart
+
+_run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
+
+
+def _inflict(run_id: str | None, action: dict[str, object]) -> None:
+    """Check a fault as a scenario's would be, do it, and say which links it changed."""
+    try:
+        part = FaultPart.model_validate({**action, "at": 0})
+    except ValidationError as error:
+        raise InputError("; ".join(f"{problem}" for problem in explain(error, FaultPart))) from None
+    lab = Lab.open(runstate.choose(run_id))
+    handle = f"{part.action}-{secrets.token_hex(3)}"
+    changed = inflict(lab, part, handle)
+    if part.action in ("partition", "degrade"):
+        click.echo(f"{handle}: {len(changed)} directed links changed; undo with: testbed fault undo {handle}")
+    elif part.action == "heal":
+        click.echo(f"{len(changed)} directed links are as they were")
+    else:
+        click.echo(f"{part.action}: {action[part.action]}")
+
+
+@click.group()
+def fault() -> None:
+    """Break and mend the devices and links of a lab that is up.
+
+    \b
+    Examples:
+      testbed fault kill worker1
+      testbed fault restart worker1
+      testbed fault partition source,worker1 worker2,worker3
+      testbed fault degrade source worker1 --delay 200ms --loss 5%
+      testbed fault heal
+    """
+
+
+def _device_command(action: str, text: str) -> None:
+    @fault.command(action, help=text)
+    @click.argument("device")
+    @_run_option
+    def command(device: str, run_id: str | None) -> None:
+        _inflict(run_id, {action: device})
+
+
+_device_command("kill", "End a device at once, as a power cut would.")
+_device_command("restart", "Boot a device again; its links are shaped before it counts as up.")
+_device_command("pause", "Freeze a device; its connections stay open.")
+_device_command("resume", "Let a paused device go on.")
+
+
+@fault.command()
+@click.argument("groups", nargs=-1, required=True)
+@_run_option
+def partition(groups: tuple[str, ...], run_id: str | None) -> None:
+    """Cut groups of devices off from each other: GROUPS are comma-separated names.
+
+    Devices that are not named form one more group. Packets vanish silently, in both directions.
+    """
+    _inflict(run_id, {"partition": [group.split(",") for group in groups]})
+
+
+@fault.command()
+@click.argument("source")
+@click.argument("destination", required=False)
+@click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
+@click.option("--preset", help="A named set of figures, e.g. 4g.")
+@click.option("--rate", help="e.g. 1mbit")
+@click.option("--delay", help="One-way, e.g. 100ms")
+@click.option("--loss", help="e.g. 5%")
+@_run_option
+def degrade(
+    source: str,
+    destination: str | None,
+    one_way: bool,
+    preset: str | None,
+    rate: str | None,
+    delay: str | None,
+    loss: str | None,
+    run_id: str | None,
+) -> None:
+    """Make links worse: the one between SOURCE and DESTINATION, or all of SOURCE."""
+    given = {"preset": preset, "rate": rate, "delay": delay, "loss": loss}
+    figures: dict[str, object] = {key: value for key, value in given.items() if value is not None}
+    if not figures:
+        raise InputError("changes nothing: give at least one of --preset, --rate, --delay and --loss")
+    if destination is None:
+        target: dict[str, object] = {"device": source}
+    elif one_way:
+        target = {"from": source, "to": destination}
+    else:
+        target = {"between": [source, destination]}
+    _inflict(run_id, {"degrade": {**target, **figures}})
+
+
+@fault.command()
+@_run_option
+def heal(run_id: str | None) -> None:
+    """Take back every partition and degradation."""
+    _inflict(run_id, {"heal": "all"})
+
+
+@fault.command()
+@click.argument("handle")
+@_run_option
+def undo(handle: str, run_id: str | None) -> None:
+    """Take back one partition or degradation by its handle."""
+    conditions = Conditions(Lab.open(runstate.choose(run_id)))
+    if handle not in conditions.handles():
+        raise InputError(f"'{handle}' is not in force; what is: {', '.join(conditions.handles()) or 'nothing'}")
+    click.echo(f"{len(conditions.undo(handle))} directed links changed")

@@ -1,0 +1,205 @@
+"""`testbed run`: a scenario, whichever runtime, from the file to the report."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from controller.live import LiveProgress
+from testbed.errors import ExpectationError, TestbedError
+from testbed.scenario.expand import experiments
+from testbed.scenario.loading import load
+from testbed.scenario.prepare import Prepared, batches, data_folder, prepare
+
+if TYPE_CHECKING:
+    import torch
+
+    from controller.results import Run
+    from testbed.data.dataset import Dataset
+    from testbed.trace.outcome import Outcome
+
+
+@click.command()
+@click.argument("scenario")
+@click.option(
+    "--runtime",
+    type=click.Choice(["emulate", "simulate"]),
+    default="emulate",
+    show_default=True,
+    help="emulate: a container per device on the real clock; simulate: one process on a virtual clock, no Docker.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="Results folder.  [default: results/<run>]"
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, e.g. network.link.rate=10mbit."
+)
+@click.option("--seed", type=int, help="Override the scenario's seed.")
+@click.option("--repetitions", type=int, help="Override how often each point is run.")
+@click.option(
+    "--links",
+    type=click.Choice(["auto", "netem", "userspace"]),
+    default="auto",
+    show_default=True,
+    help="What shapes the links; auto takes netem where the kernel has it.",
+)
+@click.option("--accept-links", is_flag=True, help="Run even if a link is outside its tolerance (the verdict says so).")
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Begin with these weights (safetensors).",
+)
+@click.option("--keep", is_flag=True, help="Leave the containers up afterwards, to look at.")
+@click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output.")
+def run(
+    scenario: str,
+    runtime: str,
+    out: Path | None,
+    overrides: tuple[str, ...],
+    seed: int | None,
+    repetitions: int | None,
+    links: str,
+    accept_links: bool,
+    weights: Path | None,
+    keep: bool,
+    as_json: bool,
+) -> None:
+    """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
+
+    Everything is checked and planned before the first container exists. Ends with 0, with 1 when the run or one of
+    its `expect` conditions fails, with 2 for bad input and 3 when this machine cannot serve.
+
+    \b
+    Examples:
+      testbed run quickstart
+      testbed run quickstart --runtime simulate --set network.link.rate=10mbit
+      testbed run my.yaml --repetitions 5 --out results/five
+    """
+    extra = [f"{key}={value}" for key, value in (("seed", seed), ("repetitions", repetitions)) if value is not None]
+    loaded = load(scenario, [*overrides, *extra])
+    prepared = [prepare(experiment) for experiment in experiments(loaded)]
+    # The engine hands the choice on to the shaper.
+    os.environ["TESTBED_LINKS"] = links
+    console = Console(stderr=as_json, highlight=False)
+    start = _read_weights(weights) if weights else None
+    runs = []
+    for number, each in enumerate(prepared):
+        if len(prepared) > 1:
+            point = ", ".join(f"{key}={value}" for key, value in each.experiment.point.items())
+            console.print(
+                f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.experiment.repetition}"
+            )
+        outcome = _run_one(each, runtime, console, start, accept_links=accept_links, keep=keep)
+        runs.append(_keep(each, outcome, _folder(each, out, single=len(prepared) == 1)))
+        if not as_json:
+            _show(console, runs[-1])
+        if outcome.status == "interrupted":
+            break
+    if len(prepared) > 1:
+        _summarize(runs, console)
+    if as_json:
+        shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
+        click.echo(json.dumps(shown[0] if len(prepared) == 1 else shown, indent=2, default=str))
+    _judge(runs)
+
+
+def _run_one(
+    prepared: Prepared,
+    runtime: str,
+    console: Console,
+    weights: dict[str, torch.Tensor] | None,
+    *,
+    accept_links: bool,
+    keep: bool,
+) -> Outcome:
+    scenario = prepared.experiment.scenario
+    unit = "steps" if scenario.workload.task == "train" else "requests"
+    with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
+        if runtime == "simulate":
+            from testbed.simulation import simulate
+
+            live.stage("simulating")
+            parts = (prepared.experiment, prepared.method, prepared.problem, prepared.plan)
+            return simulate(*parts, _load_data(prepared), live.event, weights)
+        from controller.emulation import emulate
+
+        return emulate(
+            prepared,
+            lambda: _load_data(prepared),
+            on_event=live.event,
+            on_stage=live.stage,
+            weights=weights,
+            accept_links=accept_links,
+            keep=keep,
+        )
+
+
+def _load_data(prepared: Prepared) -> Dataset:
+    from testbed.data import load as load_data
+
+    scenario = prepared.experiment.scenario
+    return load_data(scenario.workload.data, data_folder(scenario))
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from testbed.errors import InputError
+
+    try:
+        weights: dict[str, torch.Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise InputError(f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors") from None
+    return weights
+
+
+def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:
+    """Return where one run's results go: the folder asked for, or inside it where there are several."""
+    from controller.results import run_name
+
+    name = run_name(prepared.experiment)
+    if single:
+        return out or Path("results") / name
+    return (out or Path("results") / prepared.experiment.scenario.name) / name
+
+
+def _keep(prepared: Prepared, outcome: Outcome, folder: Path) -> Run:
+    from controller import results
+
+    return results.load(results.write(folder, prepared.experiment, prepared.plan, outcome))
+
+
+def _show(console: Console, finished: Run) -> None:
+    from controller.report.terminal import show
+
+    show(console, finished)
+
+
+def _summarize(runs: list[Run], console: Console) -> None:
+    from controller.report.terminal import show_summary
+    from controller.summary import summarize
+
+    folder = runs[0].path.parent
+    show_summary(console, summarize(folder), folder)
+
+
+def _judge(runs: list[Run]) -> None:
+    """Raise what decides the exit status: a run that failed, or an expectation that does not hold."""
+    for finished in runs:
+        if finished.outcome.status != "finished":
+            error: Any = (finished.outcome.error or "").strip().splitlines() or ["no reason known"]
+            raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; its events are in {finished.path}")
+    missed = [
+        f"{expectation.key} is {expectation.value}, expected {expectation.condition}"
+        for finished in runs
+        for expectation in finished.expectations
+        if not expectation.holds
+    ]
+    if missed:
+        raise ExpectationError("; ".join(missed))

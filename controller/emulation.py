@@ -1,0 +1,293 @@
+"""Runs one experiment in containers on the real clock."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from controller import faults
+from controller.fidelity import HostMonitor
+from controller.lab import Lab
+from controller.reaper import guard
+from testbed.errors import HostError, TestbedError
+from testbed.faults import FaultScript, Strike
+from testbed.network.link import Link, Pair
+from testbed.scenario.prepare import Prepared
+from testbed.trace.events import TESTBED, Event
+from testbed.trace.outcome import LinkMeasurement, Outcome
+
+if TYPE_CHECKING:
+    import torch
+
+    from testbed.data.dataset import Dataset
+
+Status = Literal["finished", "failed", "timed out", "interrupted"]
+
+START_MARGIN = 0.3
+"""Seconds between the request to start and the common origin: every agent has heard of it by then."""
+GATHER_SECONDS = 2.0
+"""How long the last events of the devices are waited for after the lead's program has ended."""
+SIMULTANEOUS_FAULTS = 16
+"""Faults that may be under way at once: a restart takes a while and must not make the next strike late."""
+
+
+@dataclass(frozen=True)
+class _Struck:
+    """A fault that has taken effect, or could not."""
+
+    strike: Strike
+    actual: float
+    links: dict[Pair, Link]
+    error: Exception | None = None
+
+
+def emulate(
+    prepared: Prepared,
+    load_data: Callable[[], Dataset],
+    *,
+    on_event: Callable[[Event], None] = lambda _event: None,
+    on_stage: Callable[[str], None] = lambda _text: None,
+    weights: dict[str, torch.Tensor] | None = None,
+    accept_links: bool = False,
+    keep: bool = False,
+) -> Outcome:
+    """Create the lab, verify its links, run the method on it with its faults, and remove it.
+
+    ``load_data`` is called while containers start. With ``keep`` the lab stays up afterwards.
+
+    Raises:
+        HostError: the lab cannot be had, or a link is outside its tolerance and not accepted so.
+
+    """
+    began = time.monotonic()
+    with ThreadPoolExecutor(1, "data") as loader:
+        dataset = loader.submit(load_data)
+        with _lab(prepared, on_stage, keep) as lab:
+            on_stage("measuring the links")
+            links = lab.shaper.probe(list(prepared.experiment.links))
+            _check(links, accept_links)
+            on_stage("handing out the work")
+            execution = _Execution(lab, prepared, dataset.result(), weights, on_event)
+            outcome = execution.run(on_stage)
+            outcome.links = links
+            outcome.host = lab.facts()
+            outcome.fidelity |= lab.shaper.statistics()
+            if keep:
+                on_stage(f"the lab stays up: testbed down {lab.run_id}")
+    outcome.wall_seconds = time.monotonic() - began
+    return outcome
+
+
+@contextmanager
+def _lab(prepared: Prepared, on_stage: Callable[[str], None], keep: bool) -> Iterator[Lab]:
+    """Have a lab for the time of the run, guarded against the death of this process."""
+    run_id = Lab.new_run_id(prepared.experiment.scenario.name)
+    with guard(run_id, keep=keep):
+        lab = Lab.create(prepared.experiment, run_id, progress=on_stage)
+        try:
+            yield lab
+        finally:
+            if not keep:
+                on_stage("removing the containers")
+                lab.down()
+
+
+def _check(links: list[LinkMeasurement], accept_links: bool) -> None:
+    bad = [link for link in links if link.problem]
+    if bad and not accept_links:
+        listed = "; ".join(f"{link.source} -> {link.destination}: {link.problem}" for link in bad[:5])
+        raise HostError(
+            f"{len(bad)} of {len(links)} links are not what the scenario asks for ({listed}); "
+            "use a less loaded host, lower rates, or --accept-links to run all the same"
+        )
+
+
+class _Execution:
+    """One run of a method's programs on a lab that is up, with the threads that follow and break it."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        prepared: Prepared,
+        dataset: Dataset,
+        weights: dict[str, torch.Tensor] | None,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._lab = lab
+        self._prepared = prepared
+        self._lead = prepared.plan.lead
+        self._dataset = dataset
+        self._weights = weights
+        self._on_event = on_event
+        self._inbox: queue.SimpleQueue[Event | _Struck] = queue.SimpleQueue()
+        self._events: list[Event] = []
+        self._script = FaultScript(prepared.experiment.scenario.faults)
+        self._origin = 0.0
+        """On the monotonic clock, which all containers of one engine share with its host."""
+        self._followers: dict[str, threading.Thread] = {}
+        self._over = threading.Event()
+
+    def run(self, on_stage: Callable[[str], None]) -> Outcome:
+        """Deploy, start, break, and follow until the lead is done."""
+        with ThreadPoolExecutor(len(self._lab.devices), "deploy") as pool:
+            list(pool.map(self._deploy, self._lab.devices))
+            on_stage("running")
+            monitor = HostMonitor()
+            monitor.start()
+            self._origin = time.monotonic() + START_MARGIN
+            list(pool.map(self._start, self._lab.devices))
+        with ThreadPoolExecutor(SIMULTANEOUS_FAULTS, "fault") as strikers:
+            try:
+                status, error = self._follow(strikers)
+            except KeyboardInterrupt:
+                status, error = "interrupted", "stopped by the user"
+            self._over.set()
+        fidelity = monitor.stop()
+        weights = self._final_weights() if status == "finished" else None
+        self._stop_all()
+        self._events.sort(key=lambda event: event.time)
+        return Outcome(
+            runtime="emulate", status=status, error=error, events=self._events, weights=weights, fidelity=fidelity
+        )
+
+    # Programs
+
+    def _deploy(self, name: str) -> None:
+        prepared, lab = self._prepared, self._lab
+        agent = lab.agent(name)
+        agent.deploy(
+            {
+                "run": lab.run_id,
+                "device": name,
+                "scenario": prepared.experiment.scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
+                "plan": prepared.plan.model_dump(mode="json"),
+                "peers": {other: found.address for other, found in lab.devices.items() if other != name},
+                "broadcast": lab.broadcast,
+            }
+        )
+        if name == self._lead:
+            agent.put_data(self._dataset)
+            if self._weights is not None:
+                agent.put_shard(self._weights)
+
+    def _start(self, name: str) -> None:
+        self._lab.agent(name).start(self._origin)
+        follower = threading.Thread(target=self._listen, args=(name,), name=f"events-{name}", daemon=True)
+        self._followers[name] = follower
+        follower.start()
+
+    def _listen(self, name: str) -> None:
+        """Pass on what a device records, until its program or its container ends."""
+        agent = self._lab.agent(name)
+        seen = 0
+        while not self._over.is_set():
+            with suppress(TestbedError):  # killed, paused or gone: a state of the device, not an error of the run
+                for event in agent.events(seen):
+                    seen += 1
+                    self._inbox.put(event)
+                return
+            if self._followers.get(name) is not threading.current_thread():
+                return  # it has been booted again, and somebody else listens to that
+            if self._over.wait(0.1):
+                return
+
+    # Events and faults
+
+    def _now(self) -> float:
+        return time.monotonic() - self._origin
+
+    def _follow(self, strikers: ThreadPoolExecutor) -> tuple[Status, str | None]:
+        """Take events and deadlines as they come; return how the run ended."""
+        limit = self._prepared.experiment.scenario.time_limit
+        while True:
+            deadline = min(limit, self._script.next_deadline() or limit)
+            with suppress(queue.Empty):
+                news = self._inbox.get(timeout=max(0.0, deadline - self._now()))
+                if isinstance(news, _Struck):
+                    self._settle(news)
+                else:
+                    strikes = self._script.observe(news.time, news.device, news.event, news.fields)
+                    self._strike(strikers, strikes)
+                    self._log(news)
+                    if end := self._end(news):
+                        return end
+            self._strike(strikers, self._script.due(self._now()))
+            if self._now() >= limit:
+                return "timed out", f"not over after {limit:g} s"
+
+    def _end(self, event: Event) -> tuple[Status, str | None] | None:
+        if event.event != "state":
+            return None
+        if event.fields["state"] == "failed":
+            return "failed", f"{event.device}: {event.fields.get('error', 'its program failed')}"
+        if event.fields["state"] == "finished" and event.device == self._lead:
+            return "finished", None
+        return None
+
+    def _log(self, event: Event) -> None:
+        self._events.append(event)
+        self._on_event(event)
+
+    def _testbed(self, time_: float, event: str, **fields: Any) -> None:
+        self._log(Event(time_, TESTBED, event, fields))
+
+    def _strike(self, strikers: ThreadPoolExecutor, strikes: list[Strike]) -> None:
+        for strike in strikes:
+            strikers.submit(self._execute, strike)
+
+    def _execute(self, strike: Strike) -> None:
+        links: dict[Pair, Link] = {}
+        error = None
+        try:
+            act = faults.inflict if strike.phase == "strike" else faults.undo
+            links = act(self._lab, strike.part, strike.handle)
+            if strike.operation == "restart":
+                name = str(getattr(strike.part, strike.action))
+                self._deploy(name)
+                self._start(name)
+        except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
+            error = failure
+        self._inbox.put(_Struck(strike, self._now(), links, error))
+
+    def _settle(self, struck: _Struck) -> None:
+        """Note what a fault did. One that could not be inflicted ends the run: its figures would mean nothing."""
+        if struck.error is not None:
+            strike = struck.strike
+            raise TestbedError(f"the fault '{strike.operation} {strike.fields()['target']}' failed: {struck.error}")
+        self._script.done(struck.strike, struck.actual)
+        self._testbed(struck.actual, "fault", **struck.strike.fields())
+        for (source, destination), link in struck.links.items():
+            figures = {"rate": link.rate, "delay": link.delay, "loss": link.loss, "up": link.up}
+            self._testbed(struck.actual, "link", source=source, destination=destination, **figures)
+
+    # The end
+
+    def _final_weights(self) -> dict[str, torch.Tensor] | None:
+        weights: dict[str, torch.Tensor] | None = None
+        with suppress(TestbedError):  # the lead need not expose any
+            weights = self._lab.agent(self._lead).weights()
+        return weights
+
+    def _stop_all(self) -> None:
+        """End the programs that still run and take in what they recorded to the last."""
+
+        def stop(name: str) -> None:
+            with suppress(TestbedError):  # killed or paused: nothing to stop
+                self._lab.agent(name).stop()
+
+        with ThreadPoolExecutor(len(self._lab.devices), "stop") as pool:
+            list(pool.map(stop, self._lab.devices))
+        deadline = time.monotonic() + GATHER_SECONDS
+        for follower in list(self._followers.values()):
+            follower.join(max(0.0, deadline - time.monotonic()))
+        with suppress(queue.Empty):
+            while True:
+                news = self._inbox.get_nowait()
+                if isinstance(news, Event):
+                    self._log(news)

@@ -1,0 +1,137 @@
+"""Breaks and mends a lab, for a scenario's script and for `testbed fault` alike.
+
+What is wrong with the network at a moment is written beside the run's state file, so that a partition which one
+process made can be healed by another. Whoever changes it holds a lock from reading it to having it applied.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from controller import runstate
+from controller.lab import Lab
+from testbed.errors import InputError
+from testbed.faults import UNDOING
+from testbed.network.link import Link, Pair
+from testbed.network.state import NetworkState
+from testbed.scenario.schema import FaultPart
+
+SETTING = "set "
+"""Handles that begin so are new figures for a link, not faults: `heal` leaves them."""
+
+
+class Conditions:
+    """The faults and settings in force on a lab's links, and the way to change them."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        self._path = runstate.path_of(lab.run_id).with_suffix(".conditions")
+
+    def links(self) -> dict[Pair, Link]:
+        """Return every link as it should be right now."""
+        state = self._state(_read(self._path))
+        return {pair: state.effective(pair) for pair in state.links}
+
+    def handles(self) -> list[str]:
+        """Return what is in force, by the handles that undo it."""
+        return list(_read(self._path))
+
+    def add(self, part: FaultPart, handle: str) -> dict[Pair, Link]:
+        """Put a partition or degradation in force; return the links that changed. Raises what the shaper raises."""
+        with self._changing() as conditions:
+            if handle in conditions:
+                raise InputError(f"'{handle}' is in force already: undo it first")
+            return self._apply(conditions, {**conditions, handle: _written(part)})
+
+    def set(self, part: FaultPart) -> dict[Pair, Link]:
+        """Give links new figures, under whatever faults are in force on them."""
+        with self._changing() as conditions:
+            settings = {key: value for key, value in conditions.items() if key.startswith(SETTING)}
+            others = {key: value for key, value in conditions.items() if key not in settings}
+            handle = f"{SETTING}{len(settings)}"
+            return self._apply(conditions, {**settings, handle: _written(part), **others})
+
+    def undo(self, handle: str) -> dict[Pair, Link]:
+        """Take one back; one that has been healed meanwhile is no error."""
+        with self._changing() as conditions:
+            return self._apply(conditions, {key: value for key, value in conditions.items() if key != handle})
+
+    def heal(self) -> dict[Pair, Link]:
+        """Take back every fault of the network."""
+        with self._changing() as conditions:
+            kept = {key: value for key, value in conditions.items() if key.startswith(SETTING)}
+            return self._apply(conditions, kept)
+
+    @contextmanager
+    def _changing(self) -> Iterator[dict[str, Any]]:
+        with self._path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield _read(self._path)
+
+    def _apply(self, before: dict[str, Any], after: dict[str, Any]) -> dict[Pair, Link]:
+        changed = self._state(after).changed(self._state(before))
+        if changed:
+            self._lab.shaper.set(changed)
+        draft = self._path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(after))
+        draft.replace(self._path)
+        return changed
+
+    def _state(self, conditions: dict[str, Any]) -> NetworkState:
+        experiment = self._lab.experiment
+        state = NetworkState(experiment.links, first=experiment.devices[0].name)
+        for handle, written in conditions.items():
+            part = FaultPart.model_validate(written)
+            if part.partition is not None:
+                state = state.partition(part.partition, handle)
+            elif part.degrade is not None:
+                state = state.degrade(part.degrade, handle)
+        return state
+
+
+def _written(part: FaultPart) -> dict[str, Any]:
+    return part.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        conditions = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    assert isinstance(conditions, dict)
+    return conditions
+
+
+def inflict(lab: Lab, part: FaultPart, handle: str) -> dict[Pair, Link]:
+    """Do what a fault says, now; return the links that it changed.
+
+    Restarting a device boots it with the links in force; starting its program again is up to whoever runs one.
+    """
+    match part.action:
+        case "kill":
+            lab.kill(str(part.kill))
+        case "restart":
+            lab.start(str(part.restart), Conditions(lab).links())
+        case "pause":
+            lab.pause(str(part.pause))
+        case "resume":
+            lab.resume(str(part.resume))
+        case "heal":
+            return Conditions(lab).heal()
+        case _:
+            return Conditions(lab).add(part, handle)
+    return {}
+
+
+def undo(lab: Lab, part: FaultPart, handle: str) -> dict[Pair, Link]:
+    """Take back what `inflict` did."""
+    if part.action in UNDOING:
+        mending = UNDOING[part.action]
+        return inflict(lab, FaultPart.model_validate({mending: getattr(part, part.action), "at": 0}), handle)
+    return Conditions(lab).undo(handle)

@@ -1,0 +1,117 @@
+"""What a run shows while it goes on: its stage, progress, speed and loss, and faults as they strike."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from testbed.trace.events import Event
+
+SPEED_WINDOW = 20
+"""Steps over which the displayed speed is taken."""
+
+
+class LiveProgress:
+    """Follows one run. On a terminal it redraws in place; elsewhere it prints a line for what matters."""
+
+    def __init__(self, console: Console, title: str, total: int | None, unit: str) -> None:
+        self._console = console
+        self._title = title
+        self._total = total
+        self._unit = unit
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._stage = "preparing"
+        self._done = 0
+        self._ends: deque[float] = deque(maxlen=SPEED_WINDOW)
+        self._loss: float | None = None
+        self._accuracy: float | None = None
+        self._next_report = 0.1
+        self._bar = Progress(
+            TextColumn("[bold]{task.fields[title]}[/]"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[unit]}"),
+            TimeElapsedColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=total, title=title, unit=unit)
+        self._live = Live(console=console, refresh_per_second=8, get_renderable=self._render, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def stage(self, text: str) -> None:
+        """Say what the run is doing now."""
+        with self._lock:
+            self._stage = text
+            self._say(Text(text, style="cyan"))
+
+    def event(self, event: Event) -> None:
+        """Take one event of the run into account."""
+        with self._lock:
+            match event.event:
+                case "step" | "request":
+                    self._advance(event)
+                case "evaluate":
+                    self._accuracy = event.fields.get("accuracy")
+                case "fault":
+                    verb = "undone" if event.fields.get("phase") == "undo" else "strikes"
+                    text = f"fault {verb}: {event.fields.get('action')} {event.fields.get('target') or ''}"
+                    self._say(Text(f"{event.time:8.2f} s  {text}", style="bold red"))
+                case "recovery":
+                    detail = f"recovery {event.fields.get('phase')} at step {event.fields.get('step')}"
+                    missing = event.fields.get("missing")
+                    self._say(
+                        Text(f"{event.time:8.2f} s  {detail}{f': {missing} silent' if missing else ''}", "yellow")
+                    )
+                case "state" if event.fields.get("state") == "failed":
+                    self._say(Text(f"{event.time:8.2f} s  {event.device} failed", style="bold red"))
+                case "log":
+                    self._say(Text(f"{event.time:8.2f} s  {event.device}: {event.fields.get('text')}", style="dim"))
+
+    def _advance(self, event: Event) -> None:
+        # A restored checkpoint repeats steps: the bar shows the furthest one, the speed what is really done.
+        number = int(event.fields.get(event.event, self._done)) + 1
+        self._done = max(self._done, number)
+        self._loss = event.fields.get("loss", self._loss)
+        self._ends.append(event.time)
+        self._bar.update(self._task, completed=self._done)
+        if self._total and not self._console.is_terminal and self._done / self._total >= self._next_report:
+            self._next_report = self._done / self._total + 0.1
+            self._console.print(
+                Text(f"{event.time:8.2f} s  {self._done}/{self._total} {self._unit}  {self._figures()}")
+            )
+
+    def _figures(self) -> str:
+        parts = []
+        if len(self._ends) > 1 and self._ends[-1] > self._ends[0]:
+            parts.append(f"{(len(self._ends) - 1) / (self._ends[-1] - self._ends[0]):.1f} {self._unit}/s")
+        if self._loss is not None:
+            parts.append(f"loss {self._loss:.4f}")
+        if self._accuracy is not None:
+            parts.append(f"accuracy {self._accuracy:.1%}")
+        return "  ".join(parts)
+
+    def _say(self, line: Text) -> None:
+        self._console.print(line)
+
+    def _render(self) -> Group:
+        return Group(self._bar, Text(f"{self._stage}  {self._figures()}", style="cyan"))
