@@ -131,6 +131,8 @@ class _Execution:
         self._origin = 0.0
         """On the monotonic clock, which all containers of one engine share with its host."""
         self._followers: dict[str, threading.Thread] = {}
+        self._restarting: set[str] = set()
+        """Devices that a fault of the script is starting again right now."""
         self._over = threading.Event()
 
     def run(self, on_stage: Callable[[str], None]) -> Outcome:
@@ -142,7 +144,8 @@ class _Execution:
             monitor.start()
             self._origin = time.monotonic() + START_MARGIN
             list(pool.map(self._start, self._lab.devices))
-        with ThreadPoolExecutor(SIMULTANEOUS_FAULTS, "fault") as strikers:
+        with ThreadPoolExecutor(SIMULTANEOUS_FAULTS, "fault") as strikers, self._lab.watch_starts() as starts:
+            threading.Thread(target=self._adopt, args=(starts,), name="starts", daemon=True).start()
             try:
                 status, error = self._follow(strikers)
             except KeyboardInterrupt:
@@ -197,6 +200,23 @@ class _Execution:
             if self._over.wait(0.1):
                 return
 
+    def _adopt(self, starts: Iterator[str]) -> None:
+        """Boot devices that somebody else started: `testbed fault restart` from another terminal, or the engine."""
+        for name in starts:
+            if self._over.is_set():
+                return
+            if name in self._restarting:
+                self._restarting.discard(name)
+                continue
+            try:
+                self._lab.start(name, faults.Conditions(self._lab).links())
+                self._deploy(name)
+                self._start(name)
+            except TestbedError as error:
+                self._inbox.put(
+                    Event(self._now(), TESTBED, "log", {"text": f"{name} started but cannot join: {error}"})
+                )
+
     # Events and faults
 
     def _now(self) -> float:
@@ -246,9 +266,11 @@ class _Execution:
         error = None
         try:
             act = faults.inflict if strike.phase == "strike" else faults.undo
+            name = str(getattr(strike.part, strike.action))
+            if strike.operation == "restart":
+                self._restarting.add(name)
             links = act(self._lab, strike.part, strike.handle)
             if strike.operation == "restart":
-                name = str(getattr(strike.part, strike.action))
                 self._deploy(name)
                 self._start(name)
         except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run

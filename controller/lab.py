@@ -214,6 +214,16 @@ class Lab:
         """Yield what a device (or `shaper`) has written; see `container_logs`."""
         return container_logs(self._client, self.run_id, name, follow=follow)
 
+    @contextlib.contextmanager
+    def watch_starts(self) -> Iterator[Iterator[str]]:
+        """Within the block, yield the name of each device whose container starts, whoever started it."""
+        filters = {"type": "container", "event": "start", "label": [f"{RUN}={self.run_id}", DEVICE]}
+        stream = self._client.events(decode=True, filters=filters)
+        try:
+            yield (str(event["Actor"]["Attributes"][DEVICE]) for event in stream)
+        finally:
+            stream.close()
+
     # Breaking and mending
 
     def kill(self, name: str) -> None:
