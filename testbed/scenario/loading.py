@@ -243,6 +243,12 @@ def put(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
             raise InputError(f"{where}: {format_key(key)}: there is no such key: {here} is {size}")
 
 
+def published_schema() -> dict[str, Any]:
+    """Return the JSON schema of scenario files, as `testbed schema` prints it."""
+    title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Edge testbed scenario"}
+    return {**title, **{key: value for key, value in _schema(Scenario).items() if key != "title"}}
+
+
 @cache
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
     return model.model_json_schema()

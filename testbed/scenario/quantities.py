@@ -105,15 +105,17 @@ def parse_fraction(value: object) -> float:
 
 
 def _format(value: float, units: Mapping[str, float]) -> str:
-    """Write with the largest unit that leaves a number of at least one, so that it parses back exactly."""
+    """Return the shortest text that parses back to the very same float; of equally short ones a number from 1 on."""
     if value == 0:
         return "0"
-    for unit, factor in sorted(units.items(), key=lambda item: -item[1]):
-        number = value / factor
-        if number >= 1 and number * factor == value:
-            return f"{number:g}{unit}" if float(f"{number:g}") * factor == value else f"{number!r}{unit}"
-    unit, factor = min(units.items(), key=lambda item: item[1])
-    return f"{value / factor!r}{unit}"
+    texts = {
+        (len(text), value < factor, text)
+        for unit, factor in units.items()
+        for text in (f"{value / factor:g}{unit}", f"{value / factor:.15g}{unit}", f"{value / factor!r}{unit}")
+        if float(text.removesuffix(unit)) * factor == value
+    }
+    base = min(units, key=lambda unit: abs(units[unit] - 1))
+    return min(texts)[-1] if texts else f"{value / units[base]!r}{base}"
 
 
 def format_rate(value: float) -> str:
