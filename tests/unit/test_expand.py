@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+
+from testbed.errors import InputError
+from testbed.hardware import PROFILES
+from testbed.network.link import Link
+from testbed.network.presets import PRESETS
+from testbed.network.topology import directed_pairs
+from testbed.scenario.expand import experiments
+from testbed.scenario.loading import validate
+from testbed.scenario.source import Source
+
+BASE = {
+    "name": "small",
+    "seed": 7,
+    "devices": {"source": {}, "worker": {"profile": "raspberry-pi-4b", "count": 3}},
+    "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1},
+}
+
+
+def expand(**parts):
+    return experiments(validate({**BASE, **parts}, Source("small.yaml")))
+
+
+def refusal(**parts) -> str:
+    with pytest.raises(InputError) as caught:
+        expand(**parts)
+    return str(caught.value)
+
+
+def test_devices_with_a_count_are_numbered_from_one():
+    (experiment,) = expand(devices={"source": {}, "worker": {"count": 2}, "single": {"count": 1}})
+    assert [device.name for device in experiment.devices] == ["source", "worker1", "worker2", "single1"]
+
+
+def test_profile_and_overrides_make_a_device():
+    (experiment,) = expand(devices={"a": {"profile": "raspberry-pi-3b", "memory": "512MiB", "cpus": 0.5}})
+    (device,) = experiment.devices
+    assert device.speed == PROFILES["raspberry-pi-3b"].speed
+    assert device.memory == 512 * 2**20
+    assert device.cpus == 0.5
+    assert device.profile == "raspberry-pi-3b"
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ({"a": {"profile": "raspbery-pi-4b"}}, "there is no profile 'raspbery-pi-4b': did you mean 'raspberry-pi-4b'?"),
+        ({"a1": {}, "a": {"count": 1}}, "makes a second device called 'a1': rename one of the two"),
+        ({"a" * 30: {"count": 10}}, "is longer than 31 characters: shorten the name"),
+    ],
+)
+def test_devices_that_cannot_be(devices, said):
+    assert said in refusal(devices=devices)
+
+
+def test_topologies():
+    names = ["a", "b", "c"]
+    both = {("a", "b"), ("b", "a")}
+    assert set(directed_pairs("mesh", names)) == both | {("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")}
+    assert set(directed_pairs("star", names)) == both | {("a", "c"), ("c", "a")}
+    assert set(directed_pairs("line", names)) == both | {("b", "c"), ("c", "b")}
+    assert directed_pairs("explicit", names) == []
+    for topology in ("mesh", "star", "line"):
+        assert directed_pairs(topology, ["a"]) == []
+
+
+def test_links_take_the_default_then_each_override_in_order():
+    (experiment,) = expand(
+        network={
+            "link": {"rate": "50mbit", "delay": "5ms", "loss": "1%"},
+            "links": [
+                {"between": ["worker1", "worker2"], "preset": "wifi", "delay": "7ms"},
+                {"from": "worker1", "to": "worker2", "rate": "1mbit"},
+            ],
+        }
+    )
+    links = experiment.links
+    assert len(links) == 12
+    assert links["source", "worker1"] == Link(50e6, 0.005, 0.01)
+    assert links["worker2", "worker1"] == Link(50e6, 0.007, 0.01)
+    assert links["worker1", "worker2"] == Link(1e6, 0.007, 0.01)
+
+
+def test_presets_are_up_towards_the_first_device_and_down_from_it():
+    (experiment,) = expand(network={"link": {"preset": "4g", "delay": "20ms"}})
+    assert experiment.links["worker1", "source"] == Link(10e6, 0.02)
+    assert experiment.links["source", "worker1"] == Link(25e6, 0.02)
+    assert experiment.links["worker1", "worker2"] == Link(10e6, 0.02)
+
+
+def test_keys_beside_a_preset_win():
+    (experiment,) = expand(network={"link": {"preset": "lan", "rate": "3mbit"}})
+    assert experiment.links["source", "worker1"] == Link(3e6, PRESETS["lan"].delay)
+
+
+def test_explicit_links_only_and_the_way_back_with_the_default():
+    (experiment,) = expand(
+        network={
+            "topology": "explicit",
+            "link": {"rate": "9mbit"},
+            "links": [{"from": "source", "to": "worker1", "rate": "1mbit"}],
+        }
+    )
+    assert experiment.links == {("source", "worker1"): Link(1e6), ("worker1", "source"): Link(9e6)}
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (
+            {"links": [{"between": ["source", "worker9"], "rate": "1mbit"}]},
+            "network.links.0.between.1: there is no device 'worker9': did you mean 'worker3'?",
+        ),
+        (
+            {"links": [{"from": "worker", "to": "source"}]},
+            "network.links.0.from: 'worker' stands for the devices worker1 to worker3: name one of them",
+        ),
+        ({"links": [{"from": "source", "to": "source"}]}, "network.links.0: links 'source' to itself"),
+        ({"link": {"preset": "5g"}}, "network.link.preset: there is no preset '5g': there are ethernet-10, "),
+        (
+            {"topology": "star", "links": [{"between": ["worker1", "worker2"]}]},
+            "network.links.0: a star has no link between 'worker1' and 'worker2': use the topology mesh, or explicit",
+        ),
+        (
+            {"topology": "line", "links": [{"between": ["source", "worker2"]}]},
+            "network.links.0: a line has no link between 'source' and 'worker2'",
+        ),
+    ],
+)
+def test_links_that_cannot_be(network, said):
+    assert said in refusal(network=network)
+
+
+def test_a_sweep_takes_all_combinations_and_repeats_each():
+    runs = expand(
+        sweep={"network.link.rate": ["10mbit", "20mbit"], "workload.batch_size": [1, 2, 3]},
+        repetitions=2,
+    )
+    assert len(runs) == 12
+    assert runs[0].point == {"network.link.rate": "10mbit", "workload.batch_size": 1}
+    assert [run.repetition for run in runs[:2]] == [0, 1]
+    assert runs[-1].links["source", "worker1"].rate == 20e6
+    assert runs[-1].scenario.workload.batch_size == 3
+    assert all(run.scenario.sweep == {} and run.scenario.repetitions == 1 for run in runs)
+    seeds = {(run.repetition, run.scenario.seed) for run in runs}
+    assert len(seeds) == 2
+    assert (0, 7) in seeds
+
+
+def test_a_swept_scenario_differs_in_the_swept_keys_only():
+    plain = expand()[0].scenario.model_dump()
+    (swept,) = expand(sweep={"workload.batch_size": [9]})
+    plain["workload"]["batch_size"] = 9
+    assert swept.scenario.model_dump() == plain
+
+
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        ({"network.link.rate": ["10mbit", "20Mbps"]}, "network.link.rate: 'Mbps' is not a unit of rate"),
+        ({"network.link.rte": ["10mbit"]}, "network.link.rte: unknown key 'rte': did you mean 'rate'?"),
+        ({"seed": []}, "sweep.seed: has no values"),
+        ({"name.x": [1]}, "name.x: there is no such key"),
+    ],
+)
+def test_sweeps_that_cannot_be(sweep, said):
+    assert said in refusal(sweep=sweep)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.scenario.expect import FIGURES, evaluate, kind_of, parse_condition
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "holding", "failing"),
+    [
+        (">= 0.9", "share", 0.9, 0.899),
+        (">=90%", "share", 0.95, 0.85),
+        ("> 2", "number", 3, 2),
+        ("<= 1", "number", 1, 1.5),
+        ("< 60s", "seconds", 59.9, 60.0),
+        ("< 1min", "seconds", 59.9, 60.0),
+        ("== 1", "number", 1, 2),
+        ("!= 0", "number", 1, 0),
+        ("< 1MB", "bytes", 999_999, 1e6),
+        ("within 10% of 0.25s", "seconds", 0.2251, 0.2749999 + 0.01),
+        ("within 10% of 250ms", "seconds", 0.2749, 0.22),
+        ("within 50% of 4", "number", 6, 6.1),
+        ("== true", "truth", True, False),
+        ("!= true", "truth", False, True),
+        ("== finished", "word", "finished", "failed"),
+        ("== timed out", "word", "timed out", "failed"),
+    ],
+)
+def test_conditions(text, kind, holding, failing):
+    condition = parse_condition(text, kind)
+    assert condition.holds(holding)
+    assert not condition.holds(failing)
+    assert not condition.holds(None)
+    assert not condition.holds(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("0.9", "share", "is not a condition: write one such as '>= 0.9'"),
+        ("=> 0.9", "share", "is not a condition"),
+        (">= high", "share", "'high' is not a number"),
+        ("< inf", "number", "'inf' is not a finite number"),
+        ("< 60", "seconds", "'60' has no unit: a duration is written like '5ms'"),
+        ("< 5m", "seconds", "write 'min'"),
+        ("within 0.1 of 3", "number", "write '10%'"),
+        ("within 10% of 3", "seconds", "'3' has no unit"),
+        ("== yes", "truth", "'yes' is neither true nor false"),
+        (">= true", "truth", "compares by size what has none"),
+        ("within 1% of finished", "word", "a tolerance, which this figure cannot have"),
+    ],
+)
+def test_wrong_conditions(text, kind, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_condition(text, kind)
+
+
+@given(st.text(), st.sampled_from(["share", "seconds", "bytes", "number", "truth", "word"]))
+def test_any_text_is_a_condition_or_a_value_error(text, kind):
+    try:
+        condition = parse_condition(text, kind)
+    except ValueError:
+        return
+    assert condition.holds(object()) is False
+
+
+def test_true_is_not_one():
+    assert not parse_condition("== 1", "number").holds(True)
+    assert not parse_condition("== true", "truth").holds(1)
+
+
+def test_evaluates_in_the_order_of_the_scenario_and_keeps_what_is_missing():
+    metrics = {"accuracy": 0.95, "recovery_time": None, "devices": {"worker1": {"idle_share": 0.25}}}
+    expect = {"recovery_time": "< 5s", "accuracy": ">= 0.9", "devices.worker1.idle_share": "< 20%", "latency": "< 1s"}
+    results = evaluate(expect, metrics)
+    assert [(result.key, result.value, result.holds) for result in results] == [
+        ("recovery_time", None, False),
+        ("accuracy", 0.95, True),
+        ("devices.worker1.idle_share", 0.25, False),
+        ("latency", None, False),
+    ]
+
+
+def test_kinds_of_figures():
+    assert kind_of("devices.worker1.bytes_sent") == "bytes"
+    assert kind_of("devices.worker1.compute") == "seconds"
+    for unknown in ("acuracy", "devices.worker1", "devices.worker1.acuracy", "links.a.b"):
+        with pytest.raises(KeyError):
+            kind_of(unknown)
+
+
+def test_every_figure_is_one_that_metrics_documents():
+    import testbed.trace.metrics as metrics
+
+    documented = set(re.findall(r"[a-z_0-9]+", metrics.metrics.__doc__))
+    assert set(FIGURES) <= documented
