@@ -1,1 +1,6 @@
 """Pure planners: costs in, plan out."""
+
+from testbed.partition.cuts import Cuts
+from testbed.partition.pipeline import Chain, Pipeline
+
+__all__ = ["Chain", "Cuts", "Pipeline"]

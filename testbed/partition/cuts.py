@@ -1,0 +1,116 @@
+"""Where to cut a chain of units into contiguous stages: even cuts, and exact optima by dynamic programming.
+
+Cuts are written with both ends: ``(0, 2, 5)`` gives units 0 and 1 to stage 0, units 2 to 4 to stage 1. Costs are
+functions, so every planner brings its own; a cost of infinity forbids.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from testbed.errors import InputError
+
+Cuts = tuple[int, ...]
+Combine = Callable[[float, float], float]
+"""How costs add up along the chain: ``max`` or ``operator.add``; any that is monotone in both arguments."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a partition costs, piece by piece."""
+
+    stage: Callable[[int, int, int], float]
+    """(stage, first unit, one after its last) -> cost of computing them there."""
+    boundary: Callable[[int, int], float]
+    """(stage, cut) -> cost between this stage and the next when the next begins with unit ``cut``."""
+
+    def of(self, cuts: Cuts, combine: Combine) -> float:
+        """Return what a partition costs."""
+        total = self.stage(0, cuts[0], cuts[1])
+        for stage in range(1, len(cuts) - 1):
+            between = self.boundary(stage - 1, cuts[stage])
+            total = combine(combine(total, between), self.stage(stage, cuts[stage], cuts[stage + 1]))
+        return total
+
+
+def check_counts(units: int, stages: int) -> None:
+    """Raise `InputError` unless each stage can have a unit."""
+    if stages < 1:
+        raise InputError("a partition needs at least one device")
+    if units < stages:
+        raise InputError(f"{stages} stages, but the model has {units} units: use at most {units} devices")
+
+
+def even(units: int, stages: int) -> Cuts:
+    """Return cuts that give each stage as many units as the next, the first ones one more where that fails."""
+    check_counts(units, stages)
+    small, larger = divmod(units, stages)
+    return tuple(stage * small + min(stage, larger) for stage in range(stages + 1))
+
+
+def best(units: int, stages: int, costs: Costs, combine: Combine) -> tuple[float, Cuts]:
+    """Return the least cost of a partition and its cuts; infinity and any cuts where none is allowed.
+
+    Exact: the best partition of the first units over the first stages is part of the best whole, since ``combine``
+    is monotone. Takes stages x units^2 / 2 evaluations of the stage's cost. Of equals the one with earlier cuts.
+    """
+    check_counts(units, stages)
+    # table[end] is the best for the first `end` units over the stages so far.
+    table: dict[int, tuple[float, Cuts]] = {
+        end: (costs.stage(0, 0, end), (0, end)) for end in range(1, units - stages + 2)
+    }
+    for stage in range(1, stages):
+        longer: dict[int, tuple[float, Cuts]] = {}
+        arriving = {cut: (combine(cost, costs.boundary(stage - 1, cut)), cuts) for cut, (cost, cuts) in table.items()}
+        for end in range(stage + 1, units - stages + stage + 2):
+            cost, cuts = min(
+                (combine(before, costs.stage(stage, cut, end)), cuts)
+                for cut, (before, cuts) in arriving.items()
+                if cut < end
+            )
+            longer[end] = (cost, (*cuts, end))
+        table = longer
+    return table[units]
+
+
+def least_total(units: int, stages: int, total: Costs) -> tuple[float, Cuts]:
+    """Return the partition with the least sum of all costs: the latency of one sample that passes through alone."""
+    return best(units, stages, total, operator.add)
+
+
+def least_bottleneck(units: int, stages: int, bottleneck: Costs, total: Costs) -> tuple[float, Cuts]:
+    """Return the partition whose largest cost is least, and among those the one with the least total."""
+    limit, cuts = best(units, stages, bottleneck, max)
+    if math.isinf(limit):
+        return limit, cuts
+    return limit, least_total(units, stages, _within(total, bottleneck, limit))[1]
+
+
+def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list[Cuts]:
+    """Return the partitions that are best in total for some bottleneck: from the least total to the least bottleneck.
+
+    No other has both a smaller bottleneck and a smaller total than one of them. Empty where none is allowed.
+    """
+    found: list[Cuts] = []
+    limit = math.inf
+    while True:
+        cost, cuts = least_total(units, stages, _within(total, bottleneck, math.nextafter(limit, -math.inf)))
+        if math.isinf(cost):
+            return found
+        found.append(cuts)
+        limit = bottleneck.of(cuts, max)
+
+
+def _within(total: Costs, bottleneck: Costs, limit: float) -> Costs:
+    """Forbid every piece whose cost by ``bottleneck`` is above the limit."""
+
+    def stage(index: int, first: int, last: int) -> float:
+        return total.stage(index, first, last) if bottleneck.stage(index, first, last) <= limit else math.inf
+
+    def boundary(index: int, cut: int) -> float:
+        return total.boundary(index, cut) if bottleneck.boundary(index, cut) <= limit else math.inf
+
+    return Costs(stage, boundary)

@@ -1,0 +1,344 @@
+"""Partitions of a model over devices in a row: planned, checked against their memory, and timed by formula.
+
+The times are those the testbed charges: FLOPs over the device's speed, bytes on the wire over the link's rate, and
+the link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share it;
+``half_duplex`` makes them share it, which is the factor 2 of equation (5) of FTPipeHD.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from testbed.data.batches import micro_batches
+from testbed.errors import InputError
+from testbed.hardware import DeviceSpec
+from testbed.models.chain import Unit
+from testbed.network.framing import wire_bytes
+from testbed.network.link import Link, Pair
+from testbed.partition import cuts as cutting
+from testbed.partition.cuts import Costs, Cuts
+from testbed.partition.memory import inference_bytes, training_bytes
+from testbed.schedule import Action, Schedule, in_flight, orders, play
+from testbed.schedule.timeline import Slot
+
+ENVELOPE = 300
+"""Bytes around one tensor in a message: prefix, JSON header, safetensors header; about."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The units of a model over devices in a row, one stage each; what a batch meets on its way."""
+
+    units: tuple[Unit, ...]
+    devices: tuple[DeviceSpec, ...]
+    """In the order of the stages."""
+    links: Mapping[Pair, Link]
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        cutting.check_counts(len(self.units), len(self.devices))
+        for one, other in pairwise(self.devices):
+            for pair in ((one.name, other.name), (other.name, one.name)):
+                if pair not in self.links:
+                    raise InputError(
+                        f"{pair[0]} and {pair[1]} hold neighbouring stages, but no link leads from {pair[0]} to "
+                        f"{pair[1]}: add one, or list the devices in the order in which they are linked"
+                    )
+
+    @cached_property
+    def _forward(self) -> list[float]:
+        return [0.0, *accumulate(unit.forward_flops for unit in self.units)]
+
+    @cached_property
+    def _backward(self) -> list[float]:
+        return [0.0, *accumulate(unit.backward_flops for unit in self.units)]
+
+    @cached_property
+    def _parameters(self) -> list[int]:
+        return [0, *accumulate(unit.parameters for unit in self.units)]
+
+    def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a forward of units ``first`` up to but without ``last``."""
+        return samples * (self._forward[last] - self._forward[first]) / self.devices[stage].speed
+
+    def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a backward."""
+        return samples * (self._backward[last] - self._backward[first]) / self.devices[stage].speed
+
+    def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
+        """Return the seconds a link is busy with what crosses a cut, and its delay; activation and gradient alike."""
+        link = self.links[self.devices[source].name, self.devices[target].name]
+        content = samples * self.units[cut].input_bytes + ENVELOPE
+        return link.transmission_time(wire_bytes(content)), link.delay
+
+    def memory(self, stage: int, first: int, last: int) -> float:
+        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        return inference_bytes(self.units[first:last], self.batch_size)
+
+    @cached_property
+    def _memory(self) -> Callable[[int, int, int], float]:
+        known: dict[tuple[int, int, int], float] = {}
+
+        def memory(stage: int, first: int, last: int) -> float:
+            key = (stage, first, last)
+            if key not in known:
+                known[key] = self.memory(stage, first, last)
+            return known[key]
+
+        return memory
+
+    def _fitting(self, costs: Costs) -> Costs:
+        """Forbid stages that do not fit into their device."""
+
+        def stage(index: int, first: int, last: int) -> float:
+            fits = self._memory(index, first, last) <= self.devices[index].memory
+            return costs.stage(index, first, last) if fits else math.inf
+
+        return Costs(stage, costs.boundary)
+
+    @cached_property
+    def fullness(self) -> tuple[float, Cuts]:
+        """The least share of its device's memory that the fullest stage can need, and the cuts that give it."""
+
+        def stage(index: int, first: int, last: int) -> float:
+            return self._memory(index, first, last) / self.devices[index].memory
+
+        return cutting.best(len(self.units), len(self.devices), Costs(stage, lambda _stage, _cut: 0.0), max)
+
+    def check(self, cuts: Cuts) -> None:
+        """Raise `InputError` where a stage does not fit into its device, saying what would fit."""
+        shares = [
+            self._memory(stage, first, last) / self.devices[stage].memory
+            for stage, (first, last) in enumerate(pairwise(cuts))
+        ]
+        fullest = max(range(len(shares)), key=shares.__getitem__)
+        if shares[fullest] <= 1:
+            return
+        first, last = cuts[fullest : fullest + 2]
+        device, need = self.devices[fullest], self._memory(fullest, first, last)
+        names = self.units[first].name + ("" if last == first + 1 else f" to {self.units[last - 1].name}")
+        raise InputError(
+            f"{device.name} has {_megabytes(device.memory)} of memory, but its part of the model ({names}) needs "
+            f"{_megabytes(need)} at batch_size {self.batch_size}: {self._what_fits()}"
+        )
+
+    def _what_fits(self) -> str:
+        if self.fullness[0] <= 1:
+            return "an optimal partition would fit"
+        ways = []
+        batch_size = self._largest_batch()
+        if batch_size:
+            ways.append(f"a batch_size of at most {batch_size} fits")
+        devices = self._enough_devices()
+        if devices:
+            ways.append(f"{devices} devices fit, the added ones like {self.devices[-1].name}")
+        return ", or ".join(ways) or (
+            "no smaller batch and no number of such devices fits; it takes devices with more memory or a smaller model"
+        )
+
+    def _with_batch(self, batch_size: int) -> Chain:
+        return replace(self, batch_size=batch_size)
+
+    def _largest_batch(self) -> int:
+        """Return the largest batch size that fits; 0 where none does."""
+        fits, too_large = 0, self.batch_size
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            if self._with_batch(middle).fullness[0] <= 1:
+                fits = middle
+            else:
+                too_large = middle
+        return fits
+
+    def _enough_devices(self) -> int:
+        """Return how many devices would hold the model, more like the last one added; 0 where no number does."""
+        last = self.devices[-1]
+        for count in range(len(self.devices) + 1, len(self.units) + 1):
+            added = tuple(replace(last, name=f"{last.name}+{index}") for index in range(len(self.devices), count))
+            devices = self.devices + added
+            links = {
+                pair: Link()
+                for one, other in pairwise(d.name for d in devices)
+                for pair in ((one, other), (other, one))
+            }
+            if replace(self, devices=devices, links=links).fullness[0] <= 1:
+                return count
+        return 0
+
+    @property
+    def latency_costs(self) -> Costs:
+        """What adds up to the time of one batch that passes forward through all stages."""
+
+        def stage(index: int, first: int, last: int) -> float:
+            return self.forward_time(index, first, last, self.batch_size)
+
+        def boundary(index: int, cut: int) -> float:
+            return sum(self.transfer(index, index + 1, cut, self.batch_size))
+
+        return Costs(stage, boundary)
+
+    def latency(self, cuts: Cuts) -> float:
+        """Return the seconds of one batch through all stages, without what brings it there and the result back."""
+        return self.latency_costs.of(cuts, lambda one, other: one + other)
+
+    def least_latency(self) -> Cuts:
+        """Return the fitting partition with the least latency; raises `InputError` where none fits."""
+        return self._chosen(cutting.least_total(len(self.units), len(self.devices), self._fitting(self.latency_costs)))
+
+    def even(self) -> Cuts:
+        """Return even cuts; raises `InputError` where they do not fit."""
+        cuts = cutting.even(len(self.units), len(self.devices))
+        self.check(cuts)
+        return cuts
+
+    def _chosen(self, found: tuple[float, Cuts]) -> Cuts:
+        cost, cuts = found
+        if math.isinf(cost):
+            self.check(self.fullness[1])
+        return cuts
+
+
+@dataclass(frozen=True)
+class Pipeline(Chain):
+    """Training in a synchronous pipeline: micro-batches forward and back by a schedule, an update at the end."""
+
+    micro_batches: int
+    schedule: Schedule
+    momentum: bool = False
+    update_flops: float = 2.0
+    """FLOPs that an update is charged for each parameter."""
+    half_duplex: bool = False
+    """Whether activations and gradients share a link's rate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.micro_batches <= self.batch_size:
+            raise InputError(
+                f"a batch of {self.batch_size} cannot be cut into {self.micro_batches} micro-batches: "
+                f"use 1 to {self.batch_size}"
+            )
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [part.stop - part.start for part in micro_batches(self.batch_size, self.micro_batches)]
+
+    @cached_property
+    def _in_flight(self) -> list[int]:
+        """Samples that each stage keeps at most."""
+        kept = (in_flight(actions) for actions in orders(self.schedule, len(self.devices), self.micro_batches))
+        return [sum(self._sizes[:count]) for count in kept]
+
+    def memory(self, stage: int, first: int, last: int) -> float:
+        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        return training_bytes(self.units[first:last], self._in_flight[stage], self.momentum)
+
+    def _with_batch(self, batch_size: int) -> Chain:
+        return replace(self, batch_size=batch_size, micro_batches=min(self.micro_batches, batch_size))
+
+    def update_time(self, stage: int, first: int, last: int) -> float:
+        """Return the seconds of the update that ends a step."""
+        return self.update_flops * (self._parameters[last] - self._parameters[first]) / self.devices[stage].speed
+
+    def _stage_time(self, stage: int, first: int, last: int) -> float:
+        """Forward and backward of the largest micro-batch, and its share of the update."""
+        samples = self._sizes[0]
+        compute = self.forward_time(stage, first, last, samples) + self.backward_time(stage, first, last, samples)
+        return compute + self.update_time(stage, first, last) / self.micro_batches
+
+    @property
+    def bottleneck_costs(self) -> Costs:
+        """What each stage and each link is busy with for one micro-batch (PipeDream; FTPipeHD's equations 4 to 7)."""
+
+        def boundary(stage: int, cut: int) -> float:
+            there, _ = self.transfer(stage, stage + 1, cut, self._sizes[0])
+            back, _ = self.transfer(stage + 1, stage, cut, self._sizes[0])
+            return there + back if self.half_duplex else max(there, back)
+
+        return Costs(self._stage_time, boundary)
+
+    @property
+    def passage_costs(self) -> Costs:
+        """What adds up to the time of one micro-batch forward through all stages and back."""
+
+        def boundary(stage: int, cut: int) -> float:
+            size = self._sizes[0]
+            return sum(self.transfer(stage, stage + 1, cut, size)) + sum(self.transfer(stage + 1, stage, cut, size))
+
+        return Costs(self._stage_time, boundary)
+
+    def bottleneck(self, cuts: Cuts) -> float:
+        """Return the seconds for one micro-batch of the busiest stage or link: what a full pipeline is paced by."""
+        return self.bottleneck_costs.of(cuts, max)
+
+    def least_bottleneck(self) -> Cuts:
+        """Return the fitting partition with the least bottleneck, of several the one with the quickest passage.
+
+        Exact. Raises `InputError` where none fits.
+        """
+        fitting = self._fitting(self.bottleneck_costs)
+        found = cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs)
+        return self._chosen(found)
+
+    def least_step_time(self) -> Cuts:
+        """Return the fitting partition with the least predicted `step_time`, among the trade-offs of two costs.
+
+        A short pipeline with few micro-batches spends much of a step filling and draining, where the passage counts
+        more than the bottleneck; so the partitions that are best in passage for some bottleneck are timed.
+        Raises `InputError` where none fits.
+        """
+        fitting = self._fitting(self.bottleneck_costs)
+        found = cutting.trade_offs(len(self.units), len(self.devices), fitting, self.passage_costs)
+        if not found:
+            self.check(self.fullness[1])
+        return min(found, key=self.step_time)
+
+    def timeline(self, cuts: Cuts, steps: int = 1) -> list[Slot]:
+        """Return when each stage does what, in seconds, over several steps in a row.
+
+        Micro-batches are numbered on through the steps. The first stage starts a step once it has done its update.
+        """
+        lists = orders(self.schedule, len(self.devices), self.micro_batches)
+        count = self.micro_batches
+        stages = [
+            [
+                action
+                for step in range(steps)
+                for action in (
+                    *(Action(action.kind, step * count + action.micro) for action in actions),
+                    Action("update", step),
+                )
+            ]
+            for actions in lists
+        ]
+
+        def duration(stage: int, action: Action) -> float:
+            first, last = cuts[stage : stage + 2]
+            if action.kind == "update":
+                return self.update_time(stage, first, last)
+            time = self.forward_time if action.kind == "forward" else self.backward_time
+            return time(stage, first, last, self._sizes[action.micro % count])
+
+        def transfer(stage: int, action: Action) -> tuple[float, float]:
+            samples = self._sizes[action.micro % count]
+            if action.kind == "forward":
+                return self.transfer(stage, stage + 1, cuts[stage + 1], samples)
+            return self.transfer(stage, stage - 1, cuts[stage], samples)
+
+        return play(stages, duration, transfer)
+
+    def step_time(self, cuts: Cuts) -> float:
+        """Return the predicted seconds from one step's start to the next one's: the critical path of the schedule."""
+        starts = [
+            slot.start
+            for slot in self.timeline(cuts, steps=3)
+            if slot.stage == 0 and slot.action.kind == "forward" and slot.action.micro % self.micro_batches == 0
+        ]
+        return starts[2] - starts[1]
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
