@@ -31,10 +31,14 @@ def backward(units: Sequence[Unit], samples: int) -> Cost:
     return Cost(samples * sum(unit.backward_flops for unit in units))
 
 
+def update_flops(optimizer: OptimizerPart) -> float:
+    """Return what an optimizer step is charged for each parameter."""
+    return 2.0 + 2.0 * (optimizer.momentum > 0) + 2.0 * (optimizer.weight_decay > 0)
+
+
 def update(units: Sequence[Unit], optimizer: OptimizerPart) -> Cost:
     """Return the cost of an optimizer step."""
-    each = 2.0 + 2.0 * (optimizer.momentum > 0) + 2.0 * (optimizer.weight_decay > 0)
-    return Cost(each * parameters(units))
+    return Cost(update_flops(optimizer) * parameters(units))
 
 
 def copy(units: Sequence[Unit], optimizer: OptimizerPart) -> Cost:
@@ -45,18 +49,6 @@ def copy(units: Sequence[Unit], optimizer: OptimizerPart) -> Cost:
 def state_bytes(units: Sequence[Unit], optimizer: OptimizerPart) -> float:
     """Return the bytes of weights and optimizer state."""
     return BYTES_PER_VALUE * copy(units, optimizer).flops
-
-
-def training_memory(units: Sequence[Unit], optimizer: OptimizerPart, samples: int) -> float:
-    """Return the bytes of weights, gradients, optimizer state, and of the activations of ``samples`` kept at once."""
-    kept = sum(unit.activation_bytes for unit in units) + (units[0].input_bytes if units else 0)
-    return BYTES_PER_VALUE * parameters(units) + state_bytes(units, optimizer) + samples * kept
-
-
-def inference_memory(units: Sequence[Unit], samples: int) -> float:
-    """Return the bytes of weights and of the largest input and output of one unit, for ``samples`` at once."""
-    widest = max((unit.input_bytes + unit.activation_bytes for unit in units), default=0)
-    return BYTES_PER_VALUE * parameters(units) + samples * widest
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:

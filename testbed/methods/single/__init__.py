@@ -9,10 +9,10 @@ from testbed.device import Device, Span
 from testbed.errors import InputError
 from testbed.methods.base import Assignment, Job, Method, Options, Plan, Problem
 from testbed.methods.parts import costs
-from testbed.methods.parts.batches import Batches
-from testbed.methods.parts.requests import Requests
+from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.score import Score
 from testbed.methods.parts.shard import Shard, weights_of
+from testbed.partition.memory import inference_bytes, training_bytes
 
 
 class SingleOptions(Options):
@@ -40,14 +40,14 @@ class Single(Method):
             raise InputError(f"method.device: there is no device '{chosen}'; choose one of {', '.join(names)}")
         device, workload, units = problem.device(chosen), problem.workload, problem.model.units
         if workload.task == "train":
-            memory = costs.training_memory(units, workload.optimizer, workload.batch_size)
+            memory = training_bytes(units, workload.batch_size, workload.optimizer.momentum > 0)
             work = [
                 costs.forward(units, workload.batch_size),
                 costs.backward(units, workload.batch_size),
                 costs.update(units, workload.optimizer),
             ]
         else:
-            memory = costs.inference_memory(units, workload.batch_size)
+            memory = inference_bytes(units, workload.batch_size)
             work = [costs.forward(units, workload.batch_size)]
         costs.check_memory(device, memory)
         return Plan(
@@ -59,8 +59,9 @@ class Single(Method):
 
     async def program(self, device: Device, job: Job) -> None:
         """Train or answer requests on the lead; nothing elsewhere."""
-        if job.dataset is None:
+        if device.name != job.plan.lead:
             return
+        assert job.dataset is not None
         problem = job.problem
         shard = Shard(problem.model, 0, len(problem.model.units), problem.seed, problem.workload.optimizer)
         if job.weights is not None:
@@ -77,15 +78,11 @@ class Single(Method):
 
 
 async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shard) -> None:
-    import torch
-
     units, optimizer = problem.model.units, problem.workload.optimizer
-    batches = Batches(len(dataset.train_labels), problem.workload, problem.seed)
-    for step in range(batches.steps):
-        chosen = batches.indices(step)
-        samples = len(chosen)
-        images = torch.from_numpy(dataset.train_images[chosen])
-        labels = torch.from_numpy(dataset.train_labels[chosen])
+    training = Training(dataset, problem.workload, problem.seed)
+    for step in range(training.steps):
+        images, labels = training.batch(step)
+        samples = len(labels)
         forward = partial(shard.forward_loss, step, images, labels, samples)
         backward = partial(shard.backward, step)
         loss = await device.compute(forward, costs.forward(units, samples), Span("forward", step))
@@ -97,12 +94,12 @@ async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shar
     requests = Requests(dataset, problem.workload.batch_size)
     for index in range(len(requests)):
         await _answer(device, problem, shard, requests, index, score, "evaluate")
-    device.record("evaluate", step=batches.steps, accuracy=score.accuracy, loss=score.loss)
+    device.record("evaluate", step=training.steps, accuracy=score.accuracy, loss=score.loss)
 
 
 async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shard) -> None:
     score = Score()
-    requests = Requests.of(dataset, problem.workload)
+    requests = Requests(dataset, problem.workload.batch_size, problem.workload.requests)
     for index in range(len(requests)):
         asked = device.now()
         await _answer(device, problem, shard, requests, index, score, "forward")

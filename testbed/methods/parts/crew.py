@@ -1,0 +1,145 @@
+"""What the lead knows about the other devices: who answers, who started anew, who came back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.device import Device
+from testbed.methods.base import Assignment, Problem
+from testbed.methods.parts import costs, messages
+from testbed.methods.parts.bell import Bell
+from testbed.methods.parts.outbox import SLACK, Outbox, transfer_time
+from testbed.wire import Message
+
+
+class Lost(Exception):  # noqa: N818 - a state of the crew, which the lead recovers from
+    """The configuration cannot go on."""
+
+    def __init__(self, missing: Collection[str], cut: Collection[str] = ()) -> None:
+        super().__init__(", ".join(sorted(missing)) or "nothing moves")
+        self.missing = sorted(missing)
+        """Devices that are silent, have started anew, or are cut off from a neighbour."""
+        self.cut = frozenset(cut)
+        """Those of them that answer the lead but do not reach a neighbour: no use as a stage."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a device said of itself; see `messages`."""
+
+    holds: int
+    incarnation: float
+    actions: int = 0
+    computing: bool = False
+    overdue: Any = ()
+
+
+class Crew:
+    """The other devices, as they answer in one configuration after the other."""
+
+    def __init__(self, device: Device, problem: Problem, outbox: Outbox, news: Bell) -> None:
+        self.others = [spec.name for spec in problem.devices if spec.name != device.name]
+        self.configuration = 0
+        self.answers: dict[str, Answer] = {}
+        """Since they were asked last; a hello counts."""
+        self.ready: set[str] = set()
+        """Devices that said that they are a stage of this configuration."""
+        self.restarted: set[str] = set()
+        """Those of them that have started anew since, and so hold nothing any more."""
+        self._device = device
+        self._problem = problem
+        self._outbox = outbox
+        self._news = news
+        self._incarnations: dict[str, float] = {}
+        self._probes: dict[str, asyncio.Future[None]] = {}
+        self._still: tuple[int, float] = (-1, 0.0)
+        """Actions done by all stages together, and since when there are no more."""
+
+    def enter(self, configuration: int) -> None:
+        """Begin a new configuration, of which nobody is a stage yet, and ask everybody about it."""
+        self.configuration = configuration
+        self.ready.clear()
+        self.restarted.clear()
+        self._incarnations.clear()
+        self._probes.clear()
+        self._still = (-1, 0.0)
+        self.ask(self.others)
+
+    def ask(self, names: Collection[str]) -> None:
+        """Forget what these answered before and probe them, unless a probe is still on its way."""
+        for name in names:
+            self.answers.pop(name, None)
+            probe = self._probes.get(name)
+            if probe is None or probe.done():
+                self._probes[name] = self._outbox.post(name, messages.PROBE, configuration=self.configuration)
+
+    def handle(self, message: Message) -> None:
+        """Take in a hello, an answer to a probe, or the word that a stage is ready."""
+        name, incarnation = message.sender, message["incarnation"]
+        if message.kind == messages.HELLO:
+            self.answers[name] = Answer(0, incarnation)
+        elif message["configuration"] != self.configuration:
+            return
+        elif message.kind == messages.CONFIGURED:
+            self.ready.add(name)
+            self._incarnations[name] = incarnation
+        else:
+            fields = (message[key] for key in ("holds", "incarnation", "actions", "computing", "overdue"))
+            self.answers[name] = Answer(*fields)
+        if self._incarnations.get(name, incarnation) != incarnation:
+            self.restarted.add(name)
+        self._news.ring()
+
+    async def roll_call(self, layout: Sequence[Assignment], patience: float, heard: Callable[[], int]) -> None:
+        """Ask every stage for a sign of life; return when all gave it, or when ``heard()`` rises meanwhile.
+
+        Raises `Lost` with those that stay silent for ``patience`` beyond what their link needs for all that may be
+        on it, and with those that answer but are not the stage that they should be.
+        """
+        stages = {part.device: part for part in layout if part.device != self._device.name}
+        before = heard()
+        self.ask(stages)
+        deadlines = {name: self._deadline(part, patience) for name, part in stages.items()}
+        while silent := [name for name in stages if name not in self.answers]:
+            left = max(deadlines[name] for name in silent) - self._device.now()
+            if left <= 0:
+                raise Lost(silent)
+            await self._news.wait(left)
+            if heard() != before:
+                return
+        strangers = {name for name in stages if self.answers[name].holds != self.configuration} | self.restarted
+        if strangers:
+            raise Lost(strangers)
+
+    def _deadline(self, part: Assignment, patience: float) -> float:
+        """Return when a stage's answer should be here, behind all else that it may be sending."""
+        units = self._problem.model.units[part.first : part.last]
+        workload = self._problem.workload
+        content = costs.state_bytes(units, workload.optimizer) + workload.batch_size * units[0].input_bytes
+        back = transfer_time(self._problem.links, part.device, self._device.name, content)
+        return self._outbox.due(part.device) + SLACK * back + patience
+
+    def check_movement(self, layout: Sequence[Assignment], own: Answer, patience: float) -> None:
+        """Raise `Lost` if all stages answer but none has done anything for ``patience`` seconds.
+
+        Named are those that a neighbour has not reached for so long; of two neighbours the later stage.
+        """
+        answers = {**self.answers, self._device.name: own}
+        order = [part.device for part in layout]
+        now = self._device.now()
+        actions = sum(answers[name].actions for name in order)
+        if actions != self._still[0] or any(answers[name].computing for name in order):
+            self._still = (actions, now)
+            return
+        if now - self._still[1] < patience:
+            return
+        cut = {
+            max(name, peer, key=order.index)
+            for name in order
+            for peer, seconds in dict(answers[name].overdue).items()
+            if seconds >= patience and peer in order
+        }
+        raise Lost(cut, cut)

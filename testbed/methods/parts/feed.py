@@ -1,0 +1,64 @@
+"""What the lead feeds into a model: training batches, and the requests of an inference workload."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from testbed.data.batches import batch, steps_per_epoch
+from testbed.data.dataset import Dataset
+from testbed.scenario.schema import WorkloadPart
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Training:
+    """The batches of every training step; a step that is done again sees the same samples."""
+
+    def __init__(self, dataset: Dataset, workload: WorkloadPart, seed: int) -> None:
+        self._dataset = dataset
+        self._size = workload.batch_size
+        self._seed = seed
+        self._samples = len(dataset.train_labels)
+        per_epoch = steps_per_epoch(self._samples, self._size)
+        self.steps = workload.steps if workload.steps is not None else (workload.epochs or 0) * per_epoch
+        """Of the whole workload."""
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return images (samples, channels, height, width) and labels of a step, counted from 0."""
+        import torch
+
+        chosen = batch(self._samples, self._size, self._seed, step)
+        images, labels = self._dataset.train_images[chosen], self._dataset.train_labels[chosen]
+        return torch.from_numpy(images), torch.from_numpy(labels)
+
+
+class Requests:
+    """Batches of test samples, from the first on and round again: ``count`` of them, or one pass over all."""
+
+    def __init__(self, dataset: Dataset, batch_size: int, count: int | None = None) -> None:
+        self._dataset = dataset
+        self._size = batch_size
+        self._pass = math.ceil(len(dataset.test_labels) / batch_size)
+        self._count = self._pass if count is None else count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def images(self, index: int) -> torch.Tensor:
+        """Return the images of one request, as (samples, channels, height, width)."""
+        import torch
+
+        return torch.from_numpy(self._dataset.test_images[self._slice(index)])
+
+    def labels(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the labels that belong to one request's images."""
+        return self._dataset.test_labels[self._slice(index)]
+
+    def _slice(self, index: int) -> slice:
+        start = index % self._pass * self._size
+        return slice(start, start + self._size)

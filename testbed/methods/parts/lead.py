@@ -1,0 +1,266 @@
+"""The lead: arranges devices into stages, notices when that fails, and arranges those left anew.
+
+Detection and recovery use nothing but messages. Nothing heard from the stages for ``patience`` seconds makes the lead
+probe them; a slow device answers and is waited for, one that is silent or holds nothing is lost. The lead then opens
+a configuration with a higher number, waits up to ``return_window`` for the lost ones to answer, and sets up the same
+stages again from its last checkpoint, or other ones over the devices left. A device that comes back later joins at the
+next checkpoint. What belongs to a lower configuration is ignored everywhere.
+
+The death of the lead itself is not survived: it holds the data and the checkpoints. A lead that restarts starts the
+workload over, in configurations numbered above those of its former self.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from testbed.device import Device
+from testbed.errors import InputError, TestbedError
+from testbed.methods.base import Assignment, Job
+from testbed.methods.parts import messages
+from testbed.methods.parts.bell import Bell
+from testbed.methods.parts.checkpoint import Checkpoint, Collector
+from testbed.methods.parts.crew import Answer, Crew, Lost
+from testbed.methods.parts.feed import Requests
+from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts.shard import restrict, weights_of
+from testbed.methods.parts.worker import Worker
+from testbed.wire import Message
+
+if TYPE_CHECKING:
+    import torch
+
+Layout = Sequence[Assignment]
+"""Stages in their order; the first is the lead's."""
+Planner = Callable[[Collection[str]], Layout]
+"""Devices that can be had -> stages over them; raises `InputError` where there are none."""
+
+FRUITLESS = 20
+"""Recoveries in a row, nothing having been done in between, after which the lead gives up."""
+CALMEST = 8.0
+"""How many times its first patience the lead may come to have with devices that turn out to be slow to reach."""
+
+
+@dataclass(frozen=True)
+class Temper:
+    """How long the lead waits for what, in seconds."""
+
+    patience: float
+    """Without news before the stages are probed, and without an answer before they count as lost."""
+    return_window: float
+    """For lost devices to come back before the others go on without them."""
+    startup: float = 30.0
+    """Patience until the first configuration stands: devices do not all start at once."""
+
+
+class Joining(Exception):  # noqa: N818 - good news
+    """At a checkpoint, devices are there that were not when the stages were arranged."""
+
+
+class Lead(ABC):
+    """The lead's side of one run; a subclass says what work is done."""
+
+    steps = 0
+    """Training steps of the whole workload."""
+
+    def __init__(
+        self, device: Device, job: Job, worker: Worker, outbox: Outbox, temper: Temper, planner: Planner
+    ) -> None:
+        self.device = device
+        self.layout: Layout = job.plan.assignments
+        self.checkpoint = Checkpoint(0, job.weights)
+        self.progress = 0
+        """Rises with every piece of work done: recoveries without any in between are fruitless."""
+        self.results: dict[tuple[str, int], Message] = {}
+        """What came out of the present configuration, by kind and batch."""
+        self._configuration = int(device.now() * 1000)
+        self._worker = worker
+        self._outbox = outbox
+        self._temper = temper
+        self._patience = max(temper.startup, temper.patience)
+        self._established = False
+        self._planner = planner
+        self._news = Bell(device)
+        self._crew = Crew(device, job.problem, outbox, self._news)
+        self._collector = Collector(len(job.problem.model.units))
+        self._heard = 0
+        """Messages of what was the present configuration: rises as long as the pipeline gets on."""
+        self.joiners: set[str] = set()
+        """Devices that answer and are no stage."""
+        self._cut: set[str] = set()
+        """Devices that answer but had lost a neighbour: not asked to join again."""
+
+    @abstractmethod
+    async def work(self) -> None:
+        """Do what is left to do, from ``self.checkpoint`` on; called again after every recovery."""
+
+    async def run(self) -> None:
+        """Work to the end through whatever happens; raises `TestbedError` when too few devices are left."""
+        self.device.expose(lambda: weights_of(self.checkpoint.state or {}))
+        self._enter()
+        recovering, fruitless = False, 0
+        while True:
+            before = self.progress
+            try:
+                await self._establish()
+                if recovering:
+                    stages = [[part.device, part.first, part.last] for part in self.layout]
+                    self.device.record("recovery", phase="resumed", step=self.checkpoint.step, partition=stages)
+                    recovering = False
+                await self.work()
+                return
+            except Joining:
+                await self._welcome()
+            except Lost as lost:
+                recovering = True
+                fruitless = 0 if self.progress > before else fruitless + 1
+                if fruitless == FRUITLESS:
+                    raise TestbedError(
+                        f"{FRUITLESS} recoveries in a row without getting on, the last for {lost}: if links or "
+                        "devices are slower than the scenario says, raise method.patience"
+                    ) from lost
+                await self._recover(lost)
+
+    def handle(self, message: Message) -> None:
+        """Take in any message that reaches this device; never waits."""
+        kind = message.kind
+        current = message.fields.get("configuration") == self._configuration
+        if current and kind != messages.ALIVE:
+            self._heard += 1
+        if kind in (messages.HELLO, messages.ALIVE, messages.CONFIGURED):
+            self._crew.handle(message)
+            if message.sender not in self._cut and all(message.sender != part.device for part in self.layout):
+                self.joiners.add(message.sender)
+        elif not current:
+            return
+        elif kind == messages.STATE:
+            completed = self._collector.add(message["step"], message["unit"], message.tensors)
+            self.checkpoint = completed or self.checkpoint
+        elif kind in (messages.LOSS, messages.UPDATED, messages.OUTPUT):
+            self.results[kind, message["batch"]] = message
+        else:
+            self._worker.handle(message)
+        self._news.ring()
+
+    def post(self, peer: str, kind: str, tensor: torch.Tensor, **fields: Any) -> None:
+        """Send a piece of work of the present configuration without waiting."""
+        self._outbox.post(peer, kind, {messages.TENSOR: tensor}, configuration=self._configuration, **fields)
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        """Wait until the stages have brought something about; raises `Lost` when they cannot any more."""
+        while not done():
+            if self._crew.restarted:
+                raise Lost(self._crew.restarted)
+            heard = self._heard
+            if await self._news.wait(self._patience) or self._heard != heard:
+                continue
+            await self._crew.roll_call(self.layout, self._patience, lambda: self._heard)
+            if self._heard == heard:
+                self._crew.check_movement(self.layout, self._own_answer(), self._temper.return_window)
+
+    async def forward_all(
+        self, work: str, requests: Requests, wanted: Sequence[int], window: int, done: Callable[[int, Message], None]
+    ) -> None:
+        """Send the wanted requests through the stages, ``window`` at a time; ``done`` gets each one's output."""
+        waiting = list(reversed(wanted))
+        under_way: list[int] = []
+        while waiting or under_way:
+            while waiting and len(under_way) < window:
+                index = waiting.pop()
+                under_way.append(index)
+                images = requests.images(index)
+                fields = {"work": work, "batch": index, "micro": 0, "micros": 1, "samples": len(images)}
+                self.post(self.layout[0].device, messages.ACTIVATION, images, **fields)
+            await self.until(lambda: any((messages.OUTPUT, index) in self.results for index in under_way))
+            for index in [index for index in under_way if (messages.OUTPUT, index) in self.results]:
+                under_way.remove(index)
+                done(index, self.results.pop((messages.OUTPUT, index)))
+                self.progress += 1
+
+    def let_join(self) -> None:
+        """Raise `Joining` if devices have come (back) that would make for more stages; call at a checkpoint."""
+        if not self.joiners:
+            return
+        try:
+            possible = self._planner({*self.joiners, *(part.device for part in self.layout)})
+        except InputError:
+            possible = ()
+        if len(possible) <= len(self.layout):
+            self.joiners.clear()
+            return
+        raise Joining
+
+    def _own_answer(self) -> Answer:
+        """Say of this device what the others answer of theirs."""
+        stage = self._worker.stage
+        assert stage is not None
+        return Answer(self._configuration, 0.0, stage.actions, stage.computing, self._outbox.overdue())
+
+    def _enter(self) -> None:
+        """Give up the present configuration for a new one."""
+        self._configuration += 1
+        self._outbox.withdraw()
+        self._worker.enter(self._configuration)
+        self._collector.clear()
+        self.results.clear()
+        self._crew.enter(self._configuration)
+
+    async def _establish(self) -> None:
+        """Tell every stage what it is, from the last checkpoint on, and wait until all are ready."""
+        stages = [[part.device, part.first, part.last] for part in self.layout]
+        state = self.checkpoint.state
+        for part in self.layout:
+            self._outbox.post(
+                part.device,
+                messages.CONFIGURE,
+                {} if state is None else restrict(state, part.first, part.last),
+                configuration=self._configuration,
+                stages=stages,
+                steps=self.steps,
+                given=state is not None,
+            )
+        await self.until(lambda: self._crew.ready >= {part.device for part in self.layout})
+        if not self._established:
+            self._established = True
+            self._patience = self._temper.patience
+
+    async def _recover(self, lost: Lost) -> None:
+        """Wait for lost devices to come back; arrange those that are there."""
+        self.device.record("recovery", phase="detected", step=self.checkpoint.step, missing=lost.missing)
+        self._cut |= lost.cut
+        given_up = self._configuration
+        self._enter()
+        await self._gather({part.device for part in self.layout}, self._temper.return_window)
+        kept = [name for name in lost.missing if name in self._crew.answers and name not in lost.cut]
+        if any(self._crew.answers[name].holds == given_up for name in kept):
+            # It was there all the time, only slow to reach: take it as a lesson.
+            self._patience = min(2 * self._patience, max(self._patience, CALMEST * self._temper.patience))
+        self._arrange()
+
+    async def _welcome(self) -> None:
+        """Arrange the devices anew, those that have come included."""
+        self.device.record("log", text=f"{', '.join(sorted(self.joiners))} join at step {self.checkpoint.step}")
+        self._enter()
+        await self._gather({*self.joiners, *(part.device for part in self.layout)}, self._patience)
+        self._arrange()
+
+    async def _gather(self, names: Collection[str], seconds: float) -> None:
+        """Wait until all of these have answered in the present configuration, at most so long."""
+        wanted = {*names} - {self.device.name} - self._cut
+        deadline = self.device.now() + seconds
+        while wanted - self._crew.answers.keys() and self.device.now() < deadline:
+            await self._news.wait(deadline - self.device.now())
+
+    def _arrange(self) -> None:
+        """Keep the stages if all their devices are there and no others, else plan over those that are."""
+        there = {self.device.name, *self._crew.answers} - self._cut
+        if {part.device for part in self.layout} == there:
+            return
+        try:
+            self.layout = self._planner(there)
+        except InputError as error:
+            raise TestbedError(f"not enough devices: {error}") from error
+        self.joiners = there - {part.device for part in self.layout}

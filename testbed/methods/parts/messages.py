@@ -1,0 +1,48 @@
+"""Every message between the lead and the stages: kinds and fields in one place.
+
+``configuration`` numbers the lead's arrangements of devices into stages; whoever gets a message of another than its
+own ignores it. ``work`` is what a micro-batch is for: "train", "evaluate" or "infer"; ``batch`` counts the training
+steps, or the batches of an evaluation or inference.
+
+========== ============== ======================================================================================
+kind       way            fields; tensors
+========== ============== ======================================================================================
+hello      any -> lead    incarnation: the program has started and holds nothing
+probe      lead -> any    configuration: what is older is void; answer
+alive      any -> lead    configuration (that of the probe), holds (that which it is a stage of, 0 if none),
+                          incarnation, actions (done so far), computing, overdue ({peer: seconds}); a configuration
+                          lower than the probe's is given up with the answer
+configure  lead -> stage  configuration, stages ([[device, first, last], ...]), steps (in all), given;
+                          weights, buffers and momentum of the stage's units if given, else they come from the seed
+configured stage -> lead  configuration, incarnation: ready for work
+activation stage -> next  configuration, work, batch, micro, micros, samples (of the batch); inputs
+labels     lead -> last   configuration, batch; labels of the whole batch
+gradient   stage -> prev  configuration, batch, micro; gradient
+loss       last -> lead   configuration, batch, loss: mean of the batch
+output     last -> lead   configuration, work, batch; outputs
+updated    first -> lead  configuration, batch: within one device, never on a link
+state      stage -> lead  configuration, step (the next one), unit; its weights, buffers and momentum
+========== ============== ======================================================================================
+"""
+
+from __future__ import annotations
+
+HELLO = "hello"
+PROBE = "probe"
+ALIVE = "alive"
+CONFIGURE = "configure"
+CONFIGURED = "configured"
+ACTIVATION = "activation"
+LABELS = "labels"
+GRADIENT = "gradient"
+LOSS = "loss"
+OUTPUT = "output"
+UPDATED = "updated"
+STATE = "state"
+
+TENSOR = "tensor"
+"""Name of the tensor in messages that carry one."""
+
+TRAIN = "train"
+EVALUATE = "evaluate"
+INFER = "infer"

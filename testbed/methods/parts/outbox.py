@@ -1,0 +1,95 @@
+"""Sends that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.device import Device
+from testbed.methods.parts.background import Background
+from testbed.methods.parts.shard import State
+from testbed.network.link import Link, Pair
+from testbed.wire import Message
+
+SLACK = 2.0
+"""How many times the predicted time of a transfer may pass before it counts as overdue."""
+
+
+@dataclass
+class _Send:
+    peer: str
+    due: float
+    """When it should have been acknowledged, however slowly the link goes."""
+    task: asyncio.Task[None]
+
+
+class Outbox:
+    """Sends in the order of the calls without holding up the caller, and knows what is not acknowledged yet.
+
+    Messages to the device itself are handed over at once and cross no link.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        links: Mapping[Pair, Link],
+        background: Background,
+        deliver: Callable[[Message], None],
+    ) -> None:
+        self._device = device
+        self._links = links
+        self._background = background
+        self._deliver = deliver
+        self._sends: list[_Send] = []
+
+    def post(self, peer: str, kind: str, tensors: State | None = None, **fields: Any) -> asyncio.Future[None]:
+        """Send, after what was posted to that peer before; retries until acknowledged or withdrawn.
+
+        What is returned may be awaited for the acknowledgement, or left alone.
+        """
+        message = Message(kind, fields, tensors or {}, self._device.name)
+        if peer == self._device.name:
+            self._deliver(message)
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            done.set_result(None)
+            return done
+        due = max(self._device.now(), self.due(peer)) + SLACK * transfer_time(
+            self._links, self._device.name, peer, size(message)
+        )
+        send = _Send(peer, due, self._background.start(self._device.send(peer, message)))
+        self._sends.append(send)
+        send.task.add_done_callback(lambda _: self._sends.remove(send))
+        return send.task
+
+    def withdraw(self) -> None:
+        """Take back everything that is not acknowledged yet."""
+        for send in self._sends:
+            send.task.cancel()
+
+    def due(self, peer: str) -> float:
+        """Return when all that was posted to a peer should have been acknowledged, however slowly the link goes."""
+        return max((send.due for send in self._sends if send.peer == peer), default=self._device.now())
+
+    def overdue(self) -> dict[str, float]:
+        """Return the peers that should have acknowledged something by now, and for how many seconds."""
+        now = self._device.now()
+        late: dict[str, float] = {}
+        for send in self._sends:
+            if send.due < now:
+                late[send.peer] = max(late.get(send.peer, 0.0), now - send.due)
+        return late
+
+
+def size(message: Message) -> int:
+    """Return about how many bytes a message has."""
+    return sum(tensor.nbytes for tensor in message.tensors.values()) + message.padding + 200
+
+
+def transfer_time(links: Mapping[Pair, Link], source: str, target: str, size: float) -> float:
+    """Return the predicted seconds from a send to its acknowledgement; 0 between devices without a link."""
+    there, back = links.get((source, target)), links.get((target, source))
+    if there is None or back is None:
+        return 0.0
+    return there.delay + there.transmission_time(size) + back.delay

@@ -1,0 +1,90 @@
+"""What every device does for the lead: answers it, and is the stage that it is told to be."""
+
+from __future__ import annotations
+
+import asyncio
+
+from testbed.device import Device
+from testbed.methods.base import Problem
+from testbed.methods.parts import messages
+from testbed.methods.parts.background import Background
+from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts.stage import Place, Routine, Stage
+from testbed.wire import Message
+
+
+class Worker:
+    """One device from the start of its program on; knows nothing from before.
+
+    A configuration higher than its own ends what it is doing, whether a probe or a configure message brings it:
+    the lead has given that up.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        problem: Problem,
+        lead: str,
+        background: Background,
+        outbox: Outbox,
+        routine: Routine | None,
+    ) -> None:
+        self.incarnation = device.now()
+        """When this program started: tells it from the one before a restart."""
+        self.configuration = 0
+        """The highest heard of."""
+        self.stage: Stage | None = None
+        self._device = device
+        self._problem = problem
+        self._lead = lead
+        self._background = background
+        self._outbox = outbox
+        self._routine = routine
+        self._running: asyncio.Task[None] | None = None
+
+    def greet(self) -> None:
+        """Tell the lead that this device has started and holds nothing."""
+        self._outbox.post(self._lead, messages.HELLO, incarnation=self.incarnation)
+
+    def handle(self, message: Message) -> None:
+        """Take in a message; never waits."""
+        if message.kind == messages.PROBE:
+            held = self.stage
+            self.enter(message["configuration"])
+            self._answer(message["configuration"], held)
+        elif message.kind == messages.CONFIGURE:
+            self.enter(message["configuration"])
+            self._configure(message)
+        elif self.stage is not None and message["configuration"] == self.stage.place.configuration:
+            self.stage.put(message)
+
+    def enter(self, configuration: int) -> None:
+        """Give up everything that belongs to a lower configuration."""
+        if configuration <= self.configuration:
+            return
+        self.configuration = configuration
+        self.stage = None
+        if self._running is not None:
+            self._running.cancel()
+        self._outbox.withdraw()
+
+    def _answer(self, configuration: int, stage: Stage | None) -> None:
+        self._outbox.post(
+            self._lead,
+            messages.ALIVE,
+            configuration=configuration,
+            holds=stage.place.configuration if stage else 0,
+            incarnation=self.incarnation,
+            actions=stage.actions if stage else 0,
+            computing=stage is not None and stage.computing,
+            overdue=self._outbox.overdue(),
+        )
+
+    def _configure(self, message: Message) -> None:
+        if self.stage is not None or message["configuration"] < self.configuration:
+            return
+        stages = tuple((device, first, last) for device, first, last in message["stages"])
+        index = [device for device, _, _ in stages].index(self._device.name)
+        place = Place(message["configuration"], self._lead, stages, index, message["steps"])
+        self.stage = Stage(self._device, self._problem, place, self._outbox, self._routine, self.incarnation)
+        self._running = self._background.start(self.stage.run(message.tensors if message["given"] else None))
