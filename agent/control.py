@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from agent.events import FellBehind, NotYet
 from agent.http import (
     Environ,
     Refused,
@@ -143,7 +144,11 @@ class _Views:
         after = request.args.get("after", "0")
         if not after.isdecimal() or len(after) > 15:
             raise Refused(400, f"after is a number of events, not '{after[:40]}'")
-        return Response(self._runner.log.follow(int(after)), mimetype="application/x-ndjson")
+        try:
+            lines = self._runner.log.follow(int(after))
+        except (FellBehind, NotYet) as error:
+            raise Refused(409, str(error)) from error
+        return Response(lines, mimetype="application/x-ndjson")
 
     def weights(self) -> Response:
         from flask import Response

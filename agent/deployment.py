@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -12,10 +11,9 @@ from agent.http import Refused
 from agent.settings import CAST_PORT, DATA_PORT, Address, Settings, address
 from testbed.errors import InputError
 from testbed.methods.base import Method, Plan, Problem
+from testbed.scenario.expand import experiments
+from testbed.scenario.prepare import pose
 from testbed.scenario.schema import Scenario
-
-if TYPE_CHECKING:
-    from testbed.scenario.experiment import Experiment
 
 
 class _Document(BaseModel):
@@ -56,7 +54,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
                 f"this is device '{settings.device}' of run '{settings.run}',"
                 f" not '{document.device}' of '{document.run}'",
             )
-        method, problem = prepare(document.scenario)
+        method, problem = pose(experiments(document.scenario)[0])
         problem.device(settings.device)
         peers = {
             name: address(text, DATA_PORT)
@@ -73,17 +71,3 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
     except StopIteration as error:
         raise Refused(400, f"deployment: its scenario has no device '{settings.device}'") from error
     return Deployment(method, problem, document.plan, peers, broadcast)
-
-
-def prepare(scenario: Scenario) -> tuple[Method, Problem]:
-    """Return a resolved scenario's method and problem, as the planner saw it."""
-    from testbed import data, methods, models
-    from testbed.scenario.expand import experiments
-
-    experiment: Experiment = experiments(scenario)[0]
-    workload = scenario.workload
-    method = methods.get(workload.method.name)
-    dataset = data.describe(workload.data.name)
-    model = models.create(workload.model.name, dict(workload.model.model_extra or {}), dataset.shape, dataset.classes)
-    options = method.Options.model_validate(workload.method.options())
-    return method, Problem(model, experiment.devices, experiment.links, workload, options, scenario.seed)

@@ -58,9 +58,12 @@ class EventLog:
 
         Raises:
             FellBehind: when the next line is no longer kept.
+            NotYet: when there are fewer lines: whoever asks speaks of the time before the device restarted.
         """
         if after < self._first:
             raise FellBehind(after, self._first)
+        if after > self.count:
+            raise NotYet(after, self.count)
         return self._follow(after)
 
     def _follow(self, position: int) -> Iterator[bytes]:
@@ -83,3 +86,10 @@ class FellBehind(Exception):  # noqa: N818 - says what the reader did
 
     def __init__(self, asked: int, first: int) -> None:
         super().__init__(f"event {asked} is no longer kept, the oldest is {first}; read the stream faster")
+
+
+class NotYet(Exception):  # noqa: N818 - says where the log is
+    """The events asked for have not been written."""
+
+    def __init__(self, asked: int, count: int) -> None:
+        super().__init__(f"only {count} events were recorded since this device booted, none numbered {asked}")

@@ -34,6 +34,7 @@ class Runner:
         self.error: str | None = None
         self.device: RealDevice | None = None
         """Of the program that runs or ran last."""
+        self._booted = time.monotonic()
         self._data = data
         self._lock = threading.RLock()
         self._deployment: Deployment | None = None
@@ -127,7 +128,7 @@ class Runner:
         except BaseException:  # noqa: BLE001 - whatever ends a program is told to the controller
             error = traceback.format_exc()
             print(error, file=sys.stderr, flush=True)
-        self._record(origin, state, error)
+        self._record(time.monotonic(), origin, state, error)
         with self._lock:
             self.state, self.error = state, error
             self._task = self._loop = None
@@ -149,9 +150,11 @@ class Runner:
             if self._stopping:
                 device.close()
                 raise asyncio.CancelledError
-        self._record(origin, "started", None)
+        self._record(max(origin, self._booted), origin, "up")
         self._data.inbox = device.inbox
         try:
+            await asyncio.sleep(origin - time.monotonic())
+            self._record(time.monotonic(), origin, "started")
             await deployment.method.program(device, job)
         except BaseException:
             self._data.inbox = None
@@ -160,9 +163,9 @@ class Runner:
             # What still comes for a program that ended well is acknowledged and forgotten: the machine is on.
             device.close()
 
-    def _record(self, origin: float, state: str, error: str | None) -> None:
+    def _record(self, instant: float, origin: float, state: str, error: str | None = None) -> None:
         fields: dict[str, Any] = {"state": state} if error is None else {"state": state, "error": error}
-        self.log.append(Event(time.monotonic() - origin, self.settings.device, "state", fields).to_json())
+        self.log.append(Event(instant - origin, self.settings.device, "state", fields).to_json())
 
 
 def _import_torch() -> None:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from testbed import faults
+from testbed import faults, methods
 from testbed.data import catalog as data
 from testbed.data.batches import steps_per_epoch
 from testbed.errors import InputError
-from testbed.methods import METHODS
 from testbed.methods.base import Method, Plan
 from testbed.methods.base import Problem as Task
 from testbed.models import CATALOG, create
@@ -45,7 +44,12 @@ class Prepared:
 def prepare(experiment: Experiment) -> Prepared:
     """Check and plan an experiment. Raises `InputError`, one line for each problem, naming file and line."""
     scenario = experiment.scenario
-    problems = [*_workload_problems(scenario), *_name_problems(experiment), *_expect_problems(experiment)]
+    problems = [
+        *_workload_problems(scenario),
+        *_folder_problems(scenario),
+        *_name_problems(experiment),
+        *_expect_problems(experiment),
+    ]
     if problems:
         # What is left to check follows from a plan, and there is none without a method, a model and its data.
         raise scenario.source.error(problems)
@@ -63,16 +67,13 @@ def prepare(experiment: Experiment) -> Prepared:
 def pose(experiment: Experiment) -> tuple[Method, Task]:
     """Return the method and the problem that an experiment poses it: what a planner and every program look at.
 
-    Raises `InputError` as `prepare` does where the workload names what does not exist.
+    Raises `InputError` where the workload names what does not exist or what does not fit. Needs no data files.
     """
     scenario = experiment.scenario
     workload = scenario.workload
-    problems = list(_workload_problems(scenario))
-    if problems:
-        raise scenario.source.error(problems)
-    method = METHODS[workload.method.name]
-    kind = data.describe(workload.data.name)
     try:
+        method = methods.get(workload.method.name)
+        kind = data.describe(workload.data.name)
         model = create(workload.model.name, workload.model.options(), kind.shape, kind.classes)
     except InputError as error:
         raise scenario.source.error([_locate(str(error), experiment)]) from None
@@ -102,11 +103,11 @@ def batches(scenario: Scenario) -> int | None:
 def _workload_problems(scenario: Scenario) -> Iterator[Problem]:
     workload = scenario.workload
     key: Key = ("workload",)
-    if workload.method.name not in METHODS:
-        text = f"there is no method '{workload.method.name}': {nearest(workload.method.name, METHODS)}"
+    if workload.method.name not in methods.METHODS:
+        text = f"there is no method '{workload.method.name}': {nearest(workload.method.name, methods.METHODS)}"
         yield Problem((*key, "method", "name"), text)
     else:
-        method = METHODS[workload.method.name]
+        method = methods.METHODS[workload.method.name]
         if workload.task not in method.tasks:
             can = " and ".join(method.tasks)
             yield Problem((*key, "task"), f"the method '{method.name}' cannot {workload.task}: it can {can}")
@@ -130,12 +131,21 @@ def _data_problems(scenario: Scenario) -> Iterator[Problem]:
     name = scenario.workload.data.name
     key: Key = ("workload", "data")
     try:
-        kind = data.describe(name)
+        data.describe(name)
     except InputError as error:
         known = name in data.DATASETS or name.startswith("synthetic")
         text = str(error).removeprefix("data.name: ")
         text = text if known else f"there is no data set '{name}': {nearest(name, data.DATASETS)}"
         yield Problem((*key, "name"), text)
+
+
+def _folder_problems(scenario: Scenario) -> Iterator[Problem]:
+    """Look for the data's files. Not a part of `pose`: devices are sent their data and have no such folder."""
+    name = scenario.workload.data.name
+    key: Key = ("workload", "data")
+    try:
+        kind = data.describe(name)
+    except InputError:
         return
     folder = data_folder(scenario)
     if kind.files and not folder.is_dir():
@@ -155,20 +165,19 @@ def _expect_problems(experiment: Experiment) -> Iterator[Problem]:
     for figure, text in experiment.scenario.expect.items():
         key: Key = ("expect", figure)
         parts = figure.split(".")
+        of_device = parts[0] == "devices" and len(parts) == 3
+        if of_device:
+            for _, wrong in no_such_devices([(key, parts[1])], experiment.scenario, names):
+                yield Problem(key, wrong)
         try:
             parse_condition(text, kind_of(figure))
         except KeyError:
-            if parts[0] == "devices" and len(parts) == 3:
-                yield Problem(key, f"there is no figure '{parts[2]}' of a device: {nearest(parts[2], DEVICE_FIGURES)}")
-            else:
-                known = [*FIGURES, "devices.<device>.<figure>"]
-                yield Problem(key, f"there is no figure '{figure}': {nearest(figure, known)}")
+            what, known = ("figure of a device", [*DEVICE_FIGURES]) if of_device else ("figure", [*FIGURES])
+            yield Problem(
+                key, f"there is no {what} '{parts[-1] if of_device else figure}': {nearest(parts[-1], known)}"
+            )
         except ValueError as error:
             yield Problem(key, str(error))
-        else:
-            if parts[0] == "devices":
-                for _, wrong in no_such_devices([(key, parts[1])], experiment.scenario, names):
-                    yield Problem(key, wrong)
 
 
 def _memory_problems(experiment: Experiment, plan: Plan) -> Iterator[Problem]:

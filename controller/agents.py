@@ -1,0 +1,132 @@
+"""Client of the agents' control API; see "Agent over HTTP" in ARCHITECTURE.md."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import requests
+
+from testbed import tensors
+from testbed.errors import TestbedError
+from testbed.trace.events import Event
+
+if TYPE_CHECKING:
+    import torch
+
+    from testbed.data.dataset import Dataset
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+WORK_SECONDS = 600.0
+"""For requests in which the agent has to import torch or take in a data set, beside many others on few processors."""
+
+
+class AgentError(TestbedError):
+    """The agent refused a request, or does not answer."""
+
+
+class AgentGone(AgentError):  # noqa: N818 - a state of the device
+    """The agent does not answer: its device is dead, cut off or just booting."""
+
+
+class Agent:
+    """One device's agent. May be used from several threads: each has a session of its own."""
+
+    def __init__(self, url: str, token: str, name: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._name = name or self.url
+        self._token = token
+        self._local = threading.local()
+
+    def health(self) -> dict[str, Any]:
+        """Return run, device and state, and the traceback of a program that failed."""
+        return self._document("GET", "/health", seconds=CONNECT_SECONDS)
+
+    def facts(self) -> dict[str, Any]:
+        """Return versions, memory and the device's monotonic clock."""
+        return self._document("GET", "/facts")
+
+    def deploy(self, deployment: Mapping[str, Any]) -> dict[str, Any]:
+        """Hand over what the program needs to know; returns once the device is ready to start it."""
+        return self._document("PUT", "/deployment", seconds=WORK_SECONDS, json=deployment)
+
+    def put_data(self, dataset: Dataset) -> None:
+        """Hand over the data set."""
+        from testbed.data.packing import pack
+
+        self._request("PUT", "/data", seconds=WORK_SECONDS, data=pack(dataset))
+
+    def put_shard(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Hand over weights to begin with."""
+        body = b"".join(tensors.write(tensors.from_torch(weights)))
+        self._request("PUT", "/shard", seconds=WORK_SECONDS, data=body)
+
+    def start(self, origin: float) -> None:
+        """Run the program from ``origin`` on, an instant of the engine's monotonic clock; now if that is past."""
+        self._request("POST", "/start", json={"origin": origin})
+
+    def stop(self) -> None:
+        """Cancel the program; returns once it is over."""
+        self._request("POST", "/stop", data=b"")
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """Yield the events from number ``after`` on as they are recorded, until the program is over.
+
+        Raises:
+            AgentGone: the stream broke, as it does when the device is killed.
+            AgentError: those events are not kept, or not there yet.
+        """
+        rest = b""
+        with self._request("GET", f"/events?after={after}", seconds=None, stream=True) as response:
+            try:
+                for piece in response.iter_content(chunk_size=None):
+                    *lines, rest = (rest + piece).split(b"\n")
+                    yield from (Event.from_json(line.decode()) for line in lines if line)
+            except requests.RequestException as error:
+                raise AgentGone(f"{self._name}: its events ended before its program did: {error}") from error
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights that the program exposes right now."""
+        response = self._request("GET", "/weights", seconds=WORK_SECONDS)
+        return tensors.to_torch(tensors.read(bytearray(response.content))[0])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the agent's metrics: name, with its labels in braces, to value."""
+        lines = self._request("GET", "/metrics").text.splitlines()
+        samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
+    def _document(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        document = self._request(method, path, **options).json()
+        assert isinstance(document, dict)
+        return document
+
+    def _request(
+        self, method: str, path: str, seconds: float | None = ANSWER_SECONDS, **options: Any
+    ) -> requests.Response:
+        try:
+            response = self._session().request(method, self.url + path, timeout=(CONNECT_SECONDS, seconds), **options)
+        except requests.Timeout as error:
+            raise AgentGone(f"{self._name}: {method} {path}: no answer within {seconds} s") from error
+        except requests.RequestException as error:
+            raise AgentGone(f"{self._name}: {method} {path}: the agent does not answer: {error}") from error
+        if response.status_code >= 400:
+            raise AgentError(f"{self._name}: {method} {path}: {_explanation(response)}")
+        return response
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.trust_env = False  # no proxy stands between us and our own containers
+            session.headers["Authorization"] = f"Bearer {self._token}"
+        return session
+
+
+def _explanation(response: requests.Response) -> str:
+    try:
+        return f"{response.json()['error']} ({response.status_code})"
+    except (ValueError, KeyError, TypeError):
+        return f"{response.status_code} {response.reason}"
