@@ -1,0 +1,80 @@
+"""Agents as real processes on loopback addresses of their own, driven through their HTTP API."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from controller.agents import Agent
+
+TOKEN = "a-token-of-the-tests"
+HERE = Path(__file__).parent
+_BASE = 20000 + os.getpid() % 2000 * 20
+
+
+class LoopbackDevice:
+    """One agent process."""
+
+    def __init__(self, name: str, index: int, environment: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        # A process of its own has addresses of its own, whatever else runs on this machine.
+        self.host = f"127.{1 + os.getpid() // 250 % 250}.{1 + os.getpid() % 250}.{10 + index}"
+        self.data = f"{self.host}:8701"
+        self.environment = environment or {}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.agent = Agent(f"http://{self.host}:8700", TOKEN, name)
+
+    def boot(self) -> None:
+        """Start the process and wait for its health."""
+        environment = os.environ | {
+            "TESTBED_RUN": "test-run",
+            "TESTBED_DEVICE": self.name,
+            "TESTBED_TOKEN": TOKEN,
+            "TESTBED_CONTROL_ADDRESS": f"{self.host}:8700",
+            "TESTBED_DATA_ADDRESS": f"{self.host}:8701",
+            "TESTBED_CAST_ADDRESS": f"0.0.0.0:{_BASE}",
+            "OMP_NUM_THREADS": "1",
+            **self.environment,
+        }
+        self.process = subprocess.Popen([sys.executable, str(HERE / "agent_programs.py")], env=environment)
+        for _ in range(400):
+            try:
+                requests.get(f"http://{self.host}:8700/health", timeout=5)
+            except requests.ConnectionError:
+                time.sleep(0.02)
+            else:
+                return
+        raise AssertionError(f"agent {self.name} does not answer")
+
+    def kill(self) -> None:
+        """Switch the device off."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def deployment(device: LoopbackDevice, devices: list[LoopbackDevice], do: str, **options: Any) -> dict[str, Any]:
+    """Return what makes a device run one of the scripted programs among the others."""
+    scenario = {
+        "name": "scripted",
+        "devices": {each.name: {"speed": "1gflops"} for each in devices},
+        "workload": {"model": {"name": "mlp"}, "method": {"name": "scripted", "do": do, **options}, "steps": 1},
+    }
+    return {
+        "run": "test-run",
+        "device": device.name,
+        "scenario": scenario,
+        "plan": {"method": "scripted", "lead": "a", "assignments": []},
+        "peers": {each.name: each.data for each in devices if each is not device},
+        "broadcast": f"127.255.255.255:{_BASE}",
+    }
