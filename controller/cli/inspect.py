@@ -148,8 +148,7 @@ def _draw_schedule(prepared: Prepared) -> str | None:
     """Draw a pipeline's step as a grid; None for a method without a schedule."""
     from testbed.schedule import SCHEDULES, grid
 
-    name = getattr(prepared.problem.options, "schedule", None)
-    micro_batches = getattr(prepared.problem.options, "micro_batches", None)
+    name, micro_batches = (prepared.plan.details.get(key) for key in ("schedule", "micro_batches"))
     stages = len(prepared.plan.assignments)
     if name not in SCHEDULES or not isinstance(micro_batches, int) or stages < 2:
         return None
@@ -272,10 +271,11 @@ def schema() -> None:
 def _options(model: type[BaseModel]) -> list[dict[str, Any]]:
     """Describe what a method or a model lets the scenario choose."""
     properties = model.model_json_schema().get("properties", {})
+    defaults = model.model_construct().model_dump(mode="json", warnings=False)
     return [
         {
             "name": name,
-            "default": model.model_fields[name].get_default(call_default_factory=True),
+            "default": defaults.get(name),
             "required": model.model_fields[name].is_required(),
             "choices": _choices(schema),
             "description": schema.get("description", ""),

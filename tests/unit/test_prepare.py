@@ -1,0 +1,202 @@
+"""What needs a look at several keys at once is refused before any container exists, with file and line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from testbed.errors import InputError
+from testbed.scenario.expand import experiments
+from testbed.scenario.loading import load
+from testbed.scenario.prepare import batches, data_folder, prepare
+
+GOOD = """\
+name: small
+devices:
+  source: {profile: laptop}
+  worker:
+    profile: raspberry-pi-4b
+    count: 3
+    memory: 64MiB
+network:
+  link: {rate: 50mbit, delay: 5ms}
+workload:
+  task: train
+  model: {name: mlp}
+  data: {name: digits}
+  method: {name: pipeline, micro_batches: 4}
+  batch_size: 64
+  epochs: 2
+faults:
+  - kill: worker1
+    at: 3s
+    for: 1s
+expect:
+  accuracy: ">= 0.9"
+time_limit: 60s
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return Path("small.yaml")
+
+
+def prepared(file: Path, text: str = GOOD):
+    file.write_text(text)
+    return prepare(experiments(load(file))[0])
+
+
+def refusal(file: Path, text: str) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        prepared(file, text)
+    return str(caught.value).split("\n")
+
+
+def test_prepares_method_problem_and_plan(file):
+    ready = prepared(file)
+    assert ready.method.name == "pipeline"
+    assert ready.problem.model.name == "mlp"
+    assert [device.name for device in ready.problem.devices] == ["source", "worker1", "worker2", "worker3"]
+    assert ready.plan.lead == "source"
+    assert ready.plan.assignments[0].first == 0
+    assert ready.plan.assignments[-1].last == len(ready.problem.model.units)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        (
+            "name: pipeline",
+            "name: pipline",
+            14,
+            "workload.method.name: there is no method 'pipline': did you mean 'pipe",
+        ),
+        ("micro_batches", "microbatches", 14, "workload.method.microbatches: unknown key 'microbatches': did you mean"),
+        ("micro_batches: 4", "micro_batches: 0", 14, "workload.method.micro_batches: '0' must be at least 1"),
+        (
+            "model: {name: mlp}",
+            "model: {name: mpl}",
+            12,
+            "workload.model.name: there is no model 'mpl': did you mean 'mlp'",
+        ),
+        ("name: mlp", "name: mlp, hiden: [3]", 12, "workload.model.hiden: unknown key 'hiden': did you mean 'hidden'?"),
+        ("name: mlp", "name: mlp, hidden: [a]", 12, "workload.model.hidden.0: 'a' is not a whole number"),
+        ("name: digits", "name: digit", 13, "workload.data.name: there is no data set 'digit': did you mean 'digits'?"),
+        ("name: digits", "name: mnist", 13, "workload.data.folder: mnist is read from files and there is no folder"),
+        ("name: digits", "name: synthetic-3x2", 13, "workload.data.name: 'synthetic-3x2' is not synthetic-CxHxW"),
+        ("model: {name: mlp}", "model: {name: mlp, hidden: [9]}", 14, "workload.method"),
+        ("64MiB", "1kB", 7, "devices.worker.memory: "),
+        ("kill: worker1", "kill: worker9", 18, "faults.0.kill: there is no device 'worker9': did you mean 'worker3'?"),
+        ("kill: worker1", "kill: worker", 18, "faults.0.kill: 'worker' stands for the devices worker1 to worker3"),
+        (
+            "at: 3s",
+            "when: {device: worker1, begins: backwards}",
+            19,
+            "faults.0.when.begins: 'worker1' never begins 'backwards': it begins backward,",
+        ),
+        (
+            "at: 3s",
+            "when: {device: worker1, begins: backward, batch: 44}",
+            19,
+            "faults.0.when.batch: there are 44 batches, counted from 0: the last one is 43",
+        ),
+        (
+            "at: 3s",
+            "when: {device: worker1, event: recover}",
+            19,
+            "faults.0.when.event: no device records an event 'recover'",
+        ),
+        ("at: 3s", "when: {device: boss, begins: backward}", 19, "faults.0.when.device: there is no device 'boss'"),
+        ("at: 3s", "at: 90s", 19, "faults.0.at: the run is over at its time_limit of 60s"),
+        ("at: 3s", "after: 3s", 19, "faults.0.after: there is no fault before the first one"),
+        ("kill: worker1", "partition: [[source, wroker1]]", 18, "faults.0.partition.0.1: there is no device 'wroker1'"),
+        (
+            "kill: worker1",
+            "partition: [[source, worker1], [worker1]]",
+            18,
+            "faults.0.partition: 'worker1' is named twice",
+        ),
+        ("kill: worker1", "degrade: {device: source}", 18, "faults.0.degrade: changes nothing"),
+        (
+            "kill: worker1\n    at: 3s\n    for: 1s",
+            "resume: worker1\n    at: 3s",
+            18,
+            "faults.0.resume: no fault of this",
+        ),
+        ("accuracy:", "acuracy:", 22, "expect.acuracy: there is no figure 'acuracy': did you mean 'accuracy'?"),
+        ('accuracy: ">= 0.9"', 'duration: "< 60"', 22, "expect.duration: '60' has no unit"),
+        ('accuracy: ">= 0.9"', 'accuracy: "high"', 22, "expect.accuracy: 'high' is not a condition"),
+        (
+            'accuracy: ">= 0.9"',
+            'devices.worker.idle: "< 1s"',
+            22,
+            "expect.devices.worker.idle: 'worker' stands for the devices",
+        ),
+        (
+            "accuracy:",
+            "devices.source.idl:",
+            22,
+            "expect.devices.source.idl: there is no figure of a device 'idl': did",
+        ),
+    ],
+)
+def test_names_line_key_and_remedy(file, old, new, line, said):
+    assert old in GOOD
+    lines = refusal(file, GOOD.replace(old, new, 1))
+    assert lines[0].startswith(f"small.yaml:{line}: {said}")
+
+
+def test_a_task_that_the_method_cannot_do(file):
+    text = GOOD.replace("task: train", "task: infer").replace("epochs: 2", "requests: 3")
+    assert refusal(file, text)[0] == ("small.yaml:11: workload.task: the method 'pipeline' cannot infer: it can train")
+
+
+def test_tells_independent_problems_together(file):
+    text = GOOD.replace("pipeline", "pipe").replace("name: mlp", "name: ml").replace("worker1\n", "wrker1\n")
+    text = text.replace("accuracy", "acc")
+    assert [line.split(": ")[1] for line in refusal(file, text)] == [
+        "workload.model.name",
+        "workload.method.name",
+        "faults.0.kill",
+        "expect.acc",
+    ]
+
+
+def test_a_swept_value_that_does_not_fit_names_the_sweep(file):
+    text = GOOD + "sweep:\n  workload.method.micro_batches: [4, 0]\n"
+    file.write_text(text)
+    runs = experiments(load(file))
+    prepare(runs[0])
+    with pytest.raises(InputError, match=r"small\.yaml:25 \(sweep: 0\): workload\.method\.micro_batches: '0' must be"):
+        prepare(runs[1])
+
+
+def test_counts_batches_without_reading_the_data(file):
+    from testbed.data import load as load_data
+
+    experiment = prepared(file).experiment
+    part = experiment.scenario.workload.data
+    assert batches(experiment.scenario) == 2 * (len(load_data(part).train_labels) // 64)
+
+
+def test_data_lies_beside_the_scenario_or_where_fetch_puts_it(file):
+    assert data_folder(prepared(file).experiment.scenario) == Path("data/digits")
+    Path("sub").mkdir()
+    other = Path("sub/small.yaml")
+    text = GOOD.replace("name: digits", "name: digits, folder: ../images")
+    assert data_folder(prepared(other, text).experiment.scenario) == Path("sub/../images")
+
+
+def test_imports_no_torch(file):
+    file.write_text(GOOD)
+    code = (
+        "import sys; from testbed.scenario.expand import experiments; from testbed.scenario.loading import load; "
+        "from testbed.scenario.prepare import prepare; prepare(experiments(load('small.yaml'))[0]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
