@@ -146,6 +146,12 @@ def _advice(error: BaseException) -> str:
     return "no Docker engine answers: start it with 'sudo systemctl start docker', or run once as root"
 
 
+def _reason(text: str) -> str:
+    """Shorten what the client's layers make of a refused connection."""
+    known = {"FileNotFoundError": "there is no such socket", "Connection refused": "connection refused"}
+    return next((short for long, short in known.items() if long in text), _last_line(text))
+
+
 def _start(say: Say) -> docker.DockerClient:
     """Start the installed engine, with systemd where that runs, and wait until it answers."""
     if Path("/run/systemd/system").is_dir():

@@ -65,9 +65,13 @@ class Images:
 
 def names() -> Images:
     """Return the tags for the files as they are now; needs no engine."""
+    return _names({kind: _code_files(kind) for kind in CODE})
+
+
+def _names(code: Mapping[str, Mapping[str, bytes]]) -> Images:
     base = f"testbed/base:{_digest(_base_parts())}"
     runtimes = {kind: f"testbed/runtime:{_digest(_runtime_parts(kind, base))}" for kind in CODE}
-    tags = {kind: f"testbed/{kind}:{_digest(_code_parts(kind, runtimes[kind]))}" for kind in CODE}
+    tags = {kind: f"testbed/{kind}:{_digest(_code_parts(kind, runtimes[kind], code[kind]))}" for kind in CODE}
     return Images(base, runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
 
 
@@ -78,7 +82,9 @@ def ensure_images(client: docker.DockerClient, say: Say) -> Images:
         HostError: an image cannot be had; says what failed and what would help.
 
     """
-    wanted = names()
+    # Read once: a file that is saved meanwhile must not end up under the hash of what it was.
+    code = {kind: _code_files(kind) for kind in CODE}
+    wanted = _names(code)
     if _exists(client, wanted.device) and _exists(client, wanted.shaper):
         return wanted
     with _one_at_a_time():
@@ -95,7 +101,7 @@ def ensure_images(client: docker.DockerClient, say: Say) -> Images:
                 client,
                 wanted.code(kind),
                 (RECIPES / f"{kind}.Dockerfile").read_bytes(),
-                {f"code/{name}": content for name, content in _code_files(kind).items()},
+                {f"code/{name}": content for name, content in code[kind].items()},
                 {"RUNTIME": wanted.runtime(kind)},
                 {LABEL: kind},
             )
@@ -159,11 +165,11 @@ def _runtime_parts(kind: str, base: str) -> dict[str, bytes]:
     }
 
 
-def _code_parts(kind: str, runtime: str) -> dict[str, bytes]:
+def _code_parts(kind: str, runtime: str, code: Mapping[str, bytes]) -> dict[str, bytes]:
     return {
         "runtime": runtime.encode(),
         "recipe": (RECIPES / f"{kind}.Dockerfile").read_bytes(),
-        **{f"code/{name}": content for name, content in _code_files(kind).items()},
+        **{f"code/{name}": content for name, content in code.items()},
     }
 
 

@@ -1,0 +1,66 @@
+# The one door. `make` alone lists what there is.
+
+PYTHON ?= python3
+NAME ?=
+RUNTIME ?=
+ARGS ?=
+
+VENV := .venv
+# Named after the lock's content, so that it is redone when that changes and only then.
+READY := $(VENV)/ready-$(firstword $(shell sha256sum requirements.lock))
+TESTBED := $(VENV)/bin/testbed
+SCENARIO = $(firstword $(wildcard $(NAME) scenarios/$(NAME) scenarios/$(NAME).yaml scenarios/$(NAME).yml) $(NAME))
+
+.DEFAULT_GOAL := help
+.PHONY: help scenario test smoke bench lint format images environment lock clean distclean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1  /p' $(MAKEFILE_LIST) | awk '{printf "  make %-12s", $$2; $$1=$$2=""; print}'
+
+scenario: $(READY) ## run one: NAME=quickstart or a path; RUNTIME=simulate without containers; ARGS="--set seed=2"
+	@test -n "$(NAME)" || { echo "say which scenario: make scenario NAME=quickstart" >&2; exit 2; }
+	@$(TESTBED) run "$(SCENARIO)" $(if $(RUNTIME),--runtime $(RUNTIME)) $(ARGS)
+
+test: lint ## lint, then every test, with real containers
+	@$(TESTBED) images
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+smoke: $(READY) ## the scenarios of scenarios/smoke, each with its expectations
+	@failed=; for file in scenarios/smoke/*.yaml; do \
+		echo "== $$file"; $(TESTBED) run "$$file" $(if $(RUNTIME),--runtime $(RUNTIME)) $(ARGS) || failed="$$failed $$file"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator
+	@$(TESTBED) bench $(ARGS)
+
+lint: $(READY) ## ruff and mypy
+	@$(VENV)/bin/ruff check
+	@$(VENV)/bin/ruff format --check
+	@$(VENV)/bin/mypy
+
+format: $(READY) ## let ruff set the files right
+	@$(VENV)/bin/ruff check --fix
+	@$(VENV)/bin/ruff format
+
+images: $(READY) ## build the container images that the present files ask for
+	@$(TESTBED) images
+
+environment: $(READY) ## the Python environment in .venv, from requirements.lock
+
+$(READY): requirements.lock
+	@images/environment $(PYTHON) $(VENV) $@
+
+lock: $(READY) ## write requirements.lock from what is installed in .venv
+	@{ sed -n '/^#/p' requirements.lock; \
+	$(VENV)/bin/python -m pip freeze --all --exclude-editable | grep -v -e '^#' -e '^pip==' | sed 's/+cpu$$//' | sort -f; \
+	} > .build-lock && mv .build-lock requirements.lock
+
+clean: ## remove all runs, the build folder and caches; environment, images and results stay
+	-@test ! -x $(TESTBED) || $(TESTBED) down --all
+	rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: ## clean, and remove images and environment too
+	-@test ! -x $(TESTBED) || { $(TESTBED) down --all && $(TESTBED) images --remove; }
+	@$(MAKE) --no-print-directory clean
+	rm -rf $(VENV) *.egg-info

@@ -1,0 +1,34 @@
+"""`testbed doctor`: what this machine can serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+from testbed.errors import HostError
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def doctor(as_json: bool) -> None:
+    """Say what the testbed finds on this machine, and what helps where something is missing.
+
+    Exits with 3 when no scenario could run in containers here.
+    """
+    from controller.diagnosis import Check, examine
+
+    checks: list[Check] = []
+    for check in examine():
+        checks.append(check)
+        if not as_json:
+            helps = f"; {check.help}" if check.help and check.status != "ok" else ""
+            click.echo(f"{check.status:8} {check.name:18} {check.detail}{helps}")
+    if as_json:
+        click.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    fatal = [check.name for check in checks if check.needed and check.status == "missing"]
+    if fatal:
+        raise HostError(
+            f"no scenario can run in containers here for want of: {', '.join(fatal)}; '--runtime simulate' needs none"
+        )

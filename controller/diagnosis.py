@@ -1,0 +1,213 @@
+"""What this machine can serve: what the testbed needs, whether it is there, and what helps where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import docker
+from docker.errors import APIError, ContainerError, DockerException, ImageNotFound
+
+from controller.engine import connect, facts, is_local
+from controller.images import REGISTRY_BASE, names
+from controller.lab import SHAPER_CAPABILITIES
+from controller.removal import RUN, remove_run
+from testbed.errors import HostError
+
+Status = Literal["ok", "missing", "unknown"]
+
+_REGISTRY_PATIENCE = 5.0
+_ROOM = 6 * 10**9
+"""Bytes: the images take half of it, and twice as much while they are built."""
+_TRY_BACKEND = "import sys; from controller.shaping.backends import choose; choose(sys.argv[1], lambda: 0)[0].close()"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing, whether it is there, and what to do where it is not."""
+
+    name: str
+    status: Status
+    detail: str
+    help: str = ""
+    needed: bool = False
+    """Without it no scenario can run in containers (all run with `--runtime simulate`)."""
+
+
+def examine() -> Iterator[Check]:
+    """Yield the checks one by one, as each is done; changes nothing on the machine."""
+    yield _python()
+    try:
+        client = connect()
+    except HostError as error:
+        startable = os.geteuid() == 0 and not os.environ.get("DOCKER_HOST") and shutil.which("apt-get") is not None
+        help_ = "'make scenario' as root installs and starts one" if startable else str(error)
+        yield Check("engine", "missing", "none answers", help_, needed=not startable)
+        yield from _host(None)
+        return
+    yield from _engine(client)
+    yield from _links(client)
+    yield from _host(client)
+
+
+def _python() -> Check:
+    lacking = [name for name in ("torch", "docker", "flask", "safetensors") if importlib.util.find_spec(name) is None]
+    version = platform.python_version()
+    if sys.version_info[:2] != (3, 11):
+        return Check("python", "missing", version, "install Python 3.11 and run 'make PYTHON=python3.11'", needed=True)
+    if lacking:
+        return Check(
+            "python", "missing", f"{version} without {', '.join(lacking)}", "run 'make environment'", needed=True
+        )
+    return Check("python", "ok", f"{version} in {sys.prefix}")
+
+
+def _engine(client: docker.DockerClient) -> Iterator[Check]:
+    known, info = facts(client), client.info()
+    if is_local():
+        yield Check("engine", "ok", f"Docker {known.version} (API {known.api}) on {known.system}", needed=True)
+    else:
+        yield Check(
+            "engine",
+            "missing",
+            f"Docker {known.version} is on another machine",
+            "run testbed on that machine",
+            needed=True,
+        )
+    yield Check("kernel", "ok", f"{known.kernel}, {known.architecture}")
+    limits = [name for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)]
+    if limits:
+        help_ = "boot with cgroup_enable=memory, or use cgroup v2: limits of devices are ignored without"
+        yield Check("cgroup", "missing", f"{known.cgroup} without limits on {', '.join(limits)}", help_)
+    else:
+        yield Check("cgroup", "ok", f"{known.cgroup} with limits on memory and processes")
+    if known.storage == "vfs":
+        yield Check("storage", "missing", "vfs copies every image for each container", "give the engine overlay2")
+    else:
+        yield Check("storage", "ok", known.storage)
+    yield _images(client)
+    yield _registry(client)
+
+
+def _images(client: docker.DockerClient) -> Check:
+    wanted = names()
+    lacking = [kind for kind, tag in vars(wanted).items() if not _has(client, tag)]
+    if lacking:
+        return Check(
+            "images", "missing", f"not built yet: {', '.join(lacking)}", "'make images', or the first run does"
+        )
+    return Check("images", "ok", f"{wanted.device}, {wanted.shaper}")
+
+
+def _has(client: docker.DockerClient, tag: str) -> bool:
+    try:
+        client.images.get(tag)
+    except ImageNotFound:
+        return False
+    return True
+
+
+def _registry(client: docker.DockerClient) -> Check:
+    def ask() -> str:
+        client.images.get_registry_data(REGISTRY_BASE)
+        return ""
+
+    problem = _within(_REGISTRY_PATIENCE, ask)
+    if not problem:
+        return Check("registry", "ok", f"has {REGISTRY_BASE}")
+    if shutil.which("mmdebstrap"):
+        return Check("registry", "ok", "none reachable; mmdebstrap makes the base image")
+    help_ = "apt-get install mmdebstrap makes the base image instead (as root the first run does that itself)"
+    return Check("registry", "missing", "none reachable", help_)
+
+
+def _within(seconds: float, ask: Callable[[], str]) -> str:
+    """Return what stands against it, an empty text when nothing does."""
+    answers: list[str] = []
+
+    def attempt() -> None:
+        try:
+            answers.append(ask())
+        except (DockerException, OSError) as error:
+            answers.append(str(error))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else "no answer"
+
+
+def _links(client: docker.DockerClient) -> Iterator[Check]:
+    """Try both backends in a container like the shaper's, in a network namespace of their own."""
+    image = names().shaper
+    if not _has(client, image):
+        yield Check("links", "unknown", "the shaper's image is not built yet", "'make images', then ask again")
+        return
+    found = {backend: _try_backend(client, image, backend) for backend in ("netem", "userspace")}
+    for backend, problem in found.items():
+        yield Check(f"links: {backend}", "missing" if problem else "ok", problem or "works on this kernel")
+    if all(found.values()):
+        yield Check(
+            "links",
+            "missing",
+            "no backend works",
+            "a kernel with sch_htb and either sch_netem and ifb, or nfnetlink_queue and xt_NFQUEUE: load these modules",
+            needed=True,
+        )
+
+
+def _try_backend(client: docker.DockerClient, image: str, backend: str) -> str:
+    """Return why a backend does not work here, or an empty text."""
+    run = f"doctor-{secrets.token_hex(4)}"
+    try:
+        client.containers.run(
+            image,
+            ["python3", "-c", _TRY_BACKEND, backend],
+            name=f"testbed-{run}",
+            labels={RUN: run},
+            cap_drop=["ALL"],
+            cap_add=SHAPER_CAPABILITIES,
+            pid_mode="host",
+            network_mode="none",
+            read_only=True,
+            tmpfs={"/tmp": "size=16m", "/run": "size=16m"},
+        )
+    except ContainerError as error:
+        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
+        lines = said.strip().splitlines()
+        why = lines[-1] if lines else f"status {error.exit_status}"
+        # Of what the shaper would say to a user, only what the kernel said.
+        return why.partition(f"({backend}: ")[2].partition("); it needs")[0] or why
+    except APIError as error:
+        return str(error.explanation)
+    finally:
+        remove_run(client, run, settle=False)
+    return ""
+
+
+def _host(client: docker.DockerClient | None) -> Iterator[Check]:
+    cores = os.cpu_count() or 1
+    if cores < 2:
+        yield Check("processors", "missing", "1", "two at least: the shaper must not wait for the devices")
+    else:
+        yield Check("processors", "ok", str(cores))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Check("memory", "ok", f"{memory / 2**30:.1f} GiB")
+    folder = Path(str(client.info().get("DockerRootDir"))) if client else Path("/var/lib")
+    if folder.is_dir():
+        free = shutil.disk_usage(folder).free
+        status: Status = "ok" if free > _ROOM else "missing"
+        yield Check("disk", status, f"{free / 1e9:.0f} GB free for images", f"make room: {_ROOM / 1e9:.0f} GB")
+    if shutil.which("qemu-system-x86_64"):
+        yield Check("qemu", "ok", "tests can boot a kernel with sch_netem")
+    else:
+        yield Check("qemu", "missing", "only tests of netem want it", "apt-get install qemu-system-x86")
