@@ -13,6 +13,7 @@ import io
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -117,10 +118,10 @@ def load(folder: Path) -> Run:
 
 
 def load_all(folder: Path) -> list[Run]:
-    """Read a run, or every run of a sweep or of repetitions in the order of their names."""
+    """Read a run, or every run of a sweep or of repetitions in the order of their names, numbers by their size."""
     if (folder / "scenario.yaml").is_file() or not folder.is_dir():
         return [load(folder)]
-    places = sorted(path.parent for path in folder.glob("[!.]*/scenario.yaml"))
+    places = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural)
     return [load(place) for place in places] or [load(folder)]
 
 
@@ -130,13 +131,29 @@ def rebuild(run: Run) -> None:
 
 
 def run_name(experiment: Experiment) -> str:
-    """Return the name of a run's folder among those of its sweep, such as ``rate=10mbit,repetition=2``."""
+    """Return the name of a run's folder, such as ``quickstart`` or ``quickstart,rate=10mbit,repetition=2``."""
     short = [key.rpartition(".")[2] for key in experiment.point]
     keys = short if len(set(short)) == len(short) else list(experiment.point)
     parts = [f"{key}={value}" for key, value in zip(keys, experiment.point.values(), strict=True)]
-    text = ",".join([*parts, f"repetition={experiment.repetition + 1}"])
-    safe = "".join(character if character.isalnum() or character in "=,.-_" else "_" for character in text)
-    return safe.lstrip(".")[:200]
+    if experiment.repetition:
+        parts.append(f"repetition={experiment.repetition + 1}")
+    text = ",".join([experiment.scenario.name, *parts])
+    return "".join(character if character.isalnum() or character in "=,.-_" else "_" for character in text)[:200]
+
+
+def _natural(path: Path) -> list[tuple[bool, float, str]]:
+    parts = re.split(r"(\d+(?:\.\d+)?)", path.name)
+    return [(index % 2 == 0, float(part) if index % 2 else 0.0, part) for index, part in enumerate(parts)]
+
+
+def fresh(folder: Path) -> Path:
+    """Return ``folder``, or with a number the first such name that does not exist or is empty."""
+    number = 1
+    place = folder
+    while place.exists() and not _is_empty(place):
+        number += 1
+        place = folder.with_name(f"{folder.name}-{number}")
+    return place
 
 
 def scenario_yaml(scenario: Scenario) -> str:
@@ -182,6 +199,9 @@ def _write_computed(folder: Path, run: Run) -> None:
     _write_json(folder / "fidelity.json", _fidelity(run.outcome, run.metrics))
     content = trace(run.outcome.events, end, run.experiment.scenario.name)
     (folder / "trace.json").write_text(json.dumps(content), encoding="utf-8")
+    from controller.report.html import render
+
+    (folder / "report.html").write_text(render(run), encoding="utf-8")
 
 
 def _umask() -> int:
@@ -192,12 +212,8 @@ def _umask() -> int:
 
 def _publish(draft: Path, folder: Path) -> Path:
     """Rename the finished draft to the first free name."""
-    number = 1
     while True:
-        place = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        number += 1
-        if place.exists() and not _is_empty(place):
-            continue
+        place = fresh(folder)
         try:
             # Replaces an empty folder, fails on one that somebody filled since we looked.
             draft.rename(place)

@@ -25,6 +25,7 @@ def test_a_run_leaves_every_file(tmp_path: Path) -> None:
         "metrics.json",
         "fidelity.json",
         "trace.json",
+        "report.html",
     }
     assert json.loads((place / "metrics.json").read_text())["accuracy"] == 0.95
     assert json.loads((place / "fidelity.json").read_text())["verdict"]["kind"] == "trusted"
@@ -120,7 +121,7 @@ def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
 
 def test_names_of_the_runs_of_a_sweep() -> None:
     point = {"network.link.rate": "10mbit", "workload.method.options": "a/b c"}
-    assert results.run_name(replace(recorded.experiment(), point=point)) == "rate=10mbit,options=a_b_c,repetition=1"
+    assert results.run_name(replace(recorded.experiment(), point=point)) == "recorded,rate=10mbit,options=a_b_c"
     point = {"devices.a.profile": "laptop", "devices.b.profile": "laptop"}
     name = results.run_name(replace(recorded.experiment(), point=point, repetition=1))
-    assert name == "devices.a.profile=laptop,devices.b.profile=laptop,repetition=2"
+    assert name == "recorded,devices.a.profile=laptop,devices.b.profile=laptop,repetition=2"

@@ -29,8 +29,8 @@ def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None
             results.write(tmp_path / results.run_name(experiment), experiment, recorded.plan(), recorded.outcome())
     summary = summarize(tmp_path)
     assert [point["point"] for point in summary["points"]] == [
-        {"network.link.rate": "16mbit"},
         {"network.link.rate": "8mbit"},
+        {"network.link.rate": "16mbit"},
     ]
     first = summary["points"][0]
     assert first["trusted"] == 2
@@ -38,5 +38,5 @@ def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     with (tmp_path / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["network.link.rate"] for row in rows] == ["16mbit", "8mbit"]
+    assert [row["network.link.rate"] for row in rows] == ["8mbit", "16mbit"]
     assert float(rows[0]["step_time"]) == pytest.approx(1.0)

@@ -1,0 +1,184 @@
+"""The HTML report of a run: one file without outside resources, in the reader's colour scheme."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from controller.report import formats
+from controller.report.charts import Line, Window, line_chart
+from controller.report.grouping import describe, group_links
+from controller.report.terminal import VERDICTS, figure_rows, found_text, recovery_from
+from controller.report.timeline import fault_windows, timeline
+from controller.results import Run, scenario_yaml
+
+EXPLAINED = {
+    "trusted": "Everything that bears on the timings was as the scenario asks for.",
+    "not trusted": "The timings of this run should not be relied on:",
+    "prediction": "Simulated: computed from the figures of the scenario on a virtual clock; nothing was measured.",
+}
+
+
+@cache
+def environment() -> Environment:
+    """Return the templates, with escaping always on and every missing name an error."""
+    made = Environment(
+        loader=PackageLoader("controller.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "seconds": formats.seconds,
+        "moment": formats.moment,
+        "size": formats.size,
+        "share": formats.share,
+        "whole_share": formats.whole_share,
+        "speed": formats.speed,
+        "link": describe,
+    }
+    return made
+
+
+def render(run: Run) -> str:
+    """Return the report of a run as HTML."""
+    metrics, scenario = run.metrics, run.experiment.scenario
+    devices = metrics["devices"]
+    fell = any(row["down"] for row in devices.values())
+    return (
+        environment()
+        .get_template("report.html")
+        .render(
+            scenario=scenario,
+            chips=list(_chips(run)),
+            verdict=metrics["verdict"],
+            sign=VERDICTS[metrics["verdict"]["kind"]][0],
+            explained=_explained(metrics["verdict"]),
+            figures=list(figure_rows(metrics)),
+            expectations=[(one, found_text(one)) for one in run.expectations],
+            charts=list(_charts(metrics)),
+            timeline=timeline(run.outcome, metrics),
+            devices=devices,
+            kinds=["compute", "send", "receive", *(["down"] if fell else []), "idle"],
+            fell=fell,
+            assigned=_assigned(run),
+            emulated=metrics["runtime"] == "emulate",
+            links=metrics["links"],
+            groups=group_links(metrics["links"]),
+            faults=[(fault, _recovery(fault, metrics)) for fault in metrics["fault_list"]],
+            reproduce=_reproduce(run),
+            scenario_text=scenario_yaml(scenario),
+            plan_text=json.dumps(run.plan.model_dump(mode="json"), indent=2),
+            manifest=list(_flat(run.manifest)),
+            version=run.manifest["versions"]["testbed"],
+            date=run.manifest["date"],
+        )
+    )
+
+
+def _chips(run: Run) -> Iterator[str]:
+    workload = run.experiment.scenario.workload
+    yield "emulated in containers" if run.outcome.runtime == "emulate" else "simulated"
+    yield f"{workload.method.name} {'training' if workload.task == 'train' else 'inference'}"
+    yield f"{workload.model.name} on {workload.data.name}"
+    count = len(run.experiment.devices)
+    yield f"{count} device{'' if count == 1 else 's'}"
+    yield f"seed {run.experiment.scenario.seed}"
+    for key, value in run.experiment.point.items():
+        yield f"{key} = {value}"
+    if run.experiment.repetition:
+        yield f"repetition {run.experiment.repetition + 1}"
+
+
+def _explained(judged: Mapping[str, Any]) -> str:
+    text = EXPLAINED[judged["kind"]]
+    return f"{text} {'; '.join(judged['reasons'])}." if judged["reasons"] else text
+
+
+def _assigned(run: Run) -> dict[str, str]:
+    """Return which units of the model each device of the plan holds, counted from 0, and the memory they take."""
+    return {
+        item.device: f"units {item.first}–{item.last - 1}, {formats.size(item.memory)}"
+        if item.last - item.first > 1
+        else f"unit {item.first}, {formats.size(item.memory)}"
+        for item in run.plan.assignments
+        if item.last > item.first
+    }
+
+
+def _recovery(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {"detected": None, "resumed": None, "seconds": None, **recovery_from(fault, metrics)}
+
+
+def _charts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, Markup]]:
+    """Yield (title, note, SVG) of what the run went through."""
+    end = metrics["duration"]
+    windows = [Window(**window) for window in fault_windows(metrics)]
+    shaded = " Shaded: faults and recoveries." if windows else ""
+    series = metrics["series"]
+    steps = series["steps"]
+    evaluations = series["evaluations"]
+
+    def draw(lines: list[Line], title: str, write: Any, top: float | None = None) -> Markup:
+        return line_chart(lines, windows, end=end, title=title, write=write, top=top)
+
+    if steps:
+        losses = [(row["time"], row["loss"]) for row in steps if row["loss"] is not None]
+        tested = [(row["time"], row["loss"]) for row in evaluations if row.get("loss") is not None]
+        lines = [Line("training loss", losses, "l-loss"), Line("test loss", tested, "l-test", marks=True)]
+        yield "Loss", f"Of every training step, and on the test data.{shaded}", draw(lines, "Loss", formats.number)
+    if evaluations:
+        points = [(row["time"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None]
+        lines = [Line("test accuracy", points, "l-accuracy", marks=True)]
+        yield "Accuracy", "On the test data.", draw(lines, "Accuracy", formats.whole_share, 1.0)
+    if steps:
+        yield _step_chart(steps, draw)
+    if series["requests"]:
+        points = [(row["time"], row["latency"]) for row in series["requests"]]
+        lines = [Line("latency", points, "l-seconds", joined=False)]
+        yield "Latency", f"Of every request.{shaded}", draw(lines, "Latency", formats.seconds)
+
+
+def _step_chart(steps: list[dict[str, Any]], draw: Any) -> tuple[str, str, Markup]:
+    steady = [(row["time"], row["seconds"]) for row in steps if row["steady"]]
+    others = [(row["time"], row["seconds"]) for row in steps if not row["steady"]]
+    lines = [
+        Line("undisturbed", steady, "l-seconds", joined=False),
+        Line("first, odd, with evaluation or fault", others, "l-other", joined=False),
+    ]
+    # One long outage must not flatten all the rest: such steps are cut off at the top, and said to be.
+    most = max(row["seconds"] for row in steps)
+    usual = sorted(seconds for _, seconds in steady or others)[-1]
+    top = usual * 3 if most > usual * 5 else None
+    note = "Seconds from the step before."
+    if top is not None:
+        above = sum(row["seconds"] > top for row in steps)
+        lines[1] = Line(lines[1].name, [(at, min(value, top)) for at, value in others], "l-other", joined=False)
+        note += f" {above} longer than {formats.seconds(top)} drawn at the upper edge, up to {formats.seconds(most)}."
+    return "Time per step", note, draw(lines, "Time per step", formats.seconds, top)
+
+
+def _reproduce(run: Run) -> str:
+    revision = run.manifest["revision"]
+    at = f"# testbed {run.manifest['versions']['testbed']}" + (f", revision {revision}" if revision else "")
+    return f"{at}\n{run.manifest['command']}\n# or, from the resolved scenario of this folder\n{_again(run)}"
+
+
+def _again(run: Run) -> str:
+    return shlex.join(["testbed", "run", str(run.path / "scenario.yaml"), "--runtime", run.outcome.runtime])
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, text) of nested facts."""
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _flat(item, f"{prefix}{key}.")
+        elif item not in (None, "", []):
+            yield f"{prefix}{key}", str(item)

@@ -1,0 +1,132 @@
+"""The Gantt chart of a run as compact data for the script that draws it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from testbed.trace.gantt import Bar, bars
+from testbed.trace.intervals import Interval, overlaps
+from testbed.trace.outcome import Outcome
+
+KINDS = ("compute", "send", "receive", "down")
+MOST_BARS = 40_000
+"""Bars embedded one by one; of longer runs only the interesting windows keep them, the rest is drawn joined."""
+MOST_DEVICES = 48
+AROUND = 1.0
+"""Seconds shown before and after a fault."""
+FINEST = 1 / 3000
+"""Of the duration: bars closer together than that look like one when the whole run is on the screen."""
+
+
+def timeline(outcome: Outcome, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``devices``, ``bars``, ``windows``, ``views`` and ``end`` for the chart.
+
+    A bar is [device, kind, start, duration, label, batch, micro, peer, bytes, interrupted], devices, kinds, labels and
+    peers by number. ``views`` are the stretches worth a look, each with a name.
+    """
+    end = metrics["duration"]
+    devices = list(metrics["devices"])[:MOST_DEVICES]
+    charted = [bar for bar in bars(outcome.events, end) if bar.device in devices and bar.start <= end]
+    views = interesting(metrics)
+    joined = len(charted) > MOST_BARS
+    if joined:
+        charted = _join(charted, [(view["start"], view["end"]) for view in views[1:]], end * FINEST)
+    words = sorted({bar.label for bar in charted} | {bar.peer for bar in charted if bar.peer})
+    number = {word: index for index, word in enumerate(words)}
+    return {
+        "end": end,
+        "devices": devices,
+        "hidden": len(metrics["devices"]) - len(devices),
+        "joined": joined,
+        "kinds": KINDS,
+        "words": words,
+        "bars": [_compact(bar, devices, number) for bar in charted],
+        "windows": fault_windows(metrics),
+        "views": views,
+    }
+
+
+def fault_windows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the stretches to be shaded: ``start``, ``end``, ``label`` and ``style`` (fault or recovery)."""
+    end = metrics["duration"]
+    windows = []
+    for fault in metrics["fault_list"]:
+        if fault["mends"]:
+            continue
+        undone = fault["undone"] if fault["undone"] is not None else end
+        label = f"{fault['action']} {fault['target']}"
+        windows.append({"start": fault["struck"], "end": min(undone, end), "label": label, "style": "fault"})
+    for item in metrics["recovery_list"]:
+        resumed = end if item["resumed"] is None else item["resumed"]
+        windows.append({"start": item["detected"], "end": resumed, "label": "recovering", "style": "recovery"})
+    return windows
+
+
+def interesting(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the whole run, two steady steps or a few requests, and what surrounds each fault."""
+    end = metrics["duration"]
+    views = [{"name": "whole run", "start": 0.0, "end": end}]
+    steps = metrics["series"]["steps"]
+    pairs = [(left, right) for left, right in pairwise(steps) if left["steady"] and right["steady"]]
+    if pairs:
+        left, right = pairs[len(pairs) // 2]
+        views.append({"name": "two steps", "start": left["time"] - left["seconds"], "end": right["time"]})
+    requests = metrics["series"]["requests"]
+    if requests:
+        middle = requests[len(requests) // 2]
+        start = middle["time"] - middle["latency"]
+        views.append({"name": "a request", "start": max(0.0, start), "end": middle["time"]})
+    for fault in metrics["fault_list"][:6]:
+        if fault["mends"]:
+            continue
+        known = [fault[key] for key in ("undone", "recovered") if fault[key] is not None]
+        last = max(known, default=fault["struck"])
+        views.append(
+            {
+                "name": f"{fault['action']} {fault['target']}",
+                "start": max(0.0, fault["struck"] - AROUND),
+                "end": min(end, last + AROUND),
+            }
+        )
+    return [view for view in views if view["end"] > view["start"]]
+
+
+def _join(charted: Sequence[Bar], keep: Sequence[Interval], gap: float) -> list[Bar]:
+    """Join alike bars that are closer than ``gap``, save those in the stretches to keep."""
+    result = []
+    rows: dict[tuple[str, str, str], list[Bar]] = defaultdict(list)
+    for bar in charted:
+        if bar.kind == "down" or overlaps((bar.start, bar.end), keep):
+            result.append(bar)
+        else:
+            rows[bar.device, bar.kind, bar.label].append(bar)
+    for (device, _, label), row in rows.items():
+        merged: list[list[float]] = []
+        for bar in row:
+            if merged and bar.start - merged[-1][1] <= gap and not overlaps((merged[-1][1], bar.start), keep):
+                merged[-1][1] = max(merged[-1][1], bar.end)
+            else:
+                merged.append([bar.start, bar.end])
+        result += [Bar(device, row[0].kind, start, end, label) for start, end in merged]
+    return sorted(result, key=lambda bar: bar.start)
+
+
+def _compact(bar: Bar, devices: Sequence[str], number: Mapping[str, int]) -> list[Any]:
+    row: list[Any] = [
+        devices.index(bar.device),
+        KINDS.index(bar.kind),
+        round(bar.start, 6),
+        round(bar.end - bar.start, 6),
+        number[bar.label],
+        bar.batch,
+        bar.micro,
+        number[bar.peer] if bar.peer else None,
+        bar.size,
+        1 if bar.interrupted else None,
+    ]
+    while row[-1] is None:
+        row.pop()
+    return row
