@@ -13,7 +13,8 @@ workload over, in configurations numbered above those of its former self.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from testbed.methods.parts import messages
 from testbed.methods.parts.bell import Bell
 from testbed.methods.parts.checkpoint import Checkpoint, Collector
 from testbed.methods.parts.crew import Answer, Crew, Lost
-from testbed.methods.parts.feed import Requests
 from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.shard import restrict, weights_of
 from testbed.methods.parts.worker import Worker
@@ -162,23 +162,26 @@ class Lead(ABC):
                 self._crew.check_movement(self.layout, self._own_answer(), self._temper.return_window)
 
     async def forward_all(
-        self, work: str, requests: Requests, wanted: Sequence[int], window: int, done: Callable[[int, Message], None]
-    ) -> None:
-        """Send the wanted requests through the stages, ``window`` at a time; ``done`` gets each one's output."""
-        waiting = list(reversed(wanted))
-        under_way: list[int] = []
+        self, work: str, wanted: Iterable[int], window: int, images: Callable[[int], torch.Tensor]
+    ) -> AsyncIterator[tuple[int, torch.Tensor]]:
+        """Send the wanted batches through the stages, ``window`` at a time; yield index and outputs of each.
+
+        ``images`` is asked for a batch's inputs at the moment they are sent.
+        """
+        waiting = deque(wanted)
+        under_way: set[int] = set()
         while waiting or under_way:
             while waiting and len(under_way) < window:
-                index = waiting.pop()
-                under_way.append(index)
-                images = requests.images(index)
-                fields = {"work": work, "batch": index, "micro": 0, "micros": 1, "samples": len(images)}
-                self.post(self.layout[0].device, messages.ACTIVATION, images, **fields)
-            await self.until(lambda: any((messages.OUTPUT, index) in self.results for index in under_way))
-            for index in [index for index in under_way if (messages.OUTPUT, index) in self.results]:
-                under_way.remove(index)
-                done(index, self.results.pop((messages.OUTPUT, index)))
-                self.progress += 1
+                index = waiting.popleft()
+                under_way.add(index)
+                inputs = images(index)
+                fields = {"work": work, "batch": index, "micro": 0, "micros": 1, "samples": len(inputs)}
+                self.post(self.layout[0].device, messages.ACTIVATION, inputs, **fields)
+            await self.until(lambda: any(kind == messages.OUTPUT for kind, _ in self.results))
+            kind, index = next(key for key in self.results if key[0] == messages.OUTPUT)
+            under_way.remove(index)
+            self.progress += 1
+            yield index, self.results.pop((kind, index)).tensors[messages.TENSOR]
 
     def let_join(self) -> None:
         """Raise `Joining` if devices have come (back) that would make for more stages; call at a checkpoint."""

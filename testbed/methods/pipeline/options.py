@@ -6,14 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.methods.base import Options
-from testbed.scenario.quantities import Duration
+from testbed.methods.parts.arrangement import StagesOptions
 
 MICRO_BATCHES = {"model-parallelism": 1, "gpipe": 4, "1f1b": 4}
 """What ``micro_batches`` is where it is not given."""
 
 
-class PipelineOptions(Options):
+class PipelineOptions(StagesOptions):
     """Options of `testbed.methods.pipeline.Pipeline`."""
 
     schedule: Literal["model-parallelism", "gpipe", "1f1b"] = "1f1b"
@@ -21,13 +20,8 @@ class PipelineOptions(Options):
     partition: Literal["even", "optimal"] = Field(
         "optimal", description="even: by number of units; optimal: least predicted time of a step"
     )
-    stages: int | None = Field(None, ge=1, description="the first so many devices; the others stand by. None: all")
     checkpoint_every: int = Field(20, ge=1, description="steps after which the first device gathers all weights")
     evaluate_every: int | None = Field(None, ge=1, description="steps; None: at the end only")
-    patience: Duration = Field(
-        2.0, gt=0, description="without progress until devices are asked, and without an answer until they are lost"
-    )
-    return_window: Duration = Field(15.0, description="how long a lost device may take to come back")
 
     @property
     def pieces(self) -> int:

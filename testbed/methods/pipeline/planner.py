@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Assignment, Plan, Problem
 from testbed.methods.parts import costs
+from testbed.methods.parts.arrangement import all_devices, assignments, devices_among
 from testbed.methods.pipeline.options import PipelineOptions
-from testbed.partition.cuts import Cuts
-from testbed.partition.pipeline import Pipeline
+from testbed.partition import Cuts, Pipeline
 from testbed.schedule import SCHEDULES
 
 
@@ -30,15 +28,11 @@ class LedPipeline(Pipeline):
 def plan(method: str, problem: Problem) -> Plan:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     options = _options(problem)
-    count = len(problem.devices) if options.stages is None else options.stages
-    if count > len(problem.devices):
-        raise InputError(f"method.stages: {count} stages need {count} devices, there are {len(problem.devices)}")
-    _check_links(problem)
-    pipeline, cuts = _cut(problem, problem.devices[:count])
+    pipeline, cuts = _cut(problem, all_devices(problem))
     return Plan(
         method=method,
         lead=problem.devices[0].name,
-        assignments=_assignments(pipeline, cuts),
+        assignments=assignments(pipeline, cuts),
         step_time=pipeline.step_time(cuts),
         details={
             "schedule": options.schedule,
@@ -51,9 +45,7 @@ def plan(method: str, problem: Problem) -> Plan:
 
 def stages_over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
     """Plan for the devices that are there; raises `InputError` where they are too few or too small."""
-    devices = [device for device in problem.devices if device.name in there]
-    count = min(_options(problem).stages or len(devices), len(devices), len(problem.model.units))
-    return _assignments(*_cut(problem, devices[:count]))
+    return assignments(*_cut(problem, devices_among(problem, there)))
 
 
 def _options(problem: Problem) -> PipelineOptions:
@@ -61,18 +53,7 @@ def _options(problem: Problem) -> PipelineOptions:
     return problem.options
 
 
-def _check_links(problem: Problem) -> None:
-    """Refuse devices that the first one cannot talk to: it tells them what to do and gathers their weights."""
-    lead, *others = (device.name for device in problem.devices)
-    for other in others:
-        if (lead, other) not in problem.links or (other, lead) not in problem.links:
-            raise InputError(
-                f"the pipeline needs links between {lead}, which keeps the checkpoints, and every other device, but "
-                f"there is none between {lead} and {other}: use topology mesh or add the link"
-            )
-
-
-def _cut(problem: Problem, devices: Collection[DeviceSpec]) -> tuple[LedPipeline, Cuts]:
+def _cut(problem: Problem, devices: Sequence[DeviceSpec]) -> tuple[LedPipeline, Cuts]:
     options, workload, units = _options(problem), problem.workload, problem.model.units
     pipeline = LedPipeline(
         units=units,
@@ -86,10 +67,3 @@ def _cut(problem: Problem, devices: Collection[DeviceSpec]) -> tuple[LedPipeline
         checkpoint_bytes=costs.state_bytes(units, workload.optimizer),
     )
     return pipeline, pipeline.even() if options.partition == "even" else pipeline.least_step_time()
-
-
-def _assignments(pipeline: LedPipeline, cuts: Cuts) -> tuple[Assignment, ...]:
-    return tuple(
-        Assignment(device=device.name, first=first, last=last, memory=pipeline.memory(stage, first, last))
-        for stage, (device, (first, last)) in enumerate(zip(pipeline.devices, pairwise(cuts), strict=True))
-    )

@@ -13,7 +13,6 @@ from testbed.methods.parts.score import Score
 from testbed.methods.parts.stage import Routine
 from testbed.methods.parts.worker import Worker
 from testbed.methods.pipeline.options import PipelineOptions
-from testbed.wire import Message
 
 
 class Trainer(Lead):
@@ -82,9 +81,8 @@ class Trainer(Lead):
     async def _evaluate(self, step: int) -> None:
         """Send the test part through the stages, as many batches at once as keep them all busy."""
         score = Score()
-
-        def add(index: int, output: Message) -> None:
-            score.add(output.tensors[messages.TENSOR], self._tests.labels(index))
-
-        await self.forward_all(messages.EVALUATE, self._tests, range(len(self._tests)), 2 * len(self.layout), add)
+        tests = range(len(self._tests))
+        outputs = self.forward_all(messages.EVALUATE, tests, 2 * len(self.layout), self._tests.images)
+        async for index, output in outputs:
+            score.add(output, self._tests.labels(index))
         self.device.record("evaluate", step=step, accuracy=score.accuracy, loss=score.loss)

@@ -1,0 +1,62 @@
+"""Which devices become stages, at the start and after a failure, and what they have in common to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+
+from pydantic import Field
+
+from testbed.errors import InputError
+from testbed.hardware import DeviceSpec
+from testbed.methods.base import Assignment, Options, Problem
+from testbed.partition import Chain, Cuts
+from testbed.scenario.quantities import Duration
+
+
+class StagesOptions(Options):
+    """Options of every method that has its devices in a row."""
+
+    stages: int | None = Field(None, ge=1, description="the first so many devices; the others stand by. None: all")
+    patience: Duration = Field(
+        2.0, gt=0, description="without progress until devices are asked, and without an answer until they are lost"
+    )
+    return_window: Duration = Field(15.0, description="how long a lost device may take to come back")
+
+
+def all_devices(problem: Problem) -> tuple[DeviceSpec, ...]:
+    """Return the devices to begin with.
+
+    Raises `InputError` for more stages than devices, and for devices that the first one cannot talk to: it tells them
+    what to do and hears how they are.
+    """
+    count = _options(problem).stages or len(problem.devices)
+    if count > len(problem.devices):
+        raise InputError(f"method.stages: {count} stages need {count} devices, there are {len(problem.devices)}")
+    lead, *others = (device.name for device in problem.devices)
+    for other in others:
+        if (lead, other) not in problem.links or (other, lead) not in problem.links:
+            raise InputError(
+                f"{lead} leads the others and needs a link to each and back, but there is none between {lead} and "
+                f"{other}: use the topology mesh or add the link"
+            )
+    return problem.devices[:count]
+
+
+def devices_among(problem: Problem, there: Collection[str]) -> tuple[DeviceSpec, ...]:
+    """Return the devices to go on with, of those that are there."""
+    devices = [device for device in problem.devices if device.name in there]
+    return tuple(devices[: min(_options(problem).stages or len(devices), len(problem.model.units))])
+
+
+def assignments(chain: Chain, cuts: Cuts) -> tuple[Assignment, ...]:
+    """Return the stages that the cuts make."""
+    return tuple(
+        Assignment(device=device.name, first=first, last=last, memory=chain.memory(stage, first, last))
+        for stage, (device, (first, last)) in enumerate(zip(chain.devices, pairwise(cuts), strict=True))
+    )
+
+
+def _options(problem: Problem) -> StagesOptions:
+    assert isinstance(problem.options, StagesOptions)
+    return problem.options

@@ -1,0 +1,46 @@
+"""Sequential layer mapping: the model's units in order over the devices, for inference."""
+
+from __future__ import annotations
+
+from testbed.device import Device
+from testbed.methods.base import Job, Method, Plan, Problem
+from testbed.methods.parts.lead import Temper
+from testbed.methods.parts.node import run_node
+from testbed.methods.sequential.planner import SequentialOptions, plan, stages_over
+from testbed.methods.sequential.server import Server
+
+
+class Sequential(Method):
+    """Each device computes its units and passes the result on; the outputs come back to the first device.
+
+    With one request in flight its latency is that of the whole chain; with more the devices work on several at once
+    ("layer pipelining"). Devices that die are dealt with as `testbed.methods.parts.lead` says; requests that
+    got lost with them are sent again, and their latency counts from the first time.
+    """
+
+    name = "sequential"
+    summary = "sequential layer mapping: inference through the devices in a row, several requests in flight"
+    tasks = ("infer",)
+    Options = SequentialOptions
+
+    def plan(self, problem: Problem) -> Plan:
+        """Cut the model over the devices. Raises `InputError` where that cannot be."""
+        return plan(self.name, problem)
+
+    async def program(self, device: Device, job: Job) -> None:
+        """Send requests on the first device, serve as a stage elsewhere."""
+        problem, options = job.problem, job.problem.options
+        assert isinstance(options, SequentialOptions)
+        temper = Temper(options.patience, options.return_window)
+        await run_node(
+            device,
+            job,
+            None,
+            lambda worker, outbox: Server(
+                device, job, worker, outbox, temper, lambda there: stages_over(problem, there)
+            ),
+        )
+
+    def spans(self, plan: Plan, device: str) -> frozenset[str]:
+        """Return the spans of a stage; a device that the plan leaves out becomes one after a recovery at most."""
+        return frozenset({"load", "forward"})

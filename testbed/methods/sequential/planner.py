@@ -1,0 +1,78 @@
+"""Which device gets which units in an inference chain."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from testbed.hardware import DeviceSpec
+from testbed.methods.base import Assignment, Plan, Problem
+from testbed.methods.parts.arrangement import StagesOptions, all_devices, assignments, devices_among
+from testbed.partition import Chain, Cuts
+from testbed.partition.cuts import Costs, least_bottleneck
+
+
+class SequentialOptions(StagesOptions):
+    """Options of `testbed.methods.sequential.Sequential`."""
+
+    partition: Literal["even", "latency", "bottleneck"] = Field(
+        "latency",
+        description="even: by number of units; latency: least time of one request; bottleneck: most requests a second",
+    )
+    in_flight: int = Field(1, ge=1, description="requests under way at once")
+
+
+class InferenceChain(Chain):
+    """A chain that several requests pass at once."""
+
+    @property
+    def bottleneck_costs(self) -> Costs:
+        """What each stage and each link is busy with for one request: a link's delay keeps nobody busy."""
+
+        def boundary(stage: int, cut: int) -> float:
+            return self.transfer(stage, stage + 1, cut, self.batch_size)[0]
+
+        return replace(self.latency_costs, boundary=boundary)
+
+    def bottleneck(self, cuts: Cuts) -> float:
+        """Return the seconds between two requests' outputs when many are in flight."""
+        return self.bottleneck_costs.of(cuts, max)
+
+    def least_bottleneck(self) -> Cuts:
+        """Return the fitting partition that answers most requests a second; raises `InputError` where none fits."""
+        units, stages = len(self.units), len(self.devices)
+        fitting = self._fitting(self.bottleneck_costs)
+        return self._chosen(least_bottleneck(units, stages, fitting, self.latency_costs))
+
+
+def plan(method: str, problem: Problem) -> Plan:
+    """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
+    options = _options(problem)
+    chain, cuts = _cut(problem, all_devices(problem))
+    latency, bottleneck = chain.latency(cuts), chain.bottleneck(cuts)
+    return Plan(
+        method=method,
+        lead=problem.devices[0].name,
+        assignments=assignments(chain, cuts),
+        step_time=max(bottleneck, latency / options.in_flight),
+        details={"partition": options.partition, "latency": latency, "bottleneck": bottleneck},
+    )
+
+
+def stages_over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
+    """Plan for the devices that are there; raises `InputError` where they are too few or too small."""
+    return assignments(*_cut(problem, devices_among(problem, there)))
+
+
+def _options(problem: Problem) -> SequentialOptions:
+    assert isinstance(problem.options, SequentialOptions)
+    return problem.options
+
+
+def _cut(problem: Problem, devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:
+    chain = InferenceChain(problem.model.units, tuple(devices), problem.links, problem.workload.batch_size)
+    cut = {"even": chain.even, "latency": chain.least_latency, "bottleneck": chain.least_bottleneck}
+    return chain, cut[_options(problem).partition]()
