@@ -153,18 +153,3 @@ def describe(model: Model) -> dict[str, Any]:
             for index, unit in enumerate(model.units)
         ],
     }
-
-
-def catalog() -> list[dict[str, Any]]:
-    """Return the catalogue as plain values, for ``testbed models --json``."""
-    return [
-        {
-            "name": entry.name,
-            "summary": entry.summary,
-            "options": {
-                key: {"default": field.default, "description": field.description}
-                for key, field in entry.Options.model_fields.items()
-            },
-        }
-        for entry in CATALOG.values()
-    ]

@@ -1,0 +1,114 @@
+"""Downloads the files of a data set into a folder; only ever called by the command of that name."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+import requests
+import urllib3
+
+from testbed.data.catalog import Remote, describe
+from testbed.data.files import find
+from testbed.errors import HostError, InputError
+
+Progress = Callable[[str, int, int | None], None]
+"""(file, bytes so far, bytes in all if known)."""
+
+_CHUNK = 1 << 20
+_TIMEOUT = 30.0
+"""Seconds without a single byte."""
+
+
+def fetch(
+    name: str, folder: Path, bases: Sequence[str] = (), progress: Progress = lambda _file, _done, _all: None
+) -> list[Path]:
+    """Download what is missing of a set; return the set's files, those that were there before included.
+
+    ``bases`` are addresses of folders to try before the published ones, mirrors for instance. A download becomes
+    a file of its name only once its checksum is right. Raises `InputError` for a set that has nothing to
+    download and `HostError` where no address serves the right file.
+    """
+    source = describe(name)
+    if not source.remotes:
+        raise InputError(f"data set '{name}' needs no files: there is nothing to download")
+    folder.mkdir(parents=True, exist_ok=True)
+    for remote in source.remotes:
+        wanted = remote.members or (remote.name,)
+        if any(find(folder, member.removesuffix(".gz")) is None for member in wanted):
+            _get(remote, folder, [*bases, *remote.bases], progress)
+    found = [find(folder, file) for file in source.files]
+    return [path for path in found if path is not None]
+
+
+def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: Progress) -> None:
+    """Download one file from the first address that has it, and unpack it."""
+    failures = []
+    for base in bases:
+        address = f"{base.rstrip('/')}/{remote.name}"
+        unfinished = folder / f".{remote.name}.partial"
+        try:
+            digest = _download(address, unfinished, progress)
+            if digest == remote.md5:
+                _keep(remote, unfinished, folder)
+                return
+            failures.append(f"{address}: checksum {digest} instead of {remote.md5}")
+        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+            failures.append(f"{address}: {error}")
+        finally:
+            unfinished.unlink(missing_ok=True)
+    raise HostError(f"{remote.name} could not be downloaded into {folder}: " + "; ".join(failures))
+
+
+def _download(address: str, target: Path, progress: Progress) -> str:
+    """Write what an address serves; return its checksum."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with requests.get(address, stream=True, timeout=_TIMEOUT) as answer, target.open("wb") as file:
+        answer.raise_for_status()
+        announced = int(answer.headers.get("Content-Length", 0)) or None
+        done = 0
+        # The bytes as they were stored: a .gz is not to be unpacked by the HTTP client.
+        for chunk in iter(lambda: answer.raw.read(_CHUNK, decode_content=False), b""):
+            file.write(chunk)
+            digest.update(chunk)
+            done += len(chunk)
+            progress(target.name.strip(".").removesuffix(".partial"), done, announced)
+    return digest.hexdigest()
+
+
+def _keep(remote: Remote, download: Path, folder: Path) -> None:
+    """Give a sound download its name, or take out of it what is wanted."""
+    if not remote.members:
+        download.replace(folder / remote.name)
+        return
+    missing = set(remote.members)
+    for name, content in _members(download, zipped=remote.name.endswith(".zip")):
+        if name in missing:
+            unpacked = folder / f".{name}.partial"
+            with unpacked.open("wb") as file:
+                shutil.copyfileobj(content, file)
+            unpacked.replace(folder / name)
+            missing.remove(name)
+    if missing:
+        raise OSError(f"the archive lacks {', '.join(sorted(missing))}")
+
+
+def _members(archive: Path, zipped: bool) -> Iterator[tuple[str, IO[bytes]]]:
+    """Yield the files of an archive, opened, each by its name without any folder: so none lands outside."""
+    if zipped:
+        with zipfile.ZipFile(archive) as opened:
+            for entry in opened.infolist():
+                with opened.open(entry) as content:
+                    yield PurePosixPath(entry.filename).name, content
+        return
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            extracted = tar.extractfile(member) if member.isfile() else None
+            if extracted is not None:
+                with extracted:
+                    yield PurePosixPath(member.name).name, extracted
