@@ -25,7 +25,7 @@ from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.schedule import Action, Schedule, in_flight, orders, play
 from testbed.schedule.timeline import Slot
 
-ENVELOPE = 300
+ENVELOPE = 320
 """Bytes around one tensor in a message: prefix, JSON header, safetensors header; about."""
 
 

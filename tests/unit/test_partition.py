@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from testbed.partition.cuts import Costs, Cuts, best, even, least_bottleneck, tr
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.partition.pipeline import ENVELOPE
 from testbed.schedule import SCHEDULES
+from testbed.wire import Message, encode
 
 CNN = create("cnn", {}, (1, 8, 8), 10)
 
@@ -211,6 +213,13 @@ def test_model_parallelism_adds_up_compute_transfers_and_delays() -> None:
     one_way = wire_bytes(16 * CNN.units[3].input_bytes + ENVELOPE) * 8 / 1e6 + 0.02
     assert found.step_time(cuts) == pytest.approx(compute + 2 * one_way)
     assert found.latency(cuts) == pytest.approx(compute / 3 + one_way)
+
+
+def test_the_envelope_is_about_that_of_a_message() -> None:
+    fields = {"configuration": 1, "work": "train", "batch": 205, "micro": 2, "samples": 64, "micros": 4}
+    message = Message("activation", fields, {"tensor": torch.zeros(16, 64)})
+    around = len(encode(message, "worker1", incarnation=10**10, sequence=10**4)) - 4 * 16 * 64
+    assert around == pytest.approx(ENVELOPE, abs=40)
 
 
 def test_a_half_duplex_link_carries_activation_and_gradient_in_turn() -> None:
