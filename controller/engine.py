@@ -133,9 +133,8 @@ def _advice(error: BaseException) -> str:
     """Say why no engine answers, in terms of what the user can do."""
     host = os.environ.get("DOCKER_HOST")
     if host:
-        return (
-            f"no Docker engine answers at DOCKER_HOST={host} ({_last_line(str(error))}): start it, or unset DOCKER_HOST"
-        )
+        reason = _reason(str(error))
+        return f"no Docker engine answers at DOCKER_HOST={host} ({reason}): start it, or unset DOCKER_HOST"
     if "Permission denied" in str(error):
         return (
             "the Docker engine refuses this user: add the user to the group 'docker' (sudo usermod -aG docker "

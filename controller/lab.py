@@ -207,7 +207,7 @@ class Lab:
             raise TestbedError(f"{name} is {self.devices[name].state}: nothing answers for it")
         known = self._agents.get(name)
         if known is None or known[0] != url:
-            known = self._agents[name] = (url, Agent(url, self.token))
+            known = self._agents[name] = (url, Agent(url, self.token, name))
         return known[1]
 
     def logs(self, name: str, *, follow: bool = False) -> Iterator[bytes]:

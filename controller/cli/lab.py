@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import sys
 from dataclasses import asdict
@@ -41,7 +42,8 @@ def up(scenario: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 def down(run: str | None, everything: bool) -> None:
     """Remove a run: its containers, networks and state, also when only half of it is there.
 
-    Without RUN the only one there is. What is already gone is no error.
+    RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. What is already gone is no
+    error.
     """
     from controller import runstate
     from controller.engine import connect
@@ -50,16 +52,16 @@ def down(run: str | None, everything: bool) -> None:
 
     if everything and run:
         raise InputError("name a run or say --all, not both")
-    if not everything:
-        run = runstate.choose(run)
+    pattern = "*" if everything else runstate.choose(run)
     client = connect()
     known = sorted({*labelled_runs(client), *runstate.runs()})
-    if run is not None and run not in known:
-        raise InputError(f"there is no run '{run}' (runs: {', '.join(known) or 'none'})")
-    for each in known if run is None else [run]:
+    meant = fnmatch.filter(known, pattern)
+    if not meant and not everything:
+        raise InputError(f"there is no run '{pattern}' (runs: {', '.join(known) or 'none'})")
+    for each in meant:
         count = remove_run(client, each)
         click.echo(f"{each}: removed {count} containers and networks")
-    if not known:
+    if not meant:
         click.echo("nothing to remove")
 
 
