@@ -273,7 +273,8 @@ def _describe(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
                 prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
                 item = prefix[part] if part < len(prefix) else schema.get("items")
             else:
-                item = schema.get("properties", {}).get(part, schema.get("additionalProperties"))
+                named = next(iter(schema.get("patternProperties", {}).values()), schema.get("additionalProperties"))
+                item = schema.get("properties", {}).get(part, named)
             if isinstance(item, Mapping):
                 inner.append(item)
         found = inner

@@ -26,7 +26,7 @@ class DevicePart(Part):
     """One device, or ``count`` alike ones named ``<name>1`` ... ``<name>N``."""
 
     profile: str = Field("laptop", description="one of `testbed profiles`")
-    count: int | None = Field(None, ge=1, le=1000)
+    count: int | None = Field(None, ge=1, le=1000, description="so many, named <name>1 to <name>N")
     speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed")
     memory: Size | None = Field(None, gt=0, description="overrides the profile's memory")
     cpus: float | None = Field(None, gt=0, description="CFS quota, for workloads that do not pace themselves")
@@ -44,9 +44,9 @@ class LinkPart(Part):
 class PairLinkPart(LinkPart):
     """A link that differs from the default: ``from``/``to`` for one direction, ``between`` for both."""
 
-    from_: Name | None = Field(None, alias="from")
-    to: Name | None = None
-    between: tuple[Name, Name] | None = None
+    from_: Name | None = Field(None, alias="from", description="sender, of one direction")
+    to: Name | None = Field(None, description="receiver, of one direction")
+    between: tuple[Name, Name] | None = Field(None, description="both directions between two devices")
 
     @model_validator(mode="after")
     def _one_way_of_naming(self) -> Self:
@@ -71,10 +71,12 @@ class NetworkPart(Part):
     """Which devices are linked, and how."""
 
     topology: Literal["mesh", "star", "line", "explicit"] = Field(
-        "mesh", description="star: all to the first device; line: neighbours in the order of the file"
+        "mesh",
+        description="mesh: all to all; star: all to the first device; line: neighbours in the order of the file; "
+        "explicit: what `links` lists. Devices without a link cannot talk, nobody forwards",
     )
     link: LinkPart = Field(default_factory=lambda: LinkPart(), description="every link, unless overridden")
-    links: tuple[PairLinkPart, ...] = ()
+    links: tuple[PairLinkPart, ...] = Field((), description="links that differ; later ones win")
     subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")
 
 
@@ -82,7 +84,7 @@ class ModelPart(Part):
     """A neural network by name, with its options (see `testbed models`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str
+    name: str = Field(description="one of `testbed models`; further keys are its options")
 
     def options(self) -> dict[str, Any]:
         """Return what the model's own options have to validate."""
@@ -92,8 +94,10 @@ class ModelPart(Part):
 class DataPart(Part):
     """A data set by name (see `testbed data list`)."""
 
-    name: str = "digits"
-    folder: str | None = Field(None, description="where its files lie; relative to the scenario file")
+    name: str = Field("digits", description="one of `testbed data list`")
+    folder: str | None = Field(
+        None, description="where its files lie, relative to the scenario file; default: data/<name> where one works"
+    )
     train: int | None = Field(None, ge=1, description="use only so many training samples")
     test: int | None = Field(None, ge=1, description="use only so many test samples")
 
@@ -101,16 +105,16 @@ class DataPart(Part):
 class OptimizerPart(Part):
     """Stochastic gradient descent."""
 
-    learning_rate: float = Field(0.05, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    learning_rate: float = Field(0.05, gt=0, description="of stochastic gradient descent")
+    momentum: float = Field(0.0, ge=0, lt=1, description="share of the last update in the next")
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty")
 
 
 class MethodPart(Part):
     """A method by name, with its options (see `testbed methods`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str
+    name: str = Field(description="one of `testbed methods`; further keys are its options")
 
     def options(self) -> dict[str, Any]:
         """Return what the method's own options model has to validate."""
@@ -120,14 +124,14 @@ class MethodPart(Part):
 class WorkloadPart(Part):
     """What the devices do together, and for how long."""
 
-    task: Literal["train", "infer"] = "train"
-    model: ModelPart
-    data: DataPart = Field(default_factory=lambda: DataPart())
-    method: MethodPart
-    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart())
-    batch_size: int = Field(32, ge=1)
-    epochs: int | None = Field(None, ge=1)
-    steps: int | None = Field(None, ge=1, description="training steps; instead of epochs")
+    task: Literal["train", "infer"] = Field("train", description="what the devices do together")
+    model: ModelPart = Field(description="the neural network")
+    data: DataPart = Field(default_factory=lambda: DataPart(), description="what it learns or is asked")
+    method: MethodPart = Field(description="how the work is split")
+    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="of training")
+    batch_size: int = Field(32, ge=1, description="samples of a training step or of a request")
+    epochs: int | None = Field(None, ge=1, description="training: how often every sample is seen")
+    steps: int | None = Field(None, ge=1, description="training: number of steps, instead of epochs")
     requests: int | None = Field(None, ge=1, description="inference: number of batches sent through")
 
     @model_validator(mode="after")
@@ -143,11 +147,11 @@ class WorkloadPart(Part):
 class TriggerPart(Part):
     """A moment of the training: 'when worker1 begins backward of batch 205'."""
 
-    device: Name
+    device: Name = Field(description="whose moment it is")
     begins: str | None = Field(None, description="name of a span, e.g. forward, backward, update")
     event: str | None = Field(None, description="name of a recorded event, e.g. recovery")
-    batch: int | None = Field(None, ge=0)
-    micro: int | None = Field(None, ge=0)
+    batch: int | None = Field(None, ge=0, description="of this batch, counted from 0; default: the first to come")
+    micro: int | None = Field(None, ge=0, description="of this micro-batch, counted from 0 in its batch")
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -159,9 +163,9 @@ class TriggerPart(Part):
 class DegradePart(LinkPart):
     """The links to make worse: one pair, or all links of the named devices."""
 
-    between: tuple[Name, Name] | None = None
-    from_: Name | None = Field(None, alias="from")
-    to: Name | None = None
+    between: tuple[Name, Name] | None = Field(None, description="both directions between two devices")
+    from_: Name | None = Field(None, alias="from", description="sender, of one direction")
+    to: Name | None = Field(None, description="receiver, of one direction")
     device: Name | None = Field(None, description="every link from and to this device")
 
     @model_validator(mode="after")
@@ -179,18 +183,18 @@ class FaultPart(Part):
     the training) and ``after`` (seconds after the fault before it in the file).
     """
 
-    kill: Name | None = None
-    restart: Name | None = None
-    pause: Name | None = None
-    resume: Name | None = None
+    kill: Name | None = Field(None, description="the device ends at once, its memory is lost")
+    restart: Name | None = Field(None, description="a killed device boots again")
+    pause: Name | None = Field(None, description="the device stands still, its memory is kept")
+    resume: Name | None = Field(None, description="a paused device goes on")
     partition: tuple[tuple[Name, ...], ...] | None = Field(
         None, description="groups that cannot reach each other; devices not named form one more group"
     )
-    degrade: DegradePart | None = None
+    degrade: DegradePart | None = Field(None, description="links take other figures")
     heal: Literal["all"] | None = Field(None, description="undo every partition and degradation")
-    at: Duration | None = None
-    when: TriggerPart | None = None
-    after: Duration | None = None
+    at: Duration | None = Field(None, description="time since the start of the workload")
+    when: TriggerPart | None = Field(None, description="a moment of the training")
+    after: Duration | None = Field(None, description="time since the fault before it in the file struck")
     for_: Duration | None = Field(None, alias="for", description="undone after this time")
 
     ACTIONS: ClassVar[tuple[str, ...]] = ("kill", "restart", "pause", "resume", "partition", "degrade", "heal")
@@ -215,21 +219,23 @@ class FaultPart(Part):
 class Scenario(Part):
     """A whole experiment in one file."""
 
-    name: Name
-    description: str = ""
-    seed: int = Field(0, ge=0)
-    devices: dict[Name, DevicePart] = Field(min_length=1)
-    network: NetworkPart = Field(default_factory=lambda: NetworkPart())
-    workload: WorkloadPart
-    faults: tuple[FaultPart, ...] = ()
-    repetitions: int = Field(1, ge=1)
+    name: Name = Field(description="the runs are called after it")
+    description: str = Field("", description="shown in the report")
+    seed: int = Field(0, ge=0, description="everything random comes from it")
+    devices: dict[Name, DevicePart] = Field(min_length=1, description="by name; the first is the source")
+    network: NetworkPart = Field(default_factory=lambda: NetworkPart(), description="which devices are linked, and how")
+    workload: WorkloadPart = Field(description="what the devices do together, and for how long")
+    faults: tuple[FaultPart, ...] = Field((), description="what breaks and mends, and when")
+    repetitions: int = Field(1, ge=1, description="runs of each point, each with its own seed")
     sweep: dict[str, tuple[Any, ...]] = Field(
         default_factory=dict, description="dotted key of this file -> values; all combinations run"
     )
     expect: dict[str, str] = Field(
         default_factory=dict, description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'"
     )
-    time_limit: Duration = Field(600.0, gt=0, description="the run fails when it is not over by then")
+    time_limit: Duration = Field(
+        600.0, gt=0, description="the run fails when it is not over by then", json_schema_extra={"default": "10min"}
+    )
     _source: Source = PrivateAttr(default_factory=lambda: Source("the scenario"))
 
     @property

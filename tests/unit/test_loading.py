@@ -86,6 +86,7 @@ WRONG = [
     ("delay: 5ms", "dlay: 5ms", 7, "network.link.dlay: unknown key 'dlay': did you mean 'delay'?"),
     ("  topology: m", "  topolgy: m", 6, "network.topolgy: unknown key 'topolgy': did you mean 'topology'?"),
     ("mesh", "ring", 6, "network.topology: 'ring' is not possible here: there are mesh, star, line, explicit"),
+    ("count: 2", "cont: 2", 4, "devices.worker.cont: unknown key 'cont': did you mean 'count'?"),
     ("count: 2", "count: 0", 4, "devices.worker.count: '0' must be at least 1"),
     ("count: 2", "count: two", 4, "devices.worker.count: 'two' is not a whole number"),
     ("  worker:", "  Worker:", 4, "devices.Worker: 'Worker' is not a name: use lower-case letters, digits and dashes"),

@@ -1,0 +1,118 @@
+"""Write the generated parts of the documentation: each command's help, the table of scenario keys, the JSON schema.
+
+Run ``python docs/generate.py`` after changing a command or the schema; a test fails until it has been run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from controller.cli.main import COMMANDS, testbed
+from testbed.scenario.expect import DEVICE_FIGURES, FIGURES
+from testbed.scenario.loading import published_schema
+
+DOCS = Path(__file__).parent
+WIDTH = 88
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Yield every file with a generated part, and what it has to hold."""
+    for name in COMMANDS:
+        page = DOCS / "commands" / f"{name}.md"
+        command = testbed.get_command(click.Context(testbed), name)
+        assert command is not None
+        before = page.read_text() if page.exists() else f"# testbed {name}\n\n<!-- help -->\n<!-- /help -->\n"
+        yield page, _replace(before, "help", "\n\n".join(_helps(command, f"testbed {name}")))
+    page = DOCS / "scenario.md"
+    yield page, _replace(_replace(page.read_text(), "keys", _keys_table()), "figures", _figures_table())
+    yield DOCS / "scenario.schema.json", json.dumps(published_schema(), indent=2) + "\n"
+
+
+def _replace(text: str, mark: str, content: str) -> str:
+    """Put content between the two marks of a page."""
+    pattern = re.compile(rf"<!-- {mark} -->\n.*?<!-- /{mark} -->", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"the page lacks <!-- {mark} --> and <!-- /{mark} -->")
+    return pattern.sub(lambda _: f"<!-- {mark} -->\n{content}\n<!-- /{mark} -->", text)
+
+
+def _helps(command: click.Command, name: str) -> Iterator[str]:
+    """Yield the help of a command and of each of its subcommands, as blocks."""
+    context = click.Context(command, info_name=name, terminal_width=WIDTH, help_option_names=["-h", "--help"])
+    yield f"```text\n$ {name} --help\n{command.get_help(context)}\n```"
+    if isinstance(command, click.Group):
+        for inner in command.list_commands(context):
+            subcommand = command.get_command(context, inner)
+            assert subcommand is not None
+            yield from _helps(subcommand, f"{name} {inner}")
+
+
+def _figures_table() -> str:
+    lines = ["| figure | in | what it is |", "|---|---|---|"]
+    lines += [f"| `{name}` | {kind} | {meaning} |" for name, (kind, meaning) in FIGURES.items()]
+    lines += [f"| `devices.<device>.{name}` | {kind} | of one device |" for name, kind in DEVICE_FIGURES.items()]
+    return "\n".join(lines)
+
+
+def _keys_table() -> str:
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    schema = published_schema()
+    for key, value, required in _keys(schema, schema, ""):
+        default = "required" if required else _default(value)
+        meaning = value.get("description", "").replace("<", "&lt;")
+        lines.append(f"| `{key}` | {_kind(value, schema)} | {default} | {meaning} |")
+    return "\n".join(lines)
+
+
+def _keys(schema: Mapping[str, Any], root: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, bool]]:
+    """Yield (dotted key, its schema, whether it is required), depth first."""
+    for name, value in schema.get("properties", {}).items():
+        key = f"{prefix}{name}"
+        yield key, value, name in schema.get("required", ())
+        for part in _alternatives(value, root):
+            yield from _keys(part, root, f"{key}.")
+            for inner in _alternatives(part.get("items", {}), root):
+                yield from _keys(inner, root, f"{key}[].")
+            for named in part.get("patternProperties", {}).values():
+                for inner in _alternatives(named, root):
+                    yield from _keys(inner, root, f"{key}.<name>.")
+
+
+def _alternatives(value: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if "$ref" in value:
+        yield from _alternatives(root["$defs"][value["$ref"].rpartition("/")[2]], root)
+    elif "anyOf" in value and "examples" not in value:
+        for choice in value["anyOf"]:
+            yield from _alternatives(choice, root)
+    else:
+        yield value
+
+
+def _kind(value: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Say in a word or two what a key takes."""
+    names = {"integer": "whole number", "number": "number", "string": "text", "array": "list", "object": "keys"}
+    kinds = []
+    for part in _alternatives(value, root):
+        if "examples" in part:
+            kinds.append(f"like `{part['examples'][0]}`")
+        elif "enum" in part or "const" in part:
+            kinds.append(", ".join(f"`{choice}`" for choice in part.get("enum", [part.get("const")])))
+        elif part.get("type") != "null":
+            kinds.append(names.get(part.get("type", ""), "any"))
+    return " or ".join(dict.fromkeys(kinds))
+
+
+def _default(value: Mapping[str, Any]) -> str:
+    default = value.get("default")
+    return "" if default in (None, [], {}, "") or isinstance(default, dict) else f"`{default}`"
+
+
+if __name__ == "__main__":
+    for path, text in generated():
+        path.write_text(text)
