@@ -5,25 +5,49 @@ from __future__ import annotations
 import math
 from asyncio import Future
 from collections import deque
+from collections.abc import Callable
+from functools import cached_property
 from random import Random
 from typing import TYPE_CHECKING
 
-from testbed.network.framing import SEGMENT, cast_wire_bytes, fragments, wire_bytes
+from testbed.network.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS, cast_wire_bytes, fragments, wire_bytes
 from testbed.network.link import Link
 from testbed.wire import Message
 
 if TYPE_CHECKING:
-    from testbed.simulation.device import Host, SimulatedDevice
+    from testbed.simulation.device import SimulatedDevice
+    from testbed.simulation.host import Host
     from testbed.simulation.loop import VirtualLoop
 
 RETRANSMISSION_TIMEOUT = 0.2
 """Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum); doubles each time."""
-RETRANSMISSION_TIMEOUT_MAX = 120.0
-"""Seconds at which that doubling ends (RFC 6298 asks for at least 60; Linux uses 120)."""
+STALL_SECONDS = 2.0
+"""Without an answer for so long the sender gives the connection up and tries to connect anew, as the agent does."""
+CONNECT_SECONDS = 1.0
+"""Between attempts to connect across a link that drops everything: the kernel repeats a lost SYN after a second."""
+REFUSED_SECONDS = 0.25
+"""Between attempts to reach a device that is off or whose program does not run yet, as the agent does."""
+_PACKET = SEGMENT + TCP_HEADERS + ETHERNET_HEADER
+
+
+def next_attempt(since: float, now: float, round_trip: float) -> float:
+    """Return when TCP next tries, not before ``now``, what a link has swallowed since ``since``.
+
+    The time-out doubles, and the connection is given up after `STALL_SECONDS`: a healed link is not found at once.
+    """
+    timeout = RETRANSMISSION_TIMEOUT + round_trip
+    attempt = since + timeout
+    while attempt < now and attempt - since < STALL_SECONDS:
+        timeout *= 2
+        attempt += timeout
+    if attempt >= now and attempt - since < STALL_SECONDS:
+        return attempt
+    reconnect = since + STALL_SECONDS
+    return reconnect + max(0, math.ceil((now - reconnect) / CONNECT_SECONDS)) * CONNECT_SECONDS
 
 
 class Parcel:
-    """One message on its way."""
+    """One message on its way, until it is acknowledged."""
 
     __slots__ = ("begun", "bytes", "called", "due", "end", "future", "message", "remaining", "sender", "start")
 
@@ -31,43 +55,79 @@ class Parcel:
         self.sender = sender
         self.message = message
         self.bytes = size
-        self.remaining = wire_bytes(size)
         self.called = called
         self.future = future
+        self.remaining = wire_bytes(size)
+        """Bytes on the wire that have not left the sender yet."""
         self.begun = -1.0
+        """When its first byte left for the first time; negative before."""
         self.start = -1.0
+        """Of the present transmission, as are ``end`` and ``due``."""
         self.end = -1.0
         self.due = -1.0
+        """When it arrives; negative while that is not known."""
 
 
 class Channel:
     """Everything under way from one host to another.
 
     A transmission starts when the one before it has ended, lasts as long as the rate says, and is there a delay
-    after its end. The acknowledgement takes the delay of the way back.
+    after its end; the acknowledgement takes the delay of the way back. What has left the sender when a link goes down
+    or slows down still arrives; what has not, waits, and is tried again when TCP would.
     """
 
-    def __init__(self, loop: VirtualLoop, source: Host, target: Host, link: Link, seed: int) -> None:
+    def __init__(self, loop: VirtualLoop, source: Host, target: Host, link: Link, random: Callable[[], Random]) -> None:
         self.source = source
         self.target = target
         self.link = link
-        self.waiting: deque[Parcel] = deque()
-        """Not yet arrived, in the order of the calls."""
-        self.acknowledged_at = 0.0
-        self._loop = loop
-        self._random = Random(seed)
-        self._free_at = 0.0
-        self._last_due = 0.0
         self.back: Channel
+        """The other direction."""
+        self.progress = 0.0
+        """When the peer last acknowledged anything."""
+        self._loop = loop
+        self._make_random = random
+        self._open = self._passable()
+        self._refused = target.device is None
+        """Whether the target was off at any time since the channel was last open."""
+        self._blocked_since: float | None = None
+        """Since when something waits for the channel to open."""
+        self._waiting: deque[Parcel] = deque()
+        """Not arrived, in the order of the calls; those under way come first."""
+        self._at_door: list[Parcel] = []
+        """Arrived at a target that is paused."""
+        self._unanswered: list[tuple[float, Parcel]] = []
+        """Delivered at that time, but with the way back closed for the acknowledgement."""
+        self._free_at = 0.0
+        """When the last transmission scheduled so far ends."""
+        self._cast_until = 0.0
+        self._last_due = 0.0
+
+    @cached_property
+    def _random(self) -> Random:
+        return self._make_random()
+
+    def _passable(self) -> bool:
+        link = self.link
+        return link.up and link.loss < 1 and self.target.device is not None and not self.source.paused
+
+    def waits(self, device: SimulatedDevice) -> bool:
+        """Return whether something of this device is not acknowledged."""
+        parcels = (*self._waiting, *self._at_door, *(parcel for _, parcel in self._unanswered))
+        return any(parcel.sender is device and not parcel.future.done() for parcel in parcels)
 
     def enqueue(self, parcel: Parcel) -> None:
         """Send a message after those before it."""
-        self.waiting.append(parcel)
-        self._launch(parcel)
+        self._waiting.append(parcel)
+        if self._open:
+            self._launch(parcel)
+        elif self._blocked_since is None:
+            self._blocked_since = parcel.called
 
     def _launch(self, parcel: Parcel) -> None:
         link, loop = self.link, self._loop
-        start = max(self._free_at, loop._now)
+        start = self._free_at
+        if start < loop.now:
+            start = loop.now
         wire, lag = parcel.remaining, 0.0
         if link.loss:
             wire, lag = self._with_losses(wire)
@@ -75,47 +135,69 @@ class Channel:
         if parcel.begun < 0:
             parcel.begun = start
         parcel.start = start
-        parcel.end = end
-        self._free_at = end
+        parcel.end = self._free_at = end
         due = end + link.delay + lag
-        self._last_due = parcel.due = due if due > self._last_due else self._last_due
-        loop.at(parcel.due, self._arrive, parcel)
+        if due < self._last_due:
+            due = self._last_due
+        self._last_due = parcel.due = due
+        loop.at(due, self._arrive, parcel)
 
     def _with_losses(self, wire: float) -> tuple[float, float]:
-        """Draw how many segments get lost; return the bytes sent in all and the wait for their repetition.
+        """Draw how many segments get lost; return the bytes sent in all, and the wait for their repetition.
 
-        Each round repeats what the round before lost. Where enough segments follow a lost one it is noticed within
-        a round trip, a lone segment only by the retransmission time-out.
+        Each round repeats what the one before lost. Where others follow a lost segment, that is noticed within a
+        round trip; a lone one is repeated only at the time-out.
         """
-        full = SEGMENT + 66.0
-        round_trip = self.link.delay + self.back.link.delay
         total, lag, timeout = wire, 0.0, RETRANSMISSION_TIMEOUT
-        segments = math.ceil(wire / full)
+        segments = math.ceil(wire / _PACKET)
         while lost := sum(self._random.random() < self.link.loss for _ in range(segments)):
-            total += min(lost * full, wire)
+            total += min(lost * _PACKET, wire)
+            lag += self.round_trip
             if segments == 1:
-                lag += round_trip + timeout
-                timeout = min(2 * timeout, RETRANSMISSION_TIMEOUT_MAX)
-            else:
-                lag += round_trip
+                lag += timeout
+                timeout *= 2
             segments = lost
         return total, lag
 
+    @property
+    def round_trip(self) -> float:
+        """Return the sum of the delays there and back."""
+        return self.link.delay + self.back.link.delay
+
     def _arrive(self, parcel: Parcel) -> None:
-        now = self._loop._now
-        if parcel.due != now:
-            return
+        if parcel.due != self._loop.now:
+            return  # it was interrupted, and will arrive at another time or never
         parcel.due = -1.0
-        self.waiting.popleft()
-        device = self.target.device
+        self._waiting.popleft()
+        self._blocked_since = None
+        if self.target.paused:
+            self._at_door.append(parcel)
+            self.target.held.append((self._take_in, parcel))
+        else:
+            self._take(parcel)
+
+    def _take_in(self, parcel: Parcel) -> None:
+        self._at_door.remove(parcel)
+        self._take(parcel)
+
+    def _take(self, parcel: Parcel) -> None:
+        """Hand an arrived message to the device, and answer."""
+        now, device = self._loop.now, self.target.device
         assert device is not None
         start = parcel.begun + self.link.delay
         device.deliver(parcel.message, parcel.bytes, start, now - start)
-        self._loop.at(now + self.back.link.delay, self._acknowledge, parcel)
+        back = self.back.link
+        if back.up and back.loss < 1:
+            self._loop.at(now + back.delay, self._acknowledge, parcel)
+        else:
+            self._unanswered.append((now, parcel))
 
     def _acknowledge(self, parcel: Parcel) -> None:
-        now = self._loop._now
-        self.acknowledged_at = now
+        if self.source.paused:
+            self.source.held.append((self._acknowledge, parcel))
+            return
+        now = self._loop.now
+        self.progress = now
         if parcel.future.done():
             return
         parcel.sender.write(
@@ -132,30 +214,119 @@ class Channel:
         )
         parcel.future.set_result(None)
 
+    def last_progress(self) -> float:
+        """Return when bytes last got through to the peer."""
+        now = self._loop.now
+        left = (min(now, parcel.end) for parcel in self._waiting if 0 <= parcel.start <= now and parcel.due >= 0)
+        return max(self.progress, *left, 0.0)
+
     def withdraw(self, parcel: Parcel) -> None:
-        """Take back a message that has not arrived; those behind it move up."""
-        if parcel.due < 0:
+        """Take back a message if it has not arrived; those behind it move up."""
+        if parcel not in self._waiting:
             return
-        behind = list(self.waiting)[self.waiting.index(parcel) + 1 :]
+        self._interrupt()
+        self._waiting.remove(parcel)
         parcel.due = -1.0
-        self.waiting.remove(parcel)
-        now = self._loop._now
-        if parcel.end > now:
-            self._free_at = max(now, parcel.start)
-            for other in behind:
-                self._launch(other)
+        if not self._waiting:
+            self._blocked_since = None
+        if self._open:
+            self._relaunch(self._loop.now)
+
+    def refresh(self, link: Link | None = None) -> None:
+        """Take notice of another link, or of a host that went off, on, to sleep or awake."""
+        now, was_open = self._loop.now, self._open
+        if was_open:
+            self._interrupt()
+        if link is not None:
+            self.link = link
+        if self.target.device is None:
+            self._forget_connection()
+        self._open = self._passable()
+        if not self._open:
+            if self._blocked_since is None and any(parcel.due < 0 for parcel in self._waiting):
+                self._blocked_since = now
+            return
+        self._relaunch(now if was_open else self._reopens_at(now))
+        self.back._answer()
+
+    def _interrupt(self) -> None:
+        """Stop what has not left the sender entirely, noting how far it came."""
+        now = self._loop.now
+        self._last_due = 0.0
+        for parcel in self._waiting:
+            if parcel.due < 0:
+                continue
+            if parcel.end <= now:
+                self._last_due = parcel.due
+                continue
+            if parcel.start < now:
+                parcel.remaining *= (parcel.end - now) / (parcel.end - parcel.start)
+                self.progress = now
+            elif parcel.begun == parcel.start:
+                parcel.begun = -1.0
+            parcel.due = -1.0
+
+    def _forget_connection(self) -> None:
+        """Put back everything that the target has not acknowledged: it will have forgotten what it got."""
+        self._refused = True
+        arrived = [*(parcel for _, parcel in self._unanswered), *self._at_door]
+        self._unanswered.clear()
+        self._at_door.clear()
+        self._waiting.extendleft(parcel for parcel in reversed(arrived) if not parcel.future.done())
+        for parcel in self._waiting:
+            parcel.due = -1.0
+            parcel.remaining = wire_bytes(parcel.bytes)
+
+    def _reopens_at(self, now: float) -> float:
+        """Return when the sender finds out that the channel is open again."""
+        since, refused = self._blocked_since, self._refused
+        self._refused = False
+        if since is None or since == now:
+            return now
+        if refused:
+            return since + math.ceil((now - since) / REFUSED_SECONDS) * REFUSED_SECONDS
+        attempt = next_attempt(since, now, self.round_trip)
+        if attempt - since >= STALL_SECONDS:
+            for parcel in self._waiting:
+                if parcel.due < 0:
+                    parcel.remaining = wire_bytes(parcel.bytes)
+        return attempt
+
+    def _relaunch(self, start: float) -> None:
+        self._free_at = max(start, self._cast_until)
+        for parcel in self._waiting:
+            if parcel.due < 0:
+                self._launch(parcel)
+
+    def _answer(self) -> None:
+        """Acknowledge what could not be while the way back was closed: the sender tries again, and is told."""
+        now, unanswered = self._loop.now, self._unanswered
+        self._unanswered = []
+        for since, parcel in unanswered:
+            attempt = next_attempt(since, now, self.round_trip)
+            self._loop.at(attempt + self.round_trip, self._acknowledge, parcel)
+
+    def abandon(self) -> None:
+        """Forget what has not left a sender that went off; what has left still arrives."""
+        self._interrupt()
+        self._waiting = deque(parcel for parcel in self._waiting if parcel.due >= 0)
+        self._blocked_since = None
+        self._free_at = self._cast_until = self._loop.now
 
     def cast(self, message: Message, size: int) -> float:
         """Transmit a datagram once; return when its last byte has left."""
         link, loop = self.link, self._loop
-        start = max(self._free_at, loop._now)
+        start = max(self._free_at, loop.now)
         end = start + link.transmission_time(cast_wire_bytes(size))
-        self._free_at = end
-        if self._random.random() >= 1 - (1 - link.loss) ** fragments(size):
+        self._free_at = self._cast_until = end
+        if self._random.random() < (1 - link.loss) ** fragments(size) and link.up:
             loop.at(end + link.delay, self._hear, (message, size, start + link.delay))
         return end
 
     def _hear(self, cast: tuple[Message, int, float]) -> None:
+        if self.target.paused:
+            self.target.held.append((self._hear, cast))
+            return
         message, size, start = cast
-        if self.target.device is not None:
-            self.target.device.deliver(message, size, start, self._loop._now - start)
+        if self.target.device is not None and self.link.up:
+            self.target.device.deliver(message, size, start, self._loop.now - start)

@@ -6,12 +6,11 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from testbed.device import Cost, Span, Unreachable
-from testbed.hardware import DeviceSpec
 from testbed.simulation.channel import Channel, Parcel
+from testbed.simulation.host import Host
 from testbed.trace.events import Event
 from testbed.wire import Message
 
@@ -21,41 +20,54 @@ if TYPE_CHECKING:
     from testbed.simulation.world import World
 
 T = TypeVar("T")
-_SCALARS = (str, int, float, bool, type(None))
+ENVELOPE = 110
+"""Bytes of a message on the wire beside fields, names and tensors: prefix, keys and numbers of its header."""
+TENSOR_HEADER = 70
+"""Bytes with which safetensors describes one tensor, beside its name."""
+_SCALARS = frozenset((int, float, bool, type(None)))
+
+
+def _plain_size(fields: Mapping[str, Any]) -> int | None:
+    """Return the bytes of a flat object as JSON, or None where it is not flat and has to be written to know."""
+    size = 2
+    for key, value in fields.items():
+        kind = type(value)
+        if kind is str:
+            size += len(value) + 2
+        elif kind in _SCALARS:
+            size += len(repr(value))
+        else:
+            return None
+        size += len(key) + 4
+    return size
 
 
 def snapshot(message: Message, sender: str) -> tuple[Message, int]:
     """Return the message as the receiver will see it, sharing nothing that can change, and its bytes of content.
 
-    The size is that of the fields as JSON, the tensors' values and the padding, without really encoding them.
+    The size is what `testbed.wire.encode` would come to, give or take some bytes, without really encoding.
     """
-    fields, size = message.fields, len(message.kind) + message.padding
+    fields = message.fields
+    size = ENVELOPE + len(message.kind) + len(sender) + message.padding
     if fields:
-        text = json.dumps(dict(fields))
-        size += len(text)
-        simple = all(isinstance(value, _SCALARS) for value in fields.values())
-        fields = dict(fields) if simple else json.loads(text)
+        plain = _plain_size(fields)
+        if plain is None:
+            text = json.dumps(dict(fields), separators=(",", ":"))
+            fields, plain = json.loads(text), len(text)
+        else:
+            fields = dict(fields)
+        size += plain
     tensors = message.tensors
     if tensors:
         tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        size += sum(tensor.nbytes for tensor in tensors.values())
+        size += sum(tensor.nbytes + len(name) + TENSOR_HEADER for name, tensor in tensors.items())
     return Message(message.kind, fields, tensors, sender, message.padding), size
-
-
-@dataclass(eq=False)
-class Host:
-    """The machine, whatever runs on it."""
-
-    name: str
-    spec: DeviceSpec
-    device: SimulatedDevice | None = None
-    """What its present program sees; None while it is off."""
 
 
 class _Work:
     """One call of ``compute``."""
 
-    __slots__ = ("cost", "future", "result", "span", "start", "work")
+    __slots__ = ("cost", "ends", "future", "remaining", "result", "span", "start", "work")
 
     def __init__(self, work: Callable[[], Any], cost: Cost, span: Span, future: asyncio.Future[Any]) -> None:
         self.work = work
@@ -63,6 +75,10 @@ class _Work:
         self.span = span
         self.future = future
         self.start = 0.0
+        self.remaining = 0.0
+        """Seconds of work left while the device is paused."""
+        self.ends = -1.0
+        """When it ends; negative while that is not known."""
         self.result: Any = None
 
 
@@ -75,6 +91,10 @@ class SimulatedDevice:
         self.alive = True
         self.tasks: dict[asyncio.Task[Any], None] = {}
         """Of the program and all that it started, in that order."""
+        self.running = True
+        """Whether the program has not returned."""
+        self.errors: list[BaseException] = []
+        """What tasks that the program started have raised; usually the program awaits and handles them."""
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._world = world
         self._loop = world.loop
@@ -85,7 +105,7 @@ class SimulatedDevice:
 
     def now(self) -> float:
         """Return the virtual time."""
-        return self._loop._now
+        return self._loop.now
 
     def record(self, event: str, **fields: Any) -> None:
         """Write an event."""
@@ -94,7 +114,7 @@ class SimulatedDevice:
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Write an event, unless the device is dead."""
         if self.alive:
-            self._world.write(Event(self._loop._now, self.name, event, fields))
+            self._world.write(Event(self._loop.now, self.name, event, fields))
 
     def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Keep the callable for whoever asks for the weights."""
@@ -117,10 +137,10 @@ class SimulatedDevice:
         loop = self._loop
         sent, size = snapshot(message, self.name)
         future: asyncio.Future[None] = loop.create_future()
-        parcel = Parcel(self, sent, size, loop._now, future)
+        parcel = Parcel(self, sent, size, loop.now, future)
         channel.enqueue(parcel)
         if patience is not None:
-            loop.at(loop._now + patience, self._lose_patience, (channel, parcel, patience))
+            loop.at(loop.now + patience, self._lose_patience, (channel, parcel, patience))
         try:
             await future
         except asyncio.CancelledError:
@@ -131,8 +151,11 @@ class SimulatedDevice:
         channel, parcel, patience = waiting
         if parcel.future.done():
             return
-        until = max(parcel.called, channel.acknowledged_at) + patience
-        if until > self._loop._now:
+        if self.host.paused:
+            self.host.overdue.append((self._lose_patience, waiting))
+            return
+        until = max(parcel.called, channel.last_progress()) + patience
+        if until > self._loop.now:
             self._loop.at(until, self._lose_patience, waiting)
             return
         channel.withdraw(parcel)
@@ -141,7 +164,7 @@ class SimulatedDevice:
     async def cast(self, peers: Collection[str], message: Message) -> None:
         """Transmit once to each peer; return when the last byte has left."""
         self._stop_if_dead()
-        start = self._loop._now
+        start = self._loop.now
         end, size = start, 0
         for peer in peers:
             sent, size = snapshot(message, self.name)
@@ -206,7 +229,7 @@ class SimulatedDevice:
             if work.future.done():
                 self._processor.popleft()
                 continue
-            work.start = self._loop._now
+            work.start = self._loop.now
             self.write("begin", work.span.fields())
             if not self.alive:
                 return
@@ -216,14 +239,40 @@ class SimulatedDevice:
                 self._processor.popleft()
                 work.future.set_exception(error)
                 continue
-            self._loop.at(work.start + work.cost.flops / self.host.spec.speed, self._end, work)
+            work.remaining = work.cost.flops / self.host.spec.speed
+            self._go_on(work)
             return
 
+    def _go_on(self, work: _Work) -> None:
+        if not self.host.paused:
+            work.ends = self._loop.now + work.remaining
+            self._loop.at(work.ends, self._end, work)
+
+    def pause(self) -> None:
+        """Stop the processor and hold back the program."""
+        self._loop.freeze(self)
+        if self._processor:
+            work = self._processor[0]
+            work.remaining, work.ends = work.ends - self._loop.now, -1.0
+
+    def resume(self) -> None:
+        """Let the processor and the program go on."""
+        self._loop.thaw(self)
+        if self._processor:
+            self._go_on(self._processor[0])
+
+    def kill(self) -> None:
+        """End the program wherever it is; nothing that it still does has any effect."""
+        self.alive = False
+        self._loop.thaw(self)
+        for task in list(self.tasks):
+            task.cancel()
+
     def _end(self, work: _Work) -> None:
-        if not self.alive:
+        if not self.alive or work.ends != self._loop.now:
             return
         self._processor.popleft()
-        duration = self._loop._now - work.start
+        duration = self._loop.now - work.start
         self.write(
             "compute",
             {
@@ -241,13 +290,12 @@ class SimulatedDevice:
 
     def waits_for(self) -> str:
         """Say what the program waits for, for the report of a deadlock."""
-        to = [name for name, channel in self._channels.items() if any(p.sender is self for p in channel.waiting)]
-        reasons = [f"{name} to acknowledge" for name in to]
+        reasons = [f"{name} to acknowledge" for name, channel in self._channels.items() if channel.waits(self)]
         if self._processor:
             reasons.append(f"its processor ({self._processor[0].span.name})")
         if any(not receiver.done() for receiver in self._receivers):
             reasons.append("a message")
-        if not self.tasks:
+        if not self.running:
             return "has finished"
         return "waits for " + (" and ".join(reasons) or "nothing that the testbed knows of")
 

@@ -11,7 +11,7 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from typing import Any
 
@@ -27,6 +27,23 @@ class TimeLimit(Exception):  # noqa: N818
     """The next event lies beyond the time limit."""
 
 
+class _Handle(asyncio.Handle):
+    """asyncio's handle without what it keeps for debugging: most of the loop's time went there."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., object], args: tuple[Any, ...], loop: VirtualLoop, context: Context | None
+    ) -> None:
+        self._context = context or copy_context()
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """Runs whatever is ready, then jumps to the next instant that anything is due."""
 
@@ -35,15 +52,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, limit: float = float("inf")) -> None:
         super().__init__()
         self.limit = limit
-        self._now = 0.0
-        self._ready: deque[asyncio.Handle] = deque()
+        self.now = 0.0
+        """Virtual seconds; only the loop itself sets it."""
+        self._ready: deque[Any] = deque()
+        """Handles of asyncio; what is read of them below is private, as it is in asyncio's own loops."""
         self._due: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._ties = count()
         self._frozen: dict[Hashable, list[asyncio.Handle]] = {}
 
     def time(self) -> float:
         """Return the virtual time in seconds."""
-        return self._now
+        return self.now
 
     def at(self, when: float, action: Callable[[Any], object], argument: Any) -> None:
         """Call ``action(argument)`` at an instant; cheaper than `call_at`, and cannot be cancelled."""
@@ -54,14 +73,22 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         """Schedule a callback as asyncio does: ``asyncio.sleep`` and time-outs end up here."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        self.at(max(when, self._now), self._ready.append, timer)
+        self.at(max(when, self.now), self._ready.append, timer)
         return timer
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Run a callback next, after those that are ready: asyncio's own, without its checks for misuse."""
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Schedule a callback some seconds from now."""
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        return self.call_at(self.now + delay, callback, *args, context=context)
 
     def freeze(self, owner: Hashable) -> None:
         """Hold back every callback of this owner's code."""
@@ -70,6 +97,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def thaw(self, owner: Hashable) -> None:
         """Run what was held back, in its order, and hold back nothing more."""
         self._ready.extend(self._frozen.pop(owner, ()))
+
+    def _report(self, handle: asyncio.Handle, error: BaseException) -> None:
+        self.call_exception_handler({"message": "a callback raised", "exception": error, "handle": handle})
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """A cancelled timer stays where it is and is skipped when its time comes."""
@@ -83,11 +113,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if handle._cancelled:
                     continue
                 if frozen:
-                    owner = handle._context.get(OWNER)  # type: ignore[attr-defined]
+                    owner = handle._context.get(OWNER)
                     if owner in frozen:
                         frozen[owner].append(handle)
                         continue
-                handle._run()
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self._report(handle, error)
             if self._stopping:
                 return
             if not due:
@@ -95,5 +130,5 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if due[0][0] > self.limit:
                 raise TimeLimit
             when, _, action, argument = heapq.heappop(due)
-            self._now = when
+            self.now = when
             action(argument)

@@ -7,10 +7,12 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from testbed.faults import FaultScript
 from testbed.methods.base import Job, Method, Plan, Problem
 from testbed.scenario.experiment import Experiment
 from testbed.seeds import derive
 from testbed.simulation.device import SimulatedDevice
+from testbed.simulation.faults import FaultExecution
 from testbed.simulation.loop import Stillness, TimeLimit
 from testbed.simulation.world import ProgramError, World
 from testbed.trace.events import Event
@@ -44,7 +46,16 @@ def simulate(
         return method.program(device, Job(problem, plan, dataset if lead else None, weights if lead else None))
 
     limit = experiment.scenario.time_limit
-    world = World(experiment.devices, experiment.links, problem.seed, limit, on_event)
+    world = World(
+        experiment.devices,
+        experiment.links,
+        program,
+        plan.lead,
+        seed=problem.seed,
+        time_limit=limit,
+        on_event=on_event,
+    )
+    faults = FaultExecution(world, FaultScript(experiment.scenario.faults))
     status: Literal["finished", "failed", "timed out"] = "finished"
     error = None
     final = None
@@ -54,9 +65,9 @@ def simulate(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(problem.seed, "torch"))
-            for spec in experiment.devices:
-                world.boot(spec.name, program, lead=spec.name == plan.lead)
             try:
+                world.start()
+                faults.start()
                 world.run()
             except ProgramError as failure:
                 status, error = "failed", f"{failure}: " + "".join(traceback.format_exception(failure.__cause__))
@@ -64,9 +75,9 @@ def simulate(
                 status, error = "failed", "deadlock: " + world.why_still()
             except TimeLimit:
                 status, error = "timed out", f"not over after {limit:g} s; " + world.why_still()
-            lead = world.hosts[plan.lead].device
-            if lead is not None and lead.exposed is not None:
-                final = {name: tensor.detach().clone() for name, tensor in lead.exposed().items()}
+            device = world.hosts[plan.lead].device
+            if device is not None and device.exposed is not None:
+                final = {name: tensor.detach().clone() for name, tensor in device.exposed().items()}
     finally:
         torch.set_num_threads(threads)
         world.close()

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+import gc
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
+from testbed.network.state import NetworkState
 from testbed.seeds import derive
 from testbed.simulation.channel import Channel
-from testbed.simulation.device import Host, SimulatedDevice
+from testbed.simulation.device import SimulatedDevice
+from testbed.simulation.host import Host
 from testbed.simulation.loop import OWNER, Stillness, TimeLimit, VirtualLoop
-from testbed.trace.events import Event
+from testbed.trace.events import TESTBED, Event
 
+BOOT_SECONDS = 2.0
+"""From the restart of a device to the start of its program: kernel or container, Python, torch."""
 DEVICES_TOLD = 16
 """Devices named in the report of a deadlock."""
 
@@ -35,15 +42,23 @@ class World:
         self,
         devices: Iterable[DeviceSpec],
         links: Mapping[Pair, Link],
-        seed: int,
+        program: Program,
+        lead: str,
+        *,
+        seed: int = 0,
         time_limit: float = float("inf"),
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.loop = VirtualLoop(time_limit)
         self.loop.set_task_factory(_own)  # type: ignore[arg-type]  # typeshed knows no options
+        self.loop.set_exception_handler(self._lost_error)
         self.hosts = {spec.name: Host(spec.name, spec) for spec in devices}
+        self.network = NetworkState(links, first=next(iter(self.hosts)))
         self.events: list[Event] = []
-        self._links = links
+        self.watch: Callable[[Event], None] | None = None
+        """Sees every event right after it is written, and may strike at once."""
+        self._program = program
+        self._lead = lead
         self._seed = seed
         self._on_event = on_event
         self._channels: dict[Pair, Channel] = {}
@@ -54,87 +69,208 @@ class World:
         self.events.append(event)
         if self._on_event is not None:
             self._on_event(event)
+        if self.watch is not None:
+            self.watch(event)
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write an event of the testbed itself."""
+        self.write(Event(self.loop.now, TESTBED, event, fields))
 
     def channel(self, source: str, target: str) -> Channel:
         """Return the way between two devices; raise ValueError where there is no link."""
         known = self._channels.get((source, target))
         if known is not None:
             return known
-        for pair in ((source, target), (target, source)):
-            if pair not in self._links:
+        pairs = ((source, target), (target, source))
+        for pair in pairs:
+            if pair not in self.network.links:
                 raise ValueError(f"there is no link from {pair[0]} to {pair[1]}")
-        there, back = (
-            Channel(self.loop, self.hosts[a], self.hosts[b], self._links[a, b], derive(self._seed, "link", a, b))
-            for a, b in ((source, target), (target, source))
-        )
+        there, back = (self._make_channel(pair) for pair in pairs)
         there.back, back.back = back, there
         self._channels[source, target], self._channels[target, source] = there, back
         return there
 
-    def boot(self, name: str, program: Program, lead: bool) -> None:
-        """Start a device and its program."""
-        host = self.hosts[name]
-        device = host.device = SimulatedDevice(self, host)
-        device.record("state", state="up")
+    def _make_channel(self, pair: Pair) -> Channel:
+        def random() -> Random:
+            return Random(derive(self._seed, "link", *pair))
 
-        async def run() -> None:
-            OWNER.set(device)
-            device.tasks[_current()] = None
-            device.record("state", state="started")
-            await program(device)
+        return Channel(self.loop, self.hosts[pair[0]], self.hosts[pair[1]], self.network.effective(pair), random)
 
-        def over(task: asyncio.Task[None]) -> None:
-            if task.cancelled() or not device.alive:
-                return
-            error = task.exception()
-            if error is not None:
-                device.record("state", state="failed", error=f"{type(error).__name__}: {error}")
-                failure = ProgramError(name)
-                failure.__cause__ = error
-                if not self._end.done():
-                    self._end.set_exception(failure)
-                return
-            device.record("state", state="finished")
-            if lead and not self._end.done():
-                self._end.set_result(None)
-
-        self.loop.create_task(run()).add_done_callback(over)
+    def start(self) -> None:
+        """Switch on every device."""
+        for host in self.hosts.values():
+            host.booting = host.boots
+            self._boot((host, host.boots))
 
     def run(self) -> None:
         """Run until the lead's program returns; raise `ProgramError`, `Stillness` or `TimeLimit` otherwise."""
-        self.loop.run_until_complete(self._end)
-
-    def why_still(self) -> str:
-        """Say what each device waits for."""
-        told = [f"{name} {host.device.waits_for() if host.device else 'is off'}" for name, host in self.hosts.items()]
-        rest = f"; and {len(told) - DEVICES_TOLD} more" if len(told) > DEVICES_TOLD else ""
-        return f"at {self.loop.time():.6g} s " + "; ".join(told[:DEVICES_TOLD]) + rest
+        with _rare_collection():
+            self.loop.run_until_complete(self._end)
 
     def close(self) -> None:
-        """Cancel what still runs."""
+        """Stop the programs that still run."""
         for host in self.hosts.values():
-            if host.device is not None:
-                host.device.alive = False
-                for task in list(host.device.tasks):
-                    task.cancel()
-        self.loop.limit = self.loop.time()
+            device = host.device
+            if device is not None:
+                if device.running:
+                    device.record("state", state="stopped")
+                device.kill()
+        self.loop.limit = self.loop.now
         try:
             self.loop.run_forever()
         except (Stillness, TimeLimit):
             self.loop.close()
 
+    def kill(self, name: str) -> None:
+        """Switch a device off at once: its program, its inbox and what it was sending are gone."""
+        host = self.hosts[name]
+        host.booting = None
+        host.paused = False
+        host.held.clear()
+        host.overdue.clear()
+        device, host.device = host.device, None
+        if device is not None:
+            device.kill()
+        for source, target in list(self._channels):
+            if source == name:
+                self._channels[source, target].abandon()
+            elif target == name:
+                self._channels[source, target].refresh()
 
-def _current() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task
+    def restart(self, name: str) -> None:
+        """Switch a device on; `BOOT_SECONDS` later its program starts, empty. Nothing happens when it is on."""
+        host = self.hosts[name]
+        if host.device is None and host.booting is None:
+            host.boots += 1
+            host.booting = host.boots
+            self.loop.at(self.loop.now + BOOT_SECONDS, self._boot, (host, host.boots))
+
+    def pause(self, name: str) -> None:
+        """Stop a device's clock: program, processor and what it was sending stand still."""
+        host = self.hosts[name]
+        if host.device is None or host.paused:
+            return
+        host.paused = True
+        host.device.pause()
+        self._refresh_from(name)
+
+    def resume(self, name: str) -> None:
+        """Let a paused device go on; messages that arrived meanwhile are there at once, time-outs come after them."""
+        host = self.hosts[name]
+        if host.device is None or not host.paused:
+            return
+        host.paused = False
+        for waiting in (host.held, host.overdue):
+            due = list(waiting)
+            waiting.clear()
+            for action, argument in due:
+                action(argument)
+        host.device.resume()
+        self._refresh_from(name)
+
+    def _refresh_from(self, name: str) -> None:
+        for (source, _), channel in list(self._channels.items()):
+            if source == name:
+                channel.refresh()
+
+    def set_network(self, state: NetworkState) -> None:
+        """Change the links at once, and log those that change."""
+        changed = state.changed(self.network)
+        self.network = state
+        for (source, target), link in changed.items():
+            self.record(
+                "link",
+                source=source,
+                destination=target,
+                rate=link.rate,
+                delay=link.delay,
+                loss=link.loss,
+                up=link.up,
+            )
+            if (source, target) in self._channels:
+                self._channels[source, target].refresh(link)
+
+    def why_still(self) -> str:
+        """Say what each device waits for."""
+        told = [f"{host.name} {host.condition()}" for host in self.hosts.values()]
+        rest = f"; and {len(told) - DEVICES_TOLD} more" if len(told) > DEVICES_TOLD else ""
+        return f"at {self.loop.now:.6g} s " + "; ".join(told[:DEVICES_TOLD]) + rest
+
+    def _boot(self, boot: tuple[Host, int]) -> None:
+        host, number = boot
+        if host.booting != number:
+            return  # it was switched off again meanwhile
+        host.booting = None
+        device = host.device = SimulatedDevice(self, host)
+        for (_, target), channel in list(self._channels.items()):
+            if target == host.name:
+                channel.refresh()
+        device.record("state", state="up")
+        self.loop.create_task(self._live(device)).add_done_callback(lambda task: self._over(device, task))
+
+    async def _live(self, device: SimulatedDevice) -> None:
+        OWNER.set(device)
+        task = asyncio.current_task()
+        assert task is not None
+        device.tasks[task] = None
+        if device.alive:
+            device.record("state", state="started")
+            await self._program(device)
+
+    def _over(self, device: SimulatedDevice, task: asyncio.Task[None]) -> None:
+        device.running = False
+        device.tasks.pop(task, None)
+        if not device.alive:
+            return
+        error = asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(device, error)
+            return
+        device.record("state", state="finished")
+        if device.name == self._lead and not self._end.done():
+            self._end.set_result(None)
+
+    def _fail(self, device: SimulatedDevice, error: BaseException) -> None:
+        device.record("state", state="failed", error=f"{type(error).__name__}: {error}")
+        if not self._end.done():
+            failure = ProgramError(device.name)
+            failure.__cause__ = error
+            self._end.set_exception(failure)
+
+    def _lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Fail the run when a task that nobody awaits has raised."""
+        error = context.get("exception")
+        devices = (host.device for host in self.hosts.values() if host.device is not None)
+        owner = next((device for device in devices if any(error is raised for raised in device.errors)), None)
+        if owner is not None and isinstance(error, BaseException):
+            self._fail(owner, error)
+        else:
+            loop.default_exception_handler(context)
+
+
+@contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Look for garbage less often: nearly all that a simulation makes is kept, as events, or freed at once."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _own(loop: asyncio.AbstractEventLoop, program: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
     """Make a task, and note it with the device whose code starts it."""
     task: asyncio.Task[Any] = asyncio.Task(program, loop=loop, **options)
     owner = OWNER.get()
-    if isinstance(owner, SimulatedDevice):
-        owner.tasks[task] = None
-        task.add_done_callback(lambda done: owner.tasks.pop(done, None))
+    if not isinstance(owner, SimulatedDevice):
+        return task
+
+    def over(done: asyncio.Task[Any]) -> None:
+        owner.tasks.pop(done, None)
+        if done._exception is not None:  # asking for `exception()` would count as handling it
+            owner.errors.append(done._exception)
+
+    owner.tasks[task] = None
+    task.add_done_callback(over)
     return task

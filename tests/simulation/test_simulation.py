@@ -16,12 +16,12 @@ LINK = Link(rate=8e6, delay=0.01)
 
 
 def world(programs, link=LINK, speed=1e6, **options):
-    """Run one program per device on a mesh; the first is the lead."""
+    """Give each device its program on a mesh; the first is the lead."""
     names = list(programs)
     links = {(a, b): link for a in names for b in names if a != b}
-    made = World([DeviceSpec(name, speed, 1e9) for name in names], links, seed=1, **options)
-    for name in names:
-        made.boot(name, programs[name], lead=name == names[0])
+    specs = [DeviceSpec(name, speed, 1e9) for name in names]
+    made = World(specs, links, lambda device: programs[device.name](device), names[0], seed=1, **options)
+    made.start()
     return made
 
 

@@ -1,0 +1,71 @@
+"""How fast the simulator is: messages per second of host time, timing only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from random import Random
+
+from testbed.device import Device
+from testbed.hardware import DeviceSpec
+from testbed.network.link import Link
+from testbed.simulation.world import World
+from testbed.wire import Message
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """One measurement of `messages_per_second`."""
+
+    devices: int
+    messages: int
+    events: int
+    wall_seconds: float
+    simulated_seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Messages delivered and acknowledged per second of host time, with their events recorded."""
+        return self.messages / self.wall_seconds
+
+
+def messages_per_second(
+    devices: int = 1000, messages: int = 100_000, peers: int = 8, padding: int = 1000
+) -> Throughput:
+    """Let devices send to random peers, each one message at a time, every link with its own rate and delay."""
+    names = [f"device{number}" for number in range(devices)]
+    random = Random(1)
+    chosen = {name: random.sample([other for other in names if other != name], peers) for name in names}
+    links = {}
+    for name, others in chosen.items():
+        for other in others:
+            for pair in ((name, other), (other, name)):
+                links[pair] = Link(rate=random.uniform(1e6, 1e8), delay=random.uniform(1e-3, 5e-2))
+    each = messages // devices
+    finished = 0
+    over = asyncio.Event()
+
+    async def program(device: Device) -> None:
+        nonlocal finished
+        mine = chosen[device.name]
+        listening = asyncio.create_task(listen(device))
+        for number in range(each):
+            await device.send(mine[number % peers], Message("bench", {"number": number}, padding=padding))
+        finished += 1
+        if finished == devices:
+            over.set()
+        await over.wait()
+        listening.cancel()
+
+    async def listen(device: Device) -> None:
+        while True:
+            await device.receive()
+
+    world = World([DeviceSpec(name, 1e9, 1e9) for name in names], links, program, names[0])
+    began = time.perf_counter()
+    world.start()
+    world.run()
+    wall = time.perf_counter() - began
+    world.close()
+    return Throughput(devices, each * devices, len(world.events), wall, world.loop.now)
