@@ -233,10 +233,10 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _write_weights(path: Path, weights: dict[str, Any]) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    # safetensors refuses tensors that share memory or are not contiguous.
-    save_file({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}, path)
+    # safetensors refuses tensors that share memory or are not contiguous; a file it makes is its owner's alone.
+    path.write_bytes(save({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}))
 
 
 def _fidelity(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def seconds(value: float | None) -> str:
     if abs(value) >= 119.5:
         minutes, rest = divmod(round(abs(value)), 60)
         return f"{'-' if value < 0 else ''}{minutes} min {rest} s"
-    if value == 0:
+    # Below a nanosecond is rounding, not time.
+    if abs(value) < 1e-9:
         return "0 s"
     return _scaled(value, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
 
@@ -112,4 +113,4 @@ def figure(name: str, value: Any) -> str:
 
 def ratio(value: float | None) -> str:
     """Write how many times the first something is."""
-    return NONE if value is None else f"{value:.2f}x"
+    return NONE if value is None else f"{value:.2f}×"

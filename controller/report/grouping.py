@@ -48,7 +48,7 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
         name=_name(rows),
         count=len(rows),
         requested=describe(rows[0]["requested"]),
-        measured=_measured([row["measured"] for row in rows if row["measured"]]),
+        measured=measured([row["measured"] for row in rows if row["measured"]]),
         traffic=formats.size(sum(row["bytes"] for row in rows)),
         used=formats.whole_share(max(used)) if used else formats.NONE,
         problem=rows[0]["problem"],
@@ -65,7 +65,7 @@ def _name(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(pairs)} links of {len(names)} devices"
 
 
-def _measured(found: Sequence[Mapping[str, Any]]) -> str:
+def measured(found: Sequence[Mapping[str, Any]]) -> str:
     """Write the range that measurements of alike links span."""
     if not found:
         return "not measured"

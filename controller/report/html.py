@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from controller.report import formats
 from controller.report.charts import Line, Window, line_chart
-from controller.report.grouping import describe, group_links
+from controller.report.grouping import describe, group_links, measured
 from controller.report.terminal import VERDICTS, figure_rows, found_text, recovery_from
 from controller.report.timeline import fault_windows, timeline
 from controller.results import Run, scenario_yaml
@@ -43,6 +43,7 @@ def environment() -> Environment:
         "whole_share": formats.whole_share,
         "speed": formats.speed,
         "link": describe,
+        "measured": lambda found: measured([found] if found else []),
     }
     return made
 
@@ -134,7 +135,8 @@ def _charts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, Markup]]:
         tested = [(row["time"], row["loss"]) for row in evaluations if row.get("loss") is not None]
         lines = [Line("training loss", losses, "l-loss"), Line("test loss", tested, "l-test", marks=True)]
         yield "Loss", f"Of every training step, and on the test data.{shaded}", draw(lines, "Loss", formats.number)
-    if evaluations:
+    # The one evaluation at the end of a run is a figure, not a curve.
+    if len(evaluations) > 1:
         points = [(row["time"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None]
         lines = [Line("test accuracy", points, "l-accuracy", marks=True)]
         yield "Accuracy", "On the test data.", draw(lines, "Accuracy", formats.whole_share, 1.0)

@@ -37,7 +37,7 @@ def render(run: Run, width: int) -> RenderableType:
     parts: list[RenderableType] = [Text(), _title(run), Text(), _figures(metrics), Text()]
     parts.append(_devices(metrics["devices"], width))
     if metrics["links"]:
-        parts.append(_links(metrics["links"], width))
+        parts.append(_links(metrics["links"], width, measured=run.outcome.runtime == "emulate"))
     if metrics["fault_list"]:
         parts.append(_faults(metrics))
     if run.expectations:
@@ -125,14 +125,14 @@ def figure_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         steady = metrics["steady_steps"]
         note = f"median of {steady} undisturbed steps" if steady else "median, no step was undisturbed"
         predicted = metrics.get("predicted_step_time")
-        note += f"; the planner predicted {formats.seconds(predicted)}" if predicted else ""
+        note += f"; predicted {formats.seconds(predicted)}" if predicted else ""
         yield "Step time", formats.seconds(metrics["step_time"]), note
     if "requests" in metrics:
         yield "Requests", formats.number(metrics["requests"]), f"{metrics['requests_per_second']:.1f} a second"
         tail = f"95 % within {formats.seconds(metrics['latency_p95'])}"
         yield "Latency", formats.seconds(metrics["latency"]), f"median; {tail}"
     if "recovery_time" in metrics:
-        note = "from the strike until training went on"
+        note = "from the strike until work went on"
         if metrics["recoveries"] > 1:
             note = f"the longest of {metrics['recoveries']}, " + note
         yield "Recovery", formats.seconds(metrics["recovery_time"]), note
@@ -182,20 +182,24 @@ def _bar(row: Mapping[str, Any]) -> Text:
     return text.append("░" * left, style="dim")
 
 
-def _links(rows: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
+def _links(rows: Sequence[Mapping[str, Any]], width: int, *, measured: bool) -> RenderableType:
     table = _table("Links", "rate, one-way delay")
     table.add_column("Link", style="bold")
     table.add_column("Requested")
-    table.add_column("Measured")
+    if measured:
+        table.add_column("Measured")
     table.add_column("Carried", justify="right", no_wrap=True)
     if width >= WIDE:
         table.add_column("Used", justify="right", no_wrap=True)
     for group in group_links(rows):
-        used = [group.used] if width >= WIDE else []
-        measured = Text(group.measured, style="red" if group.problem else "")
-        if group.problem:
-            measured.append(f"\n{group.problem}", style="red")
-        table.add_row(group.name, group.requested, measured, group.traffic, *used)
+        cells: list[RenderableType] = [Text(group.name), group.requested]
+        if measured:
+            found = Text(group.measured, style="red" if group.problem else "")
+            cells.append(found.append(f"\n{group.problem}") if group.problem else found)
+        cells.append(group.traffic)
+        if width >= WIDE:
+            cells.append(group.used)
+        table.add_row(*cells)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -123,10 +124,13 @@ def _span(event: Event, start: float, end: float, interrupted: bool = False) -> 
 def lanes(intervals: Iterable[Bar]) -> list[list[Bar]]:
     """Split bars, given in the order of their starts, into as few rows as possible without overlap in a row."""
     rows: list[list[Bar]] = []
+    free: list[tuple[float, int]] = []
     for bar in intervals:
-        row = next((row for row in rows if row[-1].end <= bar.start), None)
-        if row is None:
-            rows.append([bar])
+        if free and free[0][0] <= bar.start:
+            _, number = heapq.heappop(free)
+            rows[number].append(bar)
         else:
-            row.append(bar)
+            number = len(rows)
+            rows.append([bar])
+        heapq.heappush(free, (bar.end, number))
     return rows

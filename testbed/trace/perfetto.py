@@ -28,10 +28,13 @@ def trace(events: Sequence[Event], end: float, title: str = "testbed") -> dict[s
     records: list[dict[str, Any]] = [*_process(1, f"{title}: faults and progress", 0)]
     for name in names:
         records += _process(numbers[name], name, numbers[name])
+    kept: dict[tuple[str, str], list[Bar]] = defaultdict(list)
+    for bar in charted:
+        kept[bar.device, bar.kind].append(bar)
     placed: dict[int, tuple[int, int]] = {}
     for name in names:
         for kind, first in TRACKS.items():
-            rows = lanes([bar for bar in charted if bar.device == name and bar.kind == kind])
+            rows = lanes(kept[name, kind])
             for row, content in enumerate(rows):
                 records.append(
                     _metadata("thread_name", numbers[name], first + row, f"{kind} {row + 1}" if row else kind)

@@ -1,0 +1,112 @@
+"""The comparison of runs, in the terminal and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from controller.report import formats
+from controller.report.charts import Line, line_chart
+from controller.report.html import environment
+from controller.report.terminal import VERDICTS
+from controller.results import Run
+
+STYLES = ("s0", "s1", "s2", "s3", "s4", "s5")
+"""CSS classes of the runs' lines; further runs get none of their own and are left out of the charts."""
+
+
+def show(console: Console, compared: Mapping[str, Any]) -> None:
+    """Print a comparison: a row a figure, a column a run, ratios to the first run beside the figures."""
+    table = Table(
+        box=box.SIMPLE_HEAD, header_style="dim", title=Text(" Runs side by side", style="bold"), title_justify="left"
+    )
+    table.add_column("Figure", style="bold", no_wrap=True)
+    for run in compared["runs"]:
+        sign, colour = VERDICTS[run["verdict"]]
+        table.add_column(Text(run["label"]).append(f"\n{run['runtime']}d {sign}", style=colour), justify="right")
+    for row in compared["figures"]:
+        table.add_row(row["name"].replace("_", " "), *_cells(row))
+    console.print(table)
+    if compared["clocks"]:
+        console.print(
+            Text("  " + clocks_text(compared["clocks"]), style="green" if compared["clocks"]["agree"] else "yellow")
+        )
+    for warning in compared["warnings"]:
+        console.print(Text(f"  ! {warning}", style="yellow"))
+
+
+def _cells(row: Mapping[str, Any]) -> list[Text]:
+    cells = []
+    for index, (value, ratio) in enumerate(zip(row["values"], row["ratios"], strict=True)):
+        text = Text(formats.figure(row["name"], value))
+        if index and ratio is not None:
+            text.append(f" {formats.ratio(ratio)}", style="dim")
+        cells.append(text)
+    return cells
+
+
+def clocks_text(clocks: Mapping[str, Any]) -> str:
+    """Say how the two runtimes agree."""
+    what = clocks["figure"].replace("_", " ")
+    verb = "agree" if clocks["agree"] else "do not agree"
+    return (
+        f"emulated and simulated {verb}: {what} {formats.seconds(clocks['emulated'])} against "
+        f"{formats.seconds(clocks['simulated'])}, {clocks['ratio'] - 1:+.1%}"
+    )
+
+
+def render(runs: Sequence[Run], compared: Mapping[str, Any]) -> str:
+    """Return a comparison as one self-contained HTML page."""
+    return (
+        environment()
+        .get_template("compare.html")
+        .render(
+            runs=compared["runs"],
+            figures=[
+                (
+                    row["name"].replace("_", " "),
+                    row["about"],
+                    [
+                        (
+                            formats.figure(row["name"], value),
+                            formats.ratio(ratio) if index and ratio is not None else "",
+                        )
+                        for index, (value, ratio) in enumerate(zip(row["values"], row["ratios"], strict=True))
+                    ],
+                )
+                for row in compared["figures"]
+            ],
+            devices=compared["devices"],
+            differences=compared["differences"],
+            warnings=compared["warnings"],
+            clocks=clocks_text(compared["clocks"]) if compared["clocks"] else "",
+            charts=_charts(runs, compared),
+            signs={kind: sign for kind, (sign, _) in VERDICTS.items()},
+        )
+    )
+
+
+def _charts(runs: Sequence[Run], compared: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    end = max(run.metrics["duration"] for run in runs)
+    labels = [run["label"] for run in compared["runs"]]
+    charts = []
+    for title, table, key, write in (
+        ("Loss", "steps", "loss", formats.number),
+        ("Time per step", "steps", "seconds", formats.seconds),
+        ("Latency", "requests", "latency", formats.seconds),
+    ):
+        lines = []
+        for run, label, style in zip(runs, labels, STYLES, strict=False):
+            rows = [row for row in run.metrics["series"][table] if row.get(key) is not None]
+            # Disturbed steps would flatten the rest; their time is the recovery time above.
+            points = [(row["time"], row[key]) for row in rows if key != "seconds" or row["steady"]]
+            if points:
+                lines.append(Line(label, points, style))
+        if lines:
+            charts.append((title, line_chart(lines, [], end=end, title=title, write=write)))
+    return charts

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recorded
+from click.testing import CliRunner
+
+from controller import results
+from controller.cli.report import compare as compare_command
+from controller.cli.report import report as report_command
+from controller.comparison import compare
+from testbed.errors import InputError
+from testbed.trace.events import Event
+
+
+def written(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> results.Run:
+    experiment = recorded.experiment(**(scenario or {}))
+    return results.load(results.write(folder, experiment, recorded.plan(), recorded.outcome(**changes)))
+
+
+def slower(events: list[Event], factor: float) -> list[Event]:
+    """The same run, stretched in time."""
+    timed = ("start", "duration", "intended")
+    return [
+        Event(
+            event.time * factor,
+            event.device,
+            event.event,
+            {key: value * factor if key in timed else value for key, value in event.fields.items()},
+        )
+        for event in events
+    ]
+
+
+def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
+    runs = [written(tmp_path / "a"), written(tmp_path / "b", events=slower(recorded.events(), 2.0))]
+    compared = compare(runs)
+    figures = {row["name"]: row for row in compared["figures"]}
+    assert figures["step_time"]["values"] == pytest.approx([1.0, 2.0])
+    assert figures["step_time"]["ratios"] == pytest.approx([1.0, 2.0])
+    assert figures["recovery_time"]["ratios"][1] == pytest.approx(2.0)
+    assert compared["differences"] == {}
+    assert compared["warnings"] == []
+    assert compared["devices"]["a"][0]["compute"] == pytest.approx(2.6 / 8.6)
+
+
+def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
+    other = written(tmp_path / "b", {"seed": 4, "network": {"link": {"rate": "9mbit", "delay": "10ms"}}})
+    runs = [written(tmp_path / "a"), other]
+    assert compare(runs)["warnings"] == [
+        "the scenarios differ in seed: 3 | 4",
+        "the scenarios differ in network.link.rate: 8mbit | 9mbit",
+    ]
+    swept = [
+        replace(run, experiment=replace(run.experiment, point={"network.link.rate": "x"}, repetition=index))
+        for index, run in enumerate(runs)
+    ]
+    assert compare(swept)["warnings"] == []
+
+
+def test_two_clocks_are_held_against_each_other(tmp_path: Path) -> None:
+    emulated = written(tmp_path / "a", events=slower(recorded.events(), 1.05))
+    simulated = written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
+    clocks = compare([emulated, simulated])["clocks"]
+    assert clocks["ratio"] == pytest.approx(1.05)
+    assert clocks["agree"]
+    assert compare([emulated, emulated])["clocks"] is None
+    far = written(tmp_path / "c", events=slower(recorded.events(), 1.2))
+    assert not compare([far, simulated])["clocks"]["agree"]
+    other = written(tmp_path / "d", {"seed": 9}, runtime="simulate")
+    assert compare([emulated, other])["clocks"] is None
+
+
+def test_the_compare_command(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
+    page = tmp_path / "out" / "compare.html"
+    done = CliRunner().invoke(compare_command, [str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(page)])
+    assert done.exit_code == 0, done.output
+    assert "step time" in done.output
+    assert "emulated and simulated agree" in done.output
+    assert "<h1>2 runs side by side</h1>" in page.read_text()
+    done = CliRunner().invoke(compare_command, [str(tmp_path), "--json"])
+    assert [run["label"] for run in json.loads(done.stdout)["runs"]] == ["a", "b"]
+    done = CliRunner().invoke(compare_command, [str(tmp_path / "a")])
+    assert isinstance(done.exception, InputError)
+
+
+def test_the_report_command_rebuilds(tmp_path: Path) -> None:
+    run = written(tmp_path / "a")
+    for name in ("report.html", "metrics.json", "trace.json", "fidelity.json"):
+        (run.path / name).unlink(missing_ok=name != "fidelity.json")
+    done = CliRunner().invoke(report_command, [str(run.path)])
+    assert done.exit_code == 0, done.output
+    assert "Step time" in done.output
+    for name in ("report.html", "metrics.json", "trace.json", "fidelity.json"):
+        assert (run.path / name).is_file()
+    done = CliRunner().invoke(report_command, [str(run.path), "--json"])
+    assert json.loads(done.stdout)["steps"] == 5
+
+
+def test_the_report_command_summarizes_a_sweep(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    written(tmp_path / "b")
+    done = CliRunner().invoke(report_command, [str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "95.0% ± 0.0%" in done.output
+    assert (tmp_path / "summary.csv").is_file()
+    done = CliRunner().invoke(report_command, [str(tmp_path), "--json"])
+    assert json.loads(done.stdout)["points"][0]["runs"] == ["a", "b"]
+
+
+def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
+    done = CliRunner().invoke(report_command, [str(tmp_path / "nothing")])
+    assert isinstance(done.exception, InputError)
+    assert "holds no run" in str(done.exception)
