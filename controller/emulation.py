@@ -108,6 +108,18 @@ def _check(links: list[LinkMeasurement], accept_links: bool) -> None:
         )
 
 
+def deployment(lab: Lab, prepared: Prepared, device: str) -> dict[str, Any]:
+    """Return what a device's agent is to know before it starts the program."""
+    return {
+        "run": lab.run_id,
+        "device": device,
+        "scenario": prepared.experiment.scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "plan": prepared.plan.model_dump(mode="json"),
+        "peers": {name: found.address for name, found in lab.devices.items() if name != device},
+        "broadcast": lab.broadcast,
+    }
+
+
 class _Execution:
     """One run of a method's programs on a lab that is up, with the threads that follow and break it."""
 
@@ -162,18 +174,8 @@ class _Execution:
     # Programs
 
     def _deploy(self, name: str) -> None:
-        prepared, lab = self._prepared, self._lab
-        agent = lab.agent(name)
-        agent.deploy(
-            {
-                "run": lab.run_id,
-                "device": name,
-                "scenario": prepared.experiment.scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
-                "plan": prepared.plan.model_dump(mode="json"),
-                "peers": {other: found.address for other, found in lab.devices.items() if other != name},
-                "broadcast": lab.broadcast,
-            }
-        )
+        agent = self._lab.agent(name)
+        agent.deploy(deployment(self._lab, self._prepared, name))
         if name == self._lead:
             agent.put_data(self._dataset)
             if self._weights is not None:

@@ -180,7 +180,7 @@ class Lab:
         for name, address in addresses.items():
             self.devices[name] = self._look(name, str(address))
         with contextlib.suppress(NotFound):
-            self._shaper_url = _control_url(self._client.api.inspect_container(container_name(self.run_id, SHAPER)))
+            self._shaper_url = control_url(self._client.api.inspect_container(container_name(self.run_id, SHAPER)))
 
     def facts(self) -> dict[str, Any]:
         """Return what a run's manifest should say of the engine, the images and the link backend."""
@@ -283,7 +283,7 @@ class Lab:
         except NotFound:
             return DeviceContainer(name, container_name(self.run_id, name), address, "gone")
         status = found["State"]
-        return DeviceContainer(name, found["Id"], address, status["Status"], status["Pid"], _control_url(found))
+        return DeviceContainer(name, found["Id"], address, status["Status"], status["Pid"], control_url(found))
 
     def _populate(self, images: Images, say: Progress) -> None:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""
@@ -379,7 +379,7 @@ class Lab:
         waiting = dict(urls)
         deadline = time.monotonic() + HEALTH_PATIENCE
         while True:
-            waiting = {name: url for name, url in waiting.items() if not _healthy(url)}
+            waiting = {name: url for name, url in waiting.items() if not healthy(url)}
             if not waiting:
                 return
             for name in waiting:
@@ -483,7 +483,7 @@ def _make_networks(client: docker.DockerClient, run: str, within: str, devices: 
 def _make_network(
     client: docker.DockerClient, run: str, kind: str, within: str, devices: int, **settings: Any
 ) -> IPv4Network:
-    taken = [*host_routes(), *_subnets(client)]
+    taken = [*host_routes(), *subnets(client)]
     complaint = f"every subnet of {within} that would do is taken"
     for subnet in free_subnets(within, devices, taken):
         pool = IPAMConfig(pool_configs=[IPAMPool(subnet=str(subnet))])
@@ -503,17 +503,20 @@ def _make_network(
     )
 
 
-def _subnets(client: docker.DockerClient) -> list[IPv4Network]:
+def subnets(client: docker.DockerClient) -> list[IPv4Network]:
+    """Return the subnets that networks of the engine have."""
     configurations = (each for network in client.api.networks() for each in network["IPAM"]["Config"] or ())
     return [IPv4Network(each["Subnet"]) for each in configurations if ":" not in each.get("Subnet", ":")]
 
 
-def _control_url(found: Mapping[str, Any]) -> str:
+def control_url(found: Mapping[str, Any]) -> str:
+    """Return where an inspected container's control port is published; empty when it is not."""
     bindings = (found["NetworkSettings"]["Ports"] or {}).get(f"{CONTROL_PORT}/tcp")
     return f"http://127.0.0.1:{bindings[0]['HostPort']}" if bindings else ""
 
 
-def _healthy(url: str) -> bool:
+def healthy(url: str) -> bool:
+    """Return whether an agent or shaper answers there."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=2)
     try:
         connection.request("GET", "/health")

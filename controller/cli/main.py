@@ -29,6 +29,7 @@ COMMANDS = {
     "report": "controller.cli.report:report",
     "compare": "controller.cli.report:compare",
     "images": "controller.cli.images:images",
+    "bench": "controller.cli.bench:bench",
     "doctor": "controller.cli.doctor:doctor",
 }
 

@@ -1,0 +1,1 @@
+"""What the testbed itself costs, measured: `testbed bench`."""

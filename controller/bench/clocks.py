@@ -1,0 +1,37 @@
+"""The two clocks: the quickstart's step time emulated and simulated, and how fast the simulator is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controller.bench.figure import Figure
+from controller.emulation import emulate
+from testbed.data import load as load_data
+from testbed.scenario.expand import experiments
+from testbed.scenario.loading import load
+from testbed.scenario.prepare import prepare
+from testbed.simulation import simulate
+from testbed.simulation.benchmark import messages_per_second
+from testbed.trace.metrics import metrics
+
+TOLERANCE = 0.1
+MESSAGES_PER_SECOND = 50_000
+
+
+def measure() -> Iterator[Figure]:
+    """Yield the messages per second of the simulator and the ratio of the quickstart's two step times."""
+    speed = messages_per_second()
+    detail = f"{speed.messages} messages between {speed.devices} devices"
+    yield Figure("simulator", speed.rate, "messages/s", MESSAGES_PER_SECOND, at_most=False, detail=detail)
+    prepared = prepare(experiments(load("quickstart"))[0])
+    dataset = load_data(prepared.experiment.scenario.workload.data)
+    predicted = simulate(prepared.experiment, prepared.method, prepared.problem, prepared.plan, dataset)
+    measured = emulate(prepared, lambda: dataset, accept_links=True)
+    step = {
+        outcome.runtime: metrics(outcome, prepared.experiment, prepared.plan)["step_time"]
+        for outcome in (predicted, measured)
+    }
+    yield Figure("step of the quickstart, simulated", step["simulate"], "s")
+    yield Figure("step of the quickstart, emulated", step["emulate"], "s")
+    away = abs(step["emulate"] / step["simulate"] - 1)
+    yield Figure("step of the quickstart, emulated away from simulated", away, "", TOLERANCE)

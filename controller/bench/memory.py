@@ -1,0 +1,47 @@
+"""Memory: what a device takes, idle and with a torch shard, and whether messages leave any behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controller.bench.figure import Figure
+from controller.bench.transfer import exchange_scenario
+from controller.emulation import deployment
+from controller.lab import Lab
+from testbed.data import load as load_data
+from testbed.scenario.expand import experiments
+from testbed.scenario.prepare import prepare
+
+MESSAGES = 10_000
+GROWTH = 5e6
+"""Bytes that 10,000 messages of 1 kB may add: noise of the allocator, not a leak of them, which would be 10 MB."""
+RESIDENT = "testbed_resident_bytes"
+SETTLE_MESSAGES = 1_000
+"""Sent before the first look: buffers and pools reach their size."""
+
+
+def measure() -> Iterator[Figure]:
+    """Yield resident memory of a device in megabytes: idle, ready with torch, and growth by messages."""
+    prepared = prepare(experiments(exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None))[0])
+    dataset = load_data(prepared.experiment.scenario.workload.data)
+    lab = Lab.create(prepared.experiment)
+    try:
+        agents = {name: lab.agent(name) for name in lab.devices}
+        sink = agents["sink"]
+        yield Figure("resident memory, idle device", sink.metrics()[RESIDENT] / 1e6, "MB")
+        for name, agent in agents.items():
+            agent.deploy(deployment(lab, prepared, name))
+        agents["source"].put_data(dataset)
+        yield Figure("resident memory, device with torch", sink.metrics()[RESIDENT] / 1e6, "MB")
+        for agent in agents.values():
+            agent.start(0.0)
+        before: dict[str, float] = {}
+        for event in agents["source"].events():
+            if event.event == "request" and event.fields["request"] == SETTLE_MESSAGES:
+                before = {name: agent.metrics()[RESIDENT] for name, agent in agents.items()}
+        for name, agent in agents.items():
+            # Events are kept until they are fetched to the end of the run, so that a controller can come back.
+            grown = agent.metrics()[RESIDENT] - before[name]
+            yield Figure(f"growth over {MESSAGES} messages, {name}", grown / 1e6, "MB", GROWTH / 1e6)
+    finally:
+        lab.down()

@@ -1,0 +1,78 @@
+"""Transfer: tensors and small messages between two devices, against what the link itself takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from controller.bench.figure import Figure
+from controller.emulation import emulate
+from testbed.data import load as load_data
+from testbed.scenario.expand import experiments
+from testbed.scenario.prepare import prepare
+from testbed.scenario.schema import Scenario
+from testbed.trace.events import Event
+from testbed.trace.outcome import Outcome
+
+WARM_UP = 5
+"""Messages left out at the beginning: the connection is made and its window opens."""
+TENSOR = 1_000_000
+SHARE = 0.9
+OVERHEAD = 2e-3
+
+
+def exchange_scenario(payload: str, requests: int, rate: str | None, delay: str = "0") -> Scenario:
+    """Return a scenario of messages of one size between two fast devices."""
+    link = {"delay": delay} if rate is None else {"rate": rate, "delay": delay}
+    return Scenario.model_validate(
+        {
+            "name": "bench-transfer",
+            "devices": {"source": {}, "sink": {}},
+            "network": {"link": link},
+            "workload": {
+                "task": "infer",
+                "model": {"name": "mlp"},
+                "method": {"name": "exchange", "payload": payload},
+                "requests": requests,
+            },
+        }
+    )
+
+
+def exchange(scenario: Scenario) -> Outcome:
+    """Run such a scenario in containers and return what happened."""
+    prepared = prepare(experiments(scenario)[0])
+    return emulate(prepared, lambda: load_data(scenario.workload.data), accept_links=True)
+
+
+def _own(events: list[Event], kind: str, device: str) -> list[Event]:
+    return [
+        event
+        for event in events
+        if (event.event, event.device, event.fields.get("message")) == (kind, device, "payload")
+    ]
+
+
+def one_way_times(outcome: Outcome) -> list[float]:
+    """Return, for each message but the first few, the seconds from the call of `send` to its last byte's arrival."""
+    sent = _own(outcome.events, "send", "source")
+    received = _own(outcome.events, "receive", "sink")
+    return [
+        there.fields["start"] + there.fields["duration"] - here.fields["start"]
+        for here, there in zip(sent, received, strict=True)
+    ][WARM_UP:]
+
+
+def measure() -> Iterator[Figure]:
+    """Yield what tensors and small messages reach."""
+    for rate, bits in (("100mbit", 1e8), ("1gbit", 1e9)):
+        times = one_way_times(exchange(exchange_scenario("1MB", 40, rate)))
+        share = TENSOR * 8 / median(times) / bits
+        detail = f"median of {len(times)}: {median(times) * 1e3:.2f} ms"
+        yield Figure(f"1 MB tensor at {rate}, share of the rate", share, "", SHARE, at_most=False, detail=detail)
+    outcome = exchange(exchange_scenario("1kB", 200, "100mbit", "5ms"))
+    answered = [event.fields["duration"] for event in _own(outcome.events, "send", "source")][WARM_UP:]
+    delays = [link.delay for link in outcome.links if link.delay is not None]
+    trip = sum(delays) if len(delays) == 2 else 10e-3
+    detail = f"round trip of the link {trip * 1e3:.2f} ms, acknowledged message {median(answered) * 1e3:.2f} ms"
+    yield Figure("1 kB message above the link's round trip", median(answered) - trip, "s", OVERHEAD, detail=detail)

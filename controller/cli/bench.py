@@ -1,0 +1,67 @@
+"""`testbed bench`: what the testbed itself costs on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from controller.bench.figure import Figure
+
+PARTS = ("clocks", "transfer", "memory", "startup")
+
+
+def _measure(part: str) -> Callable[[], Iterator[Figure]]:
+    import importlib
+
+    measure: Callable[[], Iterator[Figure]] = importlib.import_module(f"controller.bench.{part}").measure
+    return measure
+
+
+@click.command()
+@click.argument("parts", nargs=-1, type=click.Choice(PARTS))
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the JSON to this file.")
+def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
+    """Measure what the testbed costs here, each figure beside its target.
+
+    clocks: speed of the simulator; the quickstart emulated against simulated. transfer: tensors and small messages on
+    real links. memory: of idle and working devices. startup: devices up and shaped against bare containers. All
+    of them by default, some minutes. Run it on an idle machine: what else runs here is in the figures.
+
+    \b
+    Example:
+      testbed bench transfer memory --json
+    """
+    console = Console(stderr=as_json, highlight=False)
+    figures: list[Figure] = []
+    for part in parts or PARTS:
+        console.print(f"[cyan]measuring {part}[/]")
+        for figure in _measure(part)():
+            figures.append(figure)
+            mark = {None: " ", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
+            console.print(f"  {mark} {figure.name}: {figure.value:.4g} {figure.unit}  [dim]{figure.detail}[/]")
+    document = json.dumps([figure.to_json() for figure in figures], indent=2)
+    if out:
+        out.write_text(document + "\n")
+    if as_json:
+        click.echo(document)
+        return
+    console.print(_table(figures))
+
+
+def _table(figures: list[Figure]) -> Table:
+    table = Table(title="What the testbed costs here")
+    for name in ("figure", "value", "target", ""):
+        table.add_column(name, justify="left" if name == "figure" else "right")
+    for figure in figures:
+        target = figure.to_json()["target"] or ""
+        mark = {None: "", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
+        table.add_row(figure.name, f"{figure.value:.4g} {figure.unit}", target, mark)
+    return table
