@@ -58,8 +58,7 @@ def bare(devices: int) -> float:
 
     def launch(number: int) -> str:
         name = f"{run}-{number}"
-        api = client.api
-        endpoint: Any = api.create_networking_config({networks[0]: api.create_endpoint_config()})  # typed wrongly there
+        api: Any = client.api  # the published types ask for an endpoint where it takes a mapping of them
         api.create_container(
             images.device,
             name=name,
@@ -69,7 +68,7 @@ def bare(devices: int) -> float:
             host_config=api.create_host_config(
                 port_bindings={CONTROL_PORT: ("127.0.0.1", None)}, network_mode=networks[0]
             ),
-            networking_config=endpoint,
+            networking_config=api.create_networking_config({networks[0]: api.create_endpoint_config()}),
         )
         api.connect_container_to_network(name, networks[1])
         api.start(name)
