@@ -87,6 +87,11 @@ def run(
     os.environ["TESTBED_LINKS"] = links
     console = Console(stderr=as_json, highlight=False)
     start = _read_weights(weights) if weights else None
+    if len(prepared) > 1:
+        from controller.results import fresh
+
+        # Runs of one sweep lie together, and never among those of an earlier one.
+        out = fresh(out or Path("results") / loaded.name)
     runs = []
     for number, each in enumerate(prepared):
         if len(prepared) > 1:
