@@ -107,8 +107,10 @@ class Channel:
         return self._make_random()
 
     def _passable(self) -> bool:
-        link = self.link
-        return link.up and link.loss < 1 and self.target.device is not None and not self.source.paused
+        return self._reaches() and not self.source.paused
+
+    def _reaches(self) -> bool:
+        return self.link.up and self.link.loss < 1 and self.target.device is not None
 
     def waits(self, device: SimulatedDevice) -> bool:
         """Return whether something of this device is not acknowledged."""
@@ -221,8 +223,8 @@ class Channel:
         return max(self.progress, *left, 0.0)
 
     def withdraw(self, parcel: Parcel) -> None:
-        """Take back a message if it has not arrived; those behind it move up."""
-        if parcel not in self._waiting:
+        """Take back a message unless all of it has left; those behind it move up."""
+        if parcel not in self._waiting or (parcel.due >= 0 and parcel.end <= self._loop.now):
             return
         self._interrupt()
         self._waiting.remove(parcel)
@@ -243,7 +245,7 @@ class Channel:
             self._forget_connection()
         self._open = self._passable()
         if not self._open:
-            if self._blocked_since is None and any(parcel.due < 0 for parcel in self._waiting):
+            if self._blocked_since is None and not self._reaches() and any(each.due < 0 for each in self._waiting):
                 self._blocked_since = now
             return
         self._relaunch(now if was_open else self._reopens_at(now))

@@ -144,7 +144,8 @@ class SimulatedDevice:
         try:
             await future
         except asyncio.CancelledError:
-            channel.withdraw(parcel)
+            if self.alive:
+                channel.withdraw(parcel)
             raise
 
     def _lose_patience(self, waiting: tuple[Channel, Parcel, float]) -> None:

@@ -1,0 +1,224 @@
+"""Links of the simulator against times computed by hand, and what the transport promises."""
+
+import asyncio
+
+import pytest
+from worlds import LINK, events, idle, on_wire, world
+
+from testbed.device import Device, Unreachable
+from testbed.network.framing import cast_wire_bytes, fragments, segments, wire_bytes
+from testbed.network.link import Link
+from testbed.simulation.channel import next_attempt
+from testbed.wire import Message
+
+
+def test_framing_by_hand():
+    assert segments(1198) == 1
+    assert segments(1199) == 2
+    assert wire_bytes(1000) == 1000 + 250 + 66
+    assert wire_bytes(10_000) == 10_000 + 250 + 8 * 66
+    assert fragments(1472) == 1
+    assert cast_wire_bytes(1472) == 1472 + 8 + 34
+    assert cast_wire_bytes(1473) == 1473 + 8 + 2 * 34
+
+
+def test_transmissions_queue_at_the_senders_link_and_acknowledgements_return():
+    async def source(device: Device):
+        await asyncio.gather(*(device.send("sink", Message(f"m{i}", padding=50_000)) for i in range(3)))
+
+    run = world({"source": source, "sink": idle})
+    run.run()
+    each = on_wire(run, "m0") * 8 / 8e6
+    received, sent = events(run, "receive"), events(run, "send")
+    for i in range(3):
+        assert received[i]["time"] == pytest.approx((i + 1) * each + 0.01)
+        assert received[i]["start"] == pytest.approx(i * each + 0.01)
+        assert received[i]["duration"] == pytest.approx(each)
+        assert sent[i]["time"] == pytest.approx((i + 1) * each + 0.02)
+        assert sent[i]["start"] == 0
+        assert sent[i]["queued"] == pytest.approx(i * each)
+        assert sent[i]["duration"] == pytest.approx((i + 1) * each + 0.02)
+
+
+def test_directions_and_pairs_do_not_share_their_rate():
+    async def lead(device: Device):
+        await asyncio.gather(*(device.send(peer, Message("m", padding=100_000)) for peer in ("b", "c")))
+
+    run = world({"lead": lead, "b": idle, "c": idle})
+    run.run()
+    first, second = events(run, "receive")
+    assert first["time"] == second["time"]
+
+
+def test_link_without_rate_takes_its_delay_only():
+    async def lead(device: Device):
+        await device.send("b", Message("m", padding=10**9))
+
+    run = world({"lead": lead, "b": idle}, link=Link(delay=0.25))
+    run.run()
+    assert events(run, "receive")[0]["time"] == 0.25
+    assert events(run, "send")[0]["time"] == 0.5
+
+
+def test_many_messages_arrive_in_the_order_of_the_calls():
+    got = []
+
+    async def lead(device: Device):
+        sends = [asyncio.create_task(device.send("b", Message("m", {"i": i}, padding=i % 7 * 900))) for i in range(200)]
+        await asyncio.gather(*sends)
+
+    async def listen(device: Device):
+        while True:
+            got.append((await device.receive())["i"])
+
+    world({"lead": lead, "b": listen}, link=Link(rate=1e6, delay=0.02, loss=0.05)).run()
+    assert got == list(range(200))
+
+
+def test_message_shares_nothing_with_its_sender():
+    import torch
+
+    seen = {}
+
+    async def lead(device: Device):
+        weights, fields = torch.zeros(3), {"list": [1]}
+        sending = asyncio.create_task(device.send("b", Message("m", fields, {"w": weights})))
+        await asyncio.sleep(0)
+        weights += 1
+        fields["list"].append(2)
+        await sending
+
+    async def listen(device: Device):
+        message = await device.receive()
+        seen.update(weights=message.tensors["w"].tolist(), list=message["list"])
+
+    world({"lead": lead, "b": listen}).run()
+    assert seen == {"weights": [0, 0, 0], "list": [1]}
+
+
+def test_loss_costs_time_and_depends_on_the_seed_only():
+    async def lead(device: Device):
+        for _ in range(20):
+            await device.send("b", Message("m", padding=100_000))
+
+    def duration(loss):
+        run = world({"lead": lead, "b": idle}, link=Link(rate=8e6, delay=0.01, loss=loss))
+        run.run()
+        return run.loop.now
+
+    clean, lossy = duration(0.0), duration(0.02)
+    # 70 segments a message: some are lost in about three of four messages, at a round trip of 20 ms each time.
+    assert 20 * 0.005 < lossy - clean < 20 * 0.1
+    assert duration(0.02) == lossy
+
+
+def test_lone_segment_waits_for_the_time_out_when_lost():
+    async def lead(device: Device):
+        for _ in range(100):
+            await device.send("b", Message("m"))
+
+    run = world({"lead": lead, "b": idle}, link=Link(rate=8e6, delay=0.01, loss=0.2))
+    run.run()
+    durations = [event["duration"] for event in events(run, "send")]
+    late = [each for each in durations if each > 0.2]
+    assert 10 < len(late) < 35
+    assert min(durations) < 0.03
+
+
+def test_cast_is_heard_or_not_by_each_and_never_repeated():
+    async def lead(device: Device):
+        for _ in range(400):
+            await device.cast(["b", "c"], Message("m", padding=100))
+
+    run = world({"lead": lead, "b": idle, "c": idle}, link=Link(rate=8e6, delay=0.01, loss=0.25))
+    run.run()
+    for name in "bc":
+        assert 250 < len(events(run, "receive", name)) < 340
+    assert len(events(run, "cast")) == 400
+    cast = events(run, "cast")[0]
+    assert cast["duration"] == pytest.approx(cast_wire_bytes(cast["bytes"]) * 8 / 8e6)
+
+
+def test_patience_ends_when_the_peer_is_off_and_the_message_is_withdrawn():
+    got = []
+
+    async def lead(device: Device):
+        await device.sleep(1)
+        first = asyncio.create_task(device.send("b", Message("lost"), patience=0.5))
+        second = asyncio.create_task(device.send("b", Message("kept")))
+        with pytest.raises(Unreachable, match="b acknowledges nothing"):
+            await first
+        assert device.now() == 1.5
+        await second
+
+    async def listen(device: Device):
+        while True:
+            got.append((await device.receive()).kind)
+
+    run = world({"lead": lead, "b": listen}, faults=[{"kill": "b", "at": "0.9s", "for": "2s"}])
+    run.run()
+    assert got == ["kept"]
+
+
+def test_patience_counts_from_the_last_progress():
+    async def lead(device: Device):
+        await device.send("b", Message("large", padding=3_000_000), patience=0.5)
+        await asyncio.gather(*(device.send("b", Message("m", padding=300_000), patience=0.5) for _ in range(5)))
+
+    run = world({"lead": lead, "b": idle})
+    run.run()
+    assert len(events(run, "send")) == 6
+    assert run.loop.now > 4.5
+
+
+def test_cancelled_send_is_withdrawn_and_the_next_moves_up():
+    async def lead(device: Device):
+        large = asyncio.create_task(device.send("b", Message("large", padding=10_000_000)))
+        small = asyncio.create_task(device.send("b", Message("small")))
+        await device.sleep(1)
+        large.cancel()
+        await small
+
+    run = world({"lead": lead, "b": idle})
+    run.run()
+    (received,) = events(run, "receive")
+    assert received["message"] == "small"
+    assert received["time"] == pytest.approx(1 + on_wire(run, "small") * 8 / 8e6 + 0.01)
+
+
+def test_cancelled_receive_loses_no_message():
+    got = []
+
+    async def lead(device: Device):
+        for i in range(10):
+            await device.sleep(0.1)
+            await device.send("b", Message("m", {"i": i}))
+
+    async def listen(device: Device):
+        while True:
+            try:
+                got.append((await asyncio.wait_for(device.receive(), 0.0131))["i"])
+            except TimeoutError:
+                continue
+
+    world({"lead": lead, "b": listen}).run()
+    assert got == list(range(10))
+
+
+def test_peer_without_a_link_is_an_error_that_names_both():
+    async def lead(device: Device):
+        await device.send("nobody", Message("m"))
+
+    run = world({"lead": lead, "b": idle})
+    with pytest.raises(Exception, match="the program of lead failed") as caught:
+        run.run()
+    assert "no link from lead to nobody" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("waited", "attempt"),
+    [(0.0, 0.22), (0.22, 0.22), (0.23, 0.66), (0.7, 1.54), (1.6, 2.0), (2.5, 3.0), (7.01, 8.0)],
+)
+def test_retransmissions_double_then_the_connection_is_made_anew(waited, attempt):
+    assert next_attempt(10.0, 10.0 + waited, 0.02) == pytest.approx(10.0 + attempt)
+    assert LINK.delay * 2 == 0.02

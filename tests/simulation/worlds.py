@@ -1,0 +1,46 @@
+"""A small world for tests: one program a device, a mesh of equal links, the first device leads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from testbed.faults import FaultScript
+from testbed.hardware import DeviceSpec
+from testbed.network.framing import wire_bytes
+from testbed.network.link import Link
+from testbed.scenario.schema import FaultPart
+from testbed.simulation.faults import FaultExecution
+from testbed.simulation.world import World
+
+LINK = Link(rate=8e6, delay=0.01)
+"""A megabyte a second."""
+
+
+def world(programs: Mapping[str, Any], link: Link = LINK, faults=(), speed: float = 1e6, **options: Any) -> World:
+    """Make a world and switch it on, with its faults scheduled."""
+    names = list(programs)
+    links = {(a, b): link for a in names for b in names if a != b}
+    specs = [DeviceSpec(name, speed, 1e9) for name in names]
+    made = World(specs, links, lambda device: programs[device.name](device), names[0], seed=1, **options)
+    made.start()
+    FaultExecution(made, FaultScript([FaultPart.model_validate(fault) for fault in faults])).start()
+    return made
+
+
+def events(made: World, name: str, device: str | None = None) -> list[dict[str, Any]]:
+    """Return time and fields of the events of that name."""
+    return [
+        {"time": event.time, **event.fields}
+        for event in made.events
+        if event.event == name and device in (None, event.device)
+    ]
+
+
+def on_wire(made: World, message: str) -> float:
+    """Return the bytes on the wire of the first message of a kind."""
+    return wire_bytes(next(event["bytes"] for event in events(made, "receive") if event["message"] == message))
+
+
+async def idle(device: Any) -> None:
+    """Take in messages for ever."""
+    while True:
+        await device.receive()
