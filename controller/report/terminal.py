@@ -51,7 +51,7 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     points = summary["points"]
     keys = list(dict.fromkeys(key for point in points for key in point["point"]))
     names = [name for name in SUMMARY_FIGURES if any(name in point["figures"] for point in points)]
-    table = _table(f"{summary['scenario']}: {len(points)} points" if keys else summary["scenario"])
+    table = _table()
     for key in keys:
         table.add_column(key.rpartition(".")[2], style="bold")
     table.add_column("Runs", justify="right")
@@ -62,8 +62,9 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
         trusted = "" if point["trusted"] == runs else f" ({runs - point['trusted']} not trusted)"
         cells = [Text(str(point["point"].get(key, ""))) for key in keys]
         table.add_row(*cells, f"{runs}{trusted}", *(_mean(name, point["figures"].get(name)) for name in names))
-    console.print(Text(), table)
-    console.print(Text("  mean ± half width of the 95 % confidence interval (Student)", style="dim"))
+    note = f"{len(points)} points, " if keys else ""
+    note += "mean ± half width of the 95 % confidence interval (Student)"
+    console.print(Text(), _titled(summary["scenario"], note, table))
     console.print(_where(folder, "summary.csv"))
 
 
@@ -76,16 +77,13 @@ def _mean(name: str, figure: Mapping[str, Any] | None) -> Text:
     return text
 
 
-def _table(title: str, note: str = "") -> Table:
-    return Table(
-        title=Text(f" {title}", style="bold").append(f"  {note}", style="not bold dim"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        header_style="dim",
-        pad_edge=True,
-        padding=(0, 1),
-        expand=False,
-    )
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", padding=(0, 1), expand=False)
+
+
+def _titled(title: str, note: str, *parts: RenderableType) -> Group:
+    """Put a heading over a table; a table's own title would wrap at the table's width."""
+    return Group(Text(f" {title}", style="bold").append(f"  {note}", style="not bold dim"), *parts, Text())
 
 
 def _title(run: Run) -> Text:
@@ -93,12 +91,15 @@ def _title(run: Run) -> Text:
     runtime = "emulated" if run.outcome.runtime == "emulate" else "simulated"
     text = Text(" ")
     text.append(run.experiment.scenario.name, style="bold")
+    count = len(run.experiment.devices)
     verb = "training" if workload.task == "train" else "inference"
     text.append(
         f"  {workload.method.name} {verb} of {workload.model.name} on {workload.data.name}, "
-        f"{len(run.experiment.devices)} devices, {runtime}, {run.outcome.status}",
+        f"{count} device{'' if count == 1 else 's'}, {runtime}",
         style="dim",
     )
+    if run.outcome.status != "finished":
+        text.append(f"  {run.outcome.status}", style="bold red")
     return text
 
 
@@ -147,8 +148,8 @@ def _devices(devices: Mapping[str, Mapping[str, Any]], width: int) -> Renderable
     if any(row["down"] for row in devices.values()):
         kinds.append("down")
     kinds.append("idle")
-    table = _table("Devices", "time and share of the run; what overlaps counts in both")
-    table.add_column("Device", style="bold", no_wrap=True)
+    table = _table()
+    table.add_column("Device", style="bold", overflow="fold")
     if wide:
         table.add_column("Profile", no_wrap=True)
         table.add_column("", no_wrap=True)
@@ -157,16 +158,17 @@ def _devices(devices: Mapping[str, Mapping[str, Any]], width: int) -> Renderable
     for name, row in list(devices.items())[:MOST_DEVICES]:
         extra: list[RenderableType] = [row["profile"], _bar(row)] if wide else []
         table.add_row(name, *extra, *(_spent(kind, row) for kind in kinds))
+    parts: list[RenderableType] = [table]
     if len(devices) > MOST_DEVICES:
-        return Group(table, Text(f"  and {len(devices) - MOST_DEVICES} more in the report", style="dim"))
-    return table
+        parts.append(Text(f"  and {len(devices) - MOST_DEVICES} more in the report", style="dim"))
+    return _titled("Devices", "time and share of the run; what overlaps counts in both", *parts)
 
 
 def _spent(kind: str, row: Mapping[str, Any]) -> Text:
     if not row[kind]:
         return Text(formats.NONE, style="dim")
     text = Text(formats.seconds(row[kind]), style="red" if kind == "down" else "")
-    text.append(f" {formats.whole_share(row[f'{kind}_share']):>4}", style="dim")
+    text.append(f" {formats.whole_share(row[f'{kind}_share']):>3}", style="dim")
     return text
 
 
@@ -183,7 +185,7 @@ def _bar(row: Mapping[str, Any]) -> Text:
 
 
 def _links(rows: Sequence[Mapping[str, Any]], width: int, *, measured: bool) -> RenderableType:
-    table = _table("Links", "rate, one-way delay")
+    table = _table()
     table.add_column("Link", style="bold")
     table.add_column("Requested")
     if measured:
@@ -200,11 +202,11 @@ def _links(rows: Sequence[Mapping[str, Any]], width: int, *, measured: bool) -> 
         if width >= WIDE:
             cells.append(group.used)
         table.add_row(*cells)
-    return table
+    return _titled("Links", "rate, one-way delay", table)
 
 
 def _faults(metrics: Mapping[str, Any]) -> RenderableType:
-    table = _table("Faults", "time since the start of the workload")
+    table = _table()
     table.add_column("Fault", style="bold")
     for heading in ("Struck", "Noticed", "Undone", "Resumed", "Recovery"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -218,7 +220,7 @@ def _faults(metrics: Mapping[str, Any]) -> RenderableType:
             formats.moment(recovery.get("resumed")),
             formats.seconds(recovery.get("seconds")),
         )
-    return table
+    return _titled("Faults", "time since the start of the workload", table)
 
 
 def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -229,7 +231,7 @@ def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mappi
 
 
 def _expectations(expectations: Sequence[Expectation]) -> RenderableType:
-    table = _table("Expected")
+    table = _table()
     table.add_column("", no_wrap=True)
     table.add_column("Figure", style="bold")
     table.add_column("Condition")
@@ -240,7 +242,7 @@ def _expectations(expectations: Sequence[Expectation]) -> RenderableType:
         table.add_row(
             mark, Text(expectation.key), Text(expectation.condition), Text(found, "" if expectation.holds else "red")
         )
-    return table
+    return _titled("Expected", "", table)
 
 
 def found_text(expectation: Expectation) -> str:

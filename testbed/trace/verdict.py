@@ -62,7 +62,7 @@ def verdict(
     elif emulated:
         kind, summary = "trusted", "links, pacing, faults and host were all as the scenario asks"
     else:
-        kind, summary = "prediction", "simulated: computed from the scenario's figures, nothing was measured"
+        kind, summary = "prediction", "simulated from the scenario's figures; nothing was measured"
     return {
         "kind": kind,
         "trusted": not reasons,
