@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Options(BaseModel):
-    """Base of a method's options: unknown keys are refused."""
+    """Base of a method's options: unknown keys are refused; `testbed methods` shows each one's docstring."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Assignment(BaseModel):

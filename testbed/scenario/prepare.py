@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from testbed import faults, methods
 from testbed.data import catalog as data
 from testbed.data.batches import steps_per_epoch
+from testbed.data.files import find
 from testbed.errors import InputError
 from testbed.methods.base import Method, Plan
 from testbed.methods.base import Problem as Task
@@ -28,7 +29,8 @@ from testbed.scenario.source import Key, Problem, parse_key
 
 DATA_FOLDER = Path("data")
 """Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
-_DIGITS_TRAIN = 1438
+DIGITS_TRAIN = 1438
+"""Training samples of the embedded set, known without importing what holds it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def batches(scenario: Scenario) -> int | None:
         return workload.requests
     if workload.steps is not None:
         return workload.steps
-    samples = workload.data.train or (_DIGITS_TRAIN if workload.data.name == "digits" else None)
+    samples = workload.data.train or (DIGITS_TRAIN if workload.data.name == "digits" else None)
     if samples is None or workload.epochs is None:
         return None
     return workload.epochs * steps_per_epoch(samples, workload.batch_size)
@@ -148,9 +150,14 @@ def _folder_problems(scenario: Scenario) -> Iterator[Problem]:
     except InputError:
         return
     folder = data_folder(scenario)
+    download = f"`testbed data fetch {name}` downloads them"
     if kind.files and not folder.is_dir():
-        text = f"{name} is read from files and there is no folder {folder}: `testbed data fetch {name}` downloads them"
-        yield Problem((*key, "folder"), text)
+        yield Problem((*key, "folder"), f"{name} is read from files and there is no folder {folder}: {download}")
+    elif kind.files and not any(find(folder, file) for file in kind.files):
+        yield Problem((*key, "folder"), f"{folder} holds none of the files of {name}: {download}")
+    part = scenario.workload.data
+    if name == "digits" and part.train is not None and part.train > DIGITS_TRAIN:
+        yield Problem((*key, "train"), f"digits has {DIGITS_TRAIN} training samples, not {part.train}: use fewer")
 
 
 def _name_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -207,11 +214,14 @@ def _device_key(name: str, scenario: Scenario) -> Key:
 def _locate(message: str, experiment: Experiment) -> Problem:
     """Find the key that a planner's or a model's message is about.
 
-    It may begin with a key of the workload (``method.stages: ...``) or with a device (``worker1 has ...``).
+    It may begin with a key of the workload (``method.stages: ...``) or with a device (``worker1 has ...``), or be about
+    a link that is missing.
     """
     if match := re.match(r"((?:model|data|method|optimizer)(?:\.[\w.]+)?|batch_size|epochs|steps): ", message):
         return Problem(("workload", *parse_key(match[1])), message[match.end() :])
     device = message.partition(" ")[0].strip("'")
+    if " link" in message:
+        return Problem(("network", "topology"), message)
     if any(device == each.name for each in experiment.devices):
         return Problem(_device_key(device, experiment.scenario), message)
     subject = "model" if message.startswith("model ") else "method"

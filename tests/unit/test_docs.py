@@ -1,0 +1,64 @@
+"""The documentation says what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from ruamel.yaml import YAML
+
+from controller.cli.main import COMMANDS
+from testbed.scenario.expand import experiments
+from testbed.scenario.loading import load
+from testbed.scenario.prepare import prepare
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_generated_parts_are_current():
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    stale = [str(path.relative_to(DOCS)) for path, text in generate.generated() if path.read_text() != text]
+    assert not stale, f"run: python docs/generate.py ({', '.join(stale)})"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_page_that_says_more_than_its_help(command):
+    page = (DOCS / "commands" / f"{command}.md").read_text()
+    assert page.startswith(f"# testbed {command}\n")
+    prose = page[: page.index("<!-- help -->")]
+    assert len(prose) > 80
+    assert f"(commands/{command}.md)" in (DOCS / "README.md").read_text()
+
+
+def test_every_command_says_what_it_does_in_its_help():
+    for command in COMMANDS:
+        page = (DOCS / "commands" / f"{command}.md").read_text()
+        for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL):
+            assert re.search(r"^Usage: .*\n\n  [A-Z]", block, re.MULTILINE), block.splitlines()[0]
+
+
+def test_the_example_with_nearly_everything_is_a_scenario(tmp_path):
+    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "scenario.md").read_text(), re.DOTALL)
+    (example,) = [block for block in blocks if "name: everything" in block]
+    file = tmp_path / "everything.yaml"
+    file.write_text(example)
+    prepare(experiments(load(file))[0])
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in DOCS.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_shipped_scenarios_fit_the_schema():
+    schema = json.loads((DOCS / "scenario.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for file in sorted((DOCS.parent / "scenarios").rglob("*.yaml")):
+        jsonschema.validate(YAML(typ="safe", pure=True).load(file), schema)
