@@ -10,6 +10,8 @@ from pathlib import Path
 
 import click
 
+from controller.cli.table import table
+
 
 @click.command()
 @click.argument("scenario", type=click.Path(path_type=Path))
@@ -32,7 +34,7 @@ def up(scenario: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         return
     click.echo(f"run {lab.run_id} is up on {lab.subnet}")
     rows = [[each.name, each.state, each.address, each.control_url] for each in lab.devices.values()]
-    _table(["device", "state", "address", "control"], rows)
+    table(["device", "state", "address", "control"], rows)
     click.echo(f"end it with: testbed down {lab.run_id}")
 
 
@@ -85,7 +87,7 @@ def ps(as_json: bool) -> None:
     ]
     rows += [[run, "", "networks only", "", "", ""] for run, containers in labs.items() if not containers]
     if rows:
-        _table(["run", "device", "state", "since", "address", "control"], rows)
+        table(["run", "device", "state", "since", "address", "control"], rows)
     else:
         click.echo("no run is up")
 
@@ -108,10 +110,3 @@ def logs(device: str, run: str | None, follow: bool) -> None:
 def _say(text: str) -> None:
     """Report progress beside the output proper."""
     click.echo(text, err=True)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> None:
-    """Print columns as wide as they need to be, plain enough to cut up with awk."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    for row in [header, *rows]:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

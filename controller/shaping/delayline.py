@@ -29,6 +29,10 @@ from testbed.errors import HostError
 
 _MOST_READ = 64
 """Packets read from one device before those that are due are let go."""
+_PATIENCE = 0.5e-3
+"""Seconds at most for which arrivals are left to gather, since the kernel has noted when each came."""
+_EARLY = 60e-6
+"""Seconds by which a packet may leave early along with another: one waking then serves several."""
 _MESSAGE = 1 << 17
 _SO_TIMESTAMPNS = 35
 _PR_SET_TIMERSLACK = 29
@@ -149,6 +153,7 @@ class _Loop:
         self._arrivals = nfqueue.Stamps()
         self._lateness = Lateness()
         self._sequence = 0
+        self._patience = 0.0
         # Any socket that asks for timestamps makes the kernel note every packet's arrival, so that a packet that
         # waits for this process is not late because of it.
         self._stamps = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -156,39 +161,51 @@ class _Loop:
 
     def run(self) -> None:
         """Go on until the server is gone."""
+        look_again = 0.0
         while True:
-            wait = None
-            if self._due:
-                wait = max(0.0, self._due[0][0] - time.monotonic())
-            # select waits with microseconds, epoll only with milliseconds.
-            select.select([self._epoll.fileno()], [], [], wait)
+            now = time.monotonic()
+            due = self._due[0][0] if self._due else math.inf
+            if now < look_again:
+                time.sleep(max(0.0, min(due, look_again) - now))
+            else:
+                # select waits with microseconds, epoll only with milliseconds.
+                wait = None if due == math.inf else max(0.0, due - now)
+                select.select([self._epoll.fileno()], [], [], wait)
             self._release()
+            if time.monotonic() < look_again:
+                continue
+            emptied = True
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
                     if not self._obey():
                         return
                 elif descriptor in self._by_descriptor:
-                    self._read(self._by_descriptor[descriptor])
+                    emptied &= self._read(self._by_descriptor[descriptor])
                     self._release()
+            look_again = time.monotonic() + self._patience if emptied else 0.0
 
-    def _read(self, port: _Port) -> None:
+    def _read(self, port: _Port) -> bool:
+        """Take what has arrived for a device; say whether that was all."""
         buffer, receive = self._buffer, port.socket.recv_into
         now = time.monotonic()
         wall = time.time() - now
+        emptied = False
         for _ in range(_MOST_READ):
             try:
                 length = receive(buffer)
             except BlockingIOError:
+                emptied = True
                 break
             except OSError:
                 port.overflows += 1  # ENOBUFS: the kernel has lost packets that it could not announce
                 continue
-            kind = nfqueue.message_type(buffer)
+            kind = buffer[4] | buffer[5] << 8
             if kind == nfqueue.PACKET:
                 self._arrive(port, buffer, length, now, wall)
             elif kind == nfqueue.NLMSG_ERROR:
                 port.refused += 1
         self._send(port)
+        return emptied
 
     def _arrive(self, port: _Port, buffer: bytearray, length: int, now: float, wall: float) -> None:
         line = port.lines[nfqueue.packet_queue(buffer)]
@@ -222,8 +239,9 @@ class _Loop:
         touched: set[_Port] = set()
         while self._due:
             now = time.monotonic()
+            ripe = now + _EARLY
             due, _, port, line = self._due[0]
-            if due > now:
+            if due > ripe:
                 break
             heapq.heappop(self._due)
             if due != line.listed:
@@ -231,13 +249,13 @@ class _Loop:
             heap = line.heap
             count = 0
             identity: bytearray | None = None
-            while heap and heap[0][0] <= now:
+            while heap and heap[0][0] <= ripe:
                 _, identity = heapq.heappop(heap)
                 count += 1
                 if not line.ordered:
                     port.verdicts += (line.accept, identity)
             if identity is not None:
-                self._lateness.add(now - due, count)
+                self._lateness.add(max(0.0, now - due), count)
                 line.passed += count
                 touched.add(port)
                 if line.ordered:
@@ -313,6 +331,8 @@ class _Loop:
             for message in messages:
                 self._sequence += 1
                 self._acknowledged(port, message, self._sequence)
+        shortest = min((line.delay for each in self._ports.values() for line in each.lines.values()), default=0.0)
+        self._patience = min(_PATIENCE, shortest / 4)
 
     def _acknowledged(self, port: _Port, message: bytes, sequence: int) -> None:
         """Send one configuration message and wait until the kernel has agreed; packets meanwhile are not missed."""

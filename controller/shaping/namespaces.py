@@ -71,6 +71,10 @@ class Namespace:
 
         return _in_thread(enter)
 
+    def again(self) -> Namespace:
+        """Return a second hold on the namespace, to be closed by itself."""
+        return Namespace(os.dup(self._descriptor))
+
     def close(self) -> None:
         """Let go of the namespace."""
         os.close(self._descriptor)

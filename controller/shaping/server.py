@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import threading
 import time
@@ -57,6 +58,7 @@ def application(shaping: Shaping, token: str) -> flask.Flask:
     app.get("/facts")(shaping.facts)
     app.post("/attach", endpoint="attach")(lambda: _attach(shaping, flask.request.get_json()))
     app.post("/set", endpoint="set")(lambda: _set(shaping, flask.request.get_json()))
+    app.post("/probe", endpoint="probe")(lambda: _probe(shaping, flask.request.get_json()))
     app.get("/show")(shaping.show)
     app.get("/statistics", endpoint="statistics")(
         lambda: shaping.statistics(reset=flask.request.args.get("reset") == "1")
@@ -73,6 +75,11 @@ def _attach(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
 def _set(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
     shaping.set(links_from(request["links"]))
     return {}
+
+
+def _probe(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
+    pairs = [(source, destination) for source, destination in request["pairs"]]
+    return {"measurements": [dataclasses.asdict(each) for each in shaping.probe(pairs)]}
 
 
 def serve(shaping: Shaping, token: str, host: str, port: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,10 @@ from controller.shaping.namespaces import (
     interface_of,
 )
 from controller.shaping.plan import Endpoint, Plan
+from controller.shaping.probes import Site, measure
 from testbed.errors import HostError, InputError
 from testbed.network.link import Link, Pair
+from testbed.trace.outcome import LinkMeasurement
 
 
 @dataclass
@@ -242,16 +245,24 @@ class Shaping:
             self._backend.close()
             self._pool.shutdown()
 
-    def attached(self, name: str) -> Attached:
-        """Return an attached device; raises InputError when there is none of that name."""
+    def probe(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
+        """Measure these links; raises InputError for one that is not there or whose device does not run."""
         with self._lock:
-            if name not in self._devices:
-                raise InputError(f"no running device '{name}' is attached")
-            return self._devices[name]
-
-    def link(self, pair: Pair) -> Link:
-        """Return what was asked of a link; raises InputError when there is no such link."""
-        with self._lock:
-            if pair not in self._links:
-                raise InputError(f"there is no link from {pair[0]} to {pair[1]}")
-            return self._links[pair]
+            self.release_the_dead()
+            for pair in pairs:
+                if pair not in self._links:
+                    raise InputError(f"there is no link from {pair[0]} to {pair[1]}")
+                for name in pair:
+                    if name not in self._devices:
+                        raise InputError(f"'{name}' does not run: its links cannot be measured")
+            links = {pair: self._links[pair] for pair in pairs}
+            with contextlib.ExitStack() as stack:
+                sites = {}
+                for name in {name for pair in pairs for name in pair}:
+                    attached = self._devices[name]
+                    namespace = attached.namespace.again()
+                    stack.callback(namespace.close)
+                    sites[name] = Site(namespace, attached.endpoint.address)
+                held = stack.pop_all()
+        with held:
+            return measure(links, sites) if links else []

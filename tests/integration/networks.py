@@ -99,16 +99,25 @@ def network(*names: str) -> Iterator[Network]:
 
 
 def one_way(net: Network, source: str, destination: str, count: int, gap: float, size: int = 8) -> list[float]:
-    """Send numbered datagrams; return the delays in seconds of those that arrived, in the order of arrival."""
+    """Send datagrams; return the delays in seconds of those that arrived, in the order of arrival."""
+    return [delay for _, delay in flow(net, source, destination, count, gap, size)]
+
+
+def flow(
+    net: Network, source: str, destination: str, count: int, gap: float, size: int = 8
+) -> list[tuple[float, float]]:
+    """Send datagrams; return (monotonic time of sending, delay) of those that arrived, in the order of arrival."""
     receiver = net.inside(destination, lambda: _bound(net.endpoints[destination].address))
     sender = net.inside(source, lambda: _bound(net.endpoints[source].address))
-    delays: list[float] = []
+    delays: list[tuple[float, float]] = []
 
     def listen() -> None:
         with contextlib.suppress(TimeoutError):
             while len(delays) < count:
                 data = receiver.recv(2048)
-                delays.append(time.monotonic() - struct.unpack_from("d", data)[0])
+                now = time.monotonic()
+                sent = struct.unpack_from("d", data)[0]
+                delays.append((sent, now - sent))
 
     receiver.settimeout(1.0)
     thread = threading.Thread(target=listen)

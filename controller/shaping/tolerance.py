@@ -1,0 +1,65 @@
+"""How far a link may be from what was asked before a run must not be trusted. The one place that says so. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from testbed.network.link import Link
+
+DELAY_SECONDS = 0.3e-3
+DELAY_FRACTION = 0.02
+"""The median one-way delay may be off by the larger of the two."""
+RATE_LOWEST, RATE_HIGHEST = 0.96, 1.01
+"""Of the requested rate on the wire."""
+LOSS_CONFIDENCE = 0.99
+"""The packets lost must lie in the central binomial interval of this probability."""
+
+
+def delay_tolerance(delay: float) -> float:
+    """Return by how many seconds the median may differ."""
+    return max(DELAY_SECONDS, DELAY_FRACTION * delay)
+
+
+def binomial_interval(packets: int, probability: float, confidence: float = LOSS_CONFIDENCE) -> tuple[int, int]:
+    """Return the smallest and largest count that ``packets`` draws give but for ``(1 - confidence) / 2`` each side."""
+    if packets == 0 or probability <= 0:
+        return 0, 0
+    if probability >= 1:
+        return packets, packets
+    tail = (1 - confidence) / 2
+    odds = math.log(probability) - math.log1p(-probability)
+    logarithm = packets * math.log1p(-probability)
+    total, lowest = 0.0, -1
+    for count in range(packets + 1):
+        if count:
+            logarithm += math.log(packets - count + 1) - math.log(count) + odds
+        total += math.exp(logarithm)
+        if lowest < 0 and total >= tail:
+            lowest = count
+        if total >= 1 - tail:
+            return lowest, count
+    return lowest, packets
+
+
+def problem(link: Link, rate: float | None, delay: float | None, sent: int, lost: int) -> str | None:
+    """Say what is outside its tolerance in what was measured (rates in bit/s, delay in seconds), or None."""
+    if not link.up:
+        return None if lost == sent else f"is down, yet {sent - lost} of {sent} packets arrived"
+    found = []
+    if delay is None:
+        if link.loss < 0.9:
+            found.append(f"none of {sent} packets arrived")
+    elif abs(delay - link.delay) > delay_tolerance(link.delay):
+        found.append(
+            f"delays by {delay * 1e3:.2f} ms instead of {link.delay * 1e3:g} ms "
+            f"(tolerance {delay_tolerance(link.delay) * 1e3:.2f} ms)"
+        )
+    lowest, highest = binomial_interval(sent, link.loss)
+    if delay is not None and not lowest <= lost <= highest:
+        found.append(f"loses {lost} of {sent} packets, {lowest} to {highest} would be {link.loss * 100:g} %")
+    if rate is not None and link.rate and not RATE_LOWEST <= rate / link.rate <= RATE_HIGHEST:
+        found.append(
+            f"carries {rate / 1e6:.4g} mbit instead of {link.rate / 1e6:g} mbit "
+            f"({RATE_LOWEST * 100:.0f} to {RATE_HIGHEST * 100:.0f} % are tolerated)"
+        )
+    return "; ".join(found) or None
