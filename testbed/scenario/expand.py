@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from testbed.hardware import PROFILES, DeviceSpec
 from testbed.network.link import Link, Pair
+from testbed.network.overlay import overlay
 from testbed.network.presets import PRESETS
 from testbed.network.topology import directed_pairs
 from testbed.scenario.experiment import Experiment
@@ -91,17 +91,6 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
     return tuple(devices.values())
 
 
-def _apply(link: Link, part: LinkPart, from_first: bool) -> Link:
-    """Return the link with what one level of the scenario says about it: first its preset, then its own figures."""
-    if part.preset is not None:
-        preset = PRESETS[part.preset]
-        link = replace(link, rate=preset.rate(from_first))
-        if preset.delay is not None:
-            link = replace(link, delay=preset.delay)
-    given = {name: getattr(part, name) for name in ("rate", "delay", "loss") if getattr(part, name) is not None}
-    return replace(link, **given)
-
-
 def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
     network = scenario.network
     pairs = dict.fromkeys(directed_pairs(network.topology, names))
@@ -123,10 +112,10 @@ def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
     if problems:
         raise scenario.source.error(problems)
     first = names[0]
-    links = {pair: _apply(Link(), network.link, pair[0] == first) for pair in pairs}
+    links = {pair: overlay(Link(), network.link, pair[0] == first) for pair in pairs}
     for part in network.links:
         for pair in part.directions():
-            links[pair] = _apply(links[pair], part, pair[0] == first)
+            links[pair] = overlay(links[pair], part, pair[0] == first)
     return links
 
 
