@@ -6,9 +6,10 @@ that is not there, more stages than units) is checked where the experiment is bu
 
 from __future__ import annotations
 
+from ipaddress import IPv4Network
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from testbed.scenario.quantities import Duration, Fraction, Rate, Size, Speed
 from testbed.scenario.source import Key, Source
@@ -78,6 +79,16 @@ class NetworkPart(Part):
     link: LinkPart = Field(default_factory=lambda: LinkPart(), description="every link, unless overridden")
     links: tuple[PairLinkPart, ...] = Field((), description="links that differ; later ones win")
     subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")
+
+    @field_validator("subnet")
+    @classmethod
+    def _is_a_subnet(cls, value: str) -> str:
+        try:
+            return str(IPv4Network(value))
+        except ValueError as error:
+            raise ValueError(
+                f"'{value}' is not a range of addresses ({error}): write one such as 10.20.0.0/16"
+            ) from None
 
 
 class ModelPart(Part):

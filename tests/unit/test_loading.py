@@ -86,6 +86,13 @@ WRONG = [
     ("delay: 5ms", "dlay: 5ms", 7, "network.link.dlay: unknown key 'dlay': did you mean 'delay'?"),
     ("  topology: m", "  topolgy: m", 6, "network.topolgy: unknown key 'topolgy': did you mean 'topology'?"),
     ("mesh", "ring", 6, "network.topology: 'ring' is not possible here: there are mesh, star, line, explicit"),
+    (
+        "mesh",
+        "mesh\n  subnet: 10.1.2.3/16",
+        7,
+        "network.subnet: '10.1.2.3/16' is not a range of addresses (10.1.2.3/16 has",
+    ),
+    ("mesh", "mesh\n  subnet: all", 7, "network.subnet: 'all' is not a range of addresses"),
     ("count: 2", "cont: 2", 4, "devices.worker.cont: unknown key 'cont': did you mean 'count'?"),
     ("count: 2", "count: 0", 4, "devices.worker.count: '0' must be at least 1"),
     ("count: 2", "count: two", 4, "devices.worker.count: 'two' is not a whole number"),
@@ -269,6 +276,32 @@ TREES = st.recursive(
 def test_values_of_the_wrong_shape_are_refused(write, key, value):
     lines = [line for line in GOOD.splitlines() if not line.startswith(f"{key}:")]
     _only_input_errors(write("\n".join([f"{key}: {json.dumps(value)}", *lines])))
+
+
+@relaxed
+@given(
+    key=st.sampled_from(
+        [
+            "network.link.rate",
+            "network.links.0",
+            "faults.0.for",
+            "faults.0.when.batch",
+            "sweep",
+            "expect.x",
+            "a..b",
+            "0",
+            ".",
+        ]
+    ),
+    value=st.text(max_size=12),
+)
+def test_any_override_is_taken_or_refused(write, key, value):
+    said = None
+    try:
+        load(write(GOOD), [f"{key}={value}"])
+    except InputError as error:
+        said = str(error)
+    assert said is None or said.startswith(("--set", "small.yaml"))
 
 
 @relaxed
