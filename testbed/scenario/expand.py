@@ -112,7 +112,9 @@ def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
     if problems:
         raise scenario.source.error(problems)
     first = names[0]
-    links = {pair: overlay(Link(), network.link, pair[0] == first) for pair in pairs}
+    # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
+    default = {from_first: overlay(Link(), network.link, from_first) for from_first in (True, False)}
+    links = {pair: default[pair[0] == first] for pair in pairs}
     for part in network.links:
         for pair in part.directions():
             links[pair] = overlay(links[pair], part, pair[0] == first)
