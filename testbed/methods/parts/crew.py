@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from testbed.device import Device
 from testbed.methods.base import Assignment, Problem
@@ -31,10 +30,9 @@ class Answer:
     """What a device said of itself; see `messages`."""
 
     holds: int
-    incarnation: float
-    actions: int = 0
-    computing: bool = False
-    overdue: Any = ()
+    actions: int
+    computing: bool
+    overdue: Mapping[str, float]
 
 
 class Crew:
@@ -43,61 +41,69 @@ class Crew:
     def __init__(self, device: Device, problem: Problem, outbox: Outbox, news: Bell) -> None:
         self.others = [spec.name for spec in problem.devices if spec.name != device.name]
         self.configuration = 0
+        self.there: dict[str, float] = {}
+        """Devices heard of since this configuration began, with their incarnations."""
         self.answers: dict[str, Answer] = {}
-        """Since they were asked last; a hello counts."""
+        """To the last question."""
         self.ready: set[str] = set()
         """Devices that said that they are a stage of this configuration."""
         self.restarted: set[str] = set()
-        """Those of them that have started anew since, and so hold nothing any more."""
+        """Devices that have started anew since they were told what to be, and so hold nothing any more."""
         self._device = device
         self._problem = problem
         self._outbox = outbox
         self._news = news
-        self._incarnations: dict[str, float] = {}
+        self._appointed: dict[str, float] = {}
+        """Incarnations of the devices that were told what to be."""
         self._probes: dict[str, asyncio.Future[None]] = {}
+        self._question = 0
         self._still: tuple[int, float] = (-1, 0.0)
         """Actions done by all stages together, and since when there are no more."""
 
     def enter(self, configuration: int) -> None:
-        """Begin a new configuration, of which nobody is a stage yet, and ask everybody about it."""
+        """Begin a new configuration, of which nobody is a stage yet."""
         self.configuration = configuration
+        self.there.clear()
         self.ready.clear()
+        self.appoint()
+
+    def appoint(self) -> None:
+        """From now on, a device that starts anew has lost what it is being told."""
         self.restarted.clear()
-        self._incarnations.clear()
-        self._probes.clear()
+        self._appointed = dict(self.there)
         self._still = (-1, 0.0)
-        self.ask(self.others)
 
     def ask(self, names: Collection[str]) -> None:
-        """Forget what these answered before and probe them, unless a probe is still on its way."""
+        """Forget earlier answers and put a new question; a probe that is still on its way is taken back."""
+        self._question += 1
+        self.answers.clear()
         for name in names:
-            self.answers.pop(name, None)
-            probe = self._probes.get(name)
-            if probe is None or probe.done():
-                self._probes[name] = self._outbox.post(name, messages.PROBE, configuration=self.configuration)
+            if name in self._probes:
+                self._probes[name].cancel()
+            self._probes[name] = self._outbox.post(
+                name, messages.PROBE, configuration=self.configuration, question=self._question
+            )
 
     def handle(self, message: Message) -> None:
         """Take in a hello, an answer to a probe, or the word that a stage is ready."""
         name, incarnation = message.sender, message["incarnation"]
-        if message.kind == messages.HELLO:
-            self.answers[name] = Answer(0, incarnation)
-        elif message["configuration"] != self.configuration:
+        if message.kind != messages.HELLO and message["configuration"] != self.configuration:
             return
-        elif message.kind == messages.CONFIGURED:
-            self.ready.add(name)
-            self._incarnations[name] = incarnation
-        else:
-            fields = (message[key] for key in ("holds", "incarnation", "actions", "computing", "overdue"))
-            self.answers[name] = Answer(*fields)
-        if self._incarnations.get(name, incarnation) != incarnation:
+        self.there[name] = incarnation
+        if self._appointed.setdefault(name, incarnation) != incarnation:
             self.restarted.add(name)
+        if message.kind == messages.CONFIGURED:
+            self.ready.add(name)
+        elif message.kind == messages.ALIVE and message["question"] == self._question:
+            self.answers[name] = Answer(*(message[key] for key in ("holds", "actions", "computing", "overdue")))
         self._news.ring()
 
-    async def roll_call(self, layout: Sequence[Assignment], patience: float, heard: Callable[[], int]) -> None:
-        """Ask every stage for a sign of life; return when all gave it, or when ``heard()`` rises meanwhile.
+    async def roll_call(self, layout: Sequence[Assignment], patience: float, heard: Callable[[], int]) -> bool:
+        """Ask every stage for a sign of life; say whether all gave it.
 
-        Raises `Lost` with those that stay silent for ``patience`` beyond what their link needs for all that may be
-        on it, and with those that answer but are not the stage that they should be.
+        Not all need to when ``heard()`` rises meanwhile or one turns out to have started anew. Raises `Lost` with those
+        that stay silent for ``patience`` beyond what their link needs for all that may be on it, and with those that
+        answer but are not the stage that they should be.
         """
         stages = {part.device: part for part in layout if part.device != self._device.name}
         before = heard()
@@ -108,11 +114,12 @@ class Crew:
             if left <= 0:
                 raise Lost(silent)
             await self._news.wait(left)
-            if heard() != before:
-                return
-        strangers = {name for name in stages if self.answers[name].holds != self.configuration} | self.restarted
+            if heard() != before or self.restarted & stages.keys():
+                return False
+        strangers = {name for name in stages if self.answers[name].holds != self.configuration}
         if strangers:
             raise Lost(strangers)
+        return True
 
     def _deadline(self, part: Assignment, patience: float) -> float:
         """Return when a stage's answer should be here, behind all else that it may be sending."""
@@ -139,7 +146,7 @@ class Crew:
         cut = {
             max(name, peer, key=order.index)
             for name in order
-            for peer, seconds in dict(answers[name].overdue).items()
+            for peer, seconds in answers[name].overdue.items()
             if seconds >= patience and peer in order
         }
         raise Lost(cut, cut)

@@ -152,13 +152,12 @@ class Lead(ABC):
     async def until(self, done: Callable[[], bool]) -> None:
         """Wait until the stages have brought something about; raises `Lost` when they cannot any more."""
         while not done():
-            if self._crew.restarted:
-                raise Lost(self._crew.restarted)
+            if restarted := self._crew.restarted & {part.device for part in self.layout}:
+                raise Lost(restarted)
             heard = self._heard
             if await self._news.wait(self._patience) or self._heard != heard:
                 continue
-            await self._crew.roll_call(self.layout, self._patience, lambda: self._heard)
-            if self._heard == heard:
+            if await self._crew.roll_call(self.layout, self._patience, lambda: self._heard):
                 self._crew.check_movement(self.layout, self._own_answer(), self._temper.return_window)
 
     async def forward_all(
@@ -200,7 +199,7 @@ class Lead(ABC):
         """Say of this device what the others answer of theirs."""
         stage = self._worker.stage
         assert stage is not None
-        return Answer(self._configuration, 0.0, stage.actions, stage.computing, self._outbox.overdue())
+        return Answer(self._configuration, stage.actions, stage.computing, self._outbox.overdue())
 
     def _enter(self) -> None:
         """Give up the present configuration for a new one."""
@@ -213,6 +212,7 @@ class Lead(ABC):
 
     async def _establish(self) -> None:
         """Tell every stage what it is, from the last checkpoint on, and wait until all are ready."""
+        self._crew.appoint()
         stages = [[part.device, part.first, part.last] for part in self.layout]
         state = self.checkpoint.state
         for part in self.layout:
@@ -251,15 +251,16 @@ class Lead(ABC):
         self._arrange()
 
     async def _gather(self, names: Collection[str], seconds: float) -> None:
-        """Wait until all of these have answered in the present configuration, at most so long."""
+        """Ask everybody, and wait until all of these have answered in the present configuration, at most so long."""
         wanted = {*names} - {self.device.name} - self._cut
         deadline = self.device.now() + seconds
-        while wanted - self._crew.answers.keys() and self.device.now() < deadline:
+        self._crew.ask(self._crew.others)
+        while wanted - self._crew.there.keys() and self.device.now() < deadline:
             await self._news.wait(deadline - self.device.now())
 
     def _arrange(self) -> None:
         """Keep the stages if all their devices are there and no others, else plan over those that are."""
-        there = {self.device.name, *self._crew.answers} - self._cut
+        there = {self.device.name, *self._crew.there} - self._cut
         if {part.device for part in self.layout} == there:
             return
         try:

@@ -8,10 +8,10 @@ steps, or the batches of an evaluation or inference.
 kind       way            fields; tensors
 ========== ============== ======================================================================================
 hello      any -> lead    incarnation: the program has started and holds nothing
-probe      lead -> any    configuration: what is older is void; answer
-alive      any -> lead    configuration (that of the probe), holds (that which it is a stage of, 0 if none),
-                          incarnation, actions (done so far), computing, overdue ({peer: seconds}); a configuration
-                          lower than the probe's is given up with the answer
+probe      lead -> any    configuration: what is older is void; question (a number): answer it
+alive      any -> lead    configuration and question (those of the probe), holds (the configuration it is a stage
+                          of, given up now if lower than the probe's; 0 for none), incarnation, actions (done so far),
+                          computing, overdue ({peer: seconds})
 configure  lead -> stage  configuration, stages ([[device, first, last], ...]), steps (in all), given;
                           weights, buffers and momentum of the stage's units if given, else they come from the seed
 configured stage -> lead  configuration, incarnation: ready for work

@@ -51,7 +51,7 @@ class Worker:
         if message.kind == messages.PROBE:
             held = self.stage
             self.enter(message["configuration"])
-            self._answer(message["configuration"], held)
+            self._answer(message, held)
         elif message.kind == messages.CONFIGURE:
             self.enter(message["configuration"])
             self._configure(message)
@@ -68,11 +68,12 @@ class Worker:
             self._running.cancel()
         self._outbox.withdraw()
 
-    def _answer(self, configuration: int, stage: Stage | None) -> None:
+    def _answer(self, probe: Message, stage: Stage | None) -> None:
         self._outbox.post(
             self._lead,
             messages.ALIVE,
-            configuration=configuration,
+            configuration=probe["configuration"],
+            question=probe["question"],
             holds=stage.place.configuration if stage else 0,
             incarnation=self.incarnation,
             actions=stage.actions if stage else 0,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from pydantic import Field
+
 from testbed.data.dataset import Dataset
 from testbed.device import Device, Span
 from testbed.errors import InputError
@@ -18,8 +20,7 @@ from testbed.partition.memory import inference_bytes, training_bytes
 class SingleOptions(Options):
     """Options of `Single`."""
 
-    device: str | None = None
-    """Which one; None is the first of the scenario."""
+    device: str | None = Field(None, description="which one; None: the first of the scenario")
 
 
 class Single(Method):
