@@ -26,7 +26,7 @@ def main() -> None:
     runner = Runner(settings, data)
     servers = [
         serve(settings.control, ControlApplication(runner), CONTROL_THREADS),
-        serve(settings.data, data, DATA_THREADS),
+        serve(settings.data, data, DATA_THREADS, linger=True),
     ]
     for server in servers:
         threading.Thread(target=server.serve, name="serve", daemon=True).start()

@@ -13,7 +13,7 @@ from agent.casting import Caster
 from agent.events import EventLog
 from agent.pacing import Measured, Processor
 from agent.receiving import Arrival, Inbox
-from agent.sending import Lane, deliver
+from agent.sending import Lane
 from agent.settings import Address, Settings
 from testbed.device import Cost, Span, Unreachable
 from testbed.trace.events import Event
@@ -28,8 +28,8 @@ T = TypeVar("T")
 class RealDevice:
     """One device from the start of its program to its end; see `testbed.device.Device` for what it promises.
 
-    The program runs in an asyncio loop; work runs in the processor's thread, each peer is sent to by a thread of
-    its own, and what arrives is handed over by the servers' threads. ``origin`` is the monotonic instant at which
+    The program runs in an asyncio loop, which sends too; work runs in the processor's thread, and what arrives is
+    handed over by the server's threads. ``origin`` is the monotonic instant at which
     the workload began.
     """
 
@@ -129,7 +129,7 @@ class RealDevice:
         if peer not in self.lanes:
             self.lanes[peer] = Lane(peer, self._peers[peer], self._token)
         try:
-            parcel = await deliver(self.lanes[peer], body, patience)
+            delivery = await self.lanes[peer].deliver(body, patience)
         except TimeoutError:
             raise Unreachable(peer) from None
         self.totals.sent(len(body))
@@ -139,8 +139,8 @@ class RealDevice:
             message=message.kind,
             bytes=len(body),
             start=called - self._origin,
-            duration=parcel.ended - called,
-            queued=max(0.0, parcel.begun - called - encoded),
+            duration=delivery.ended - called,
+            queued=max(0.0, delivery.begun - called - encoded),
             encode=encoded,
         )
 

@@ -41,7 +41,7 @@ class Inbox:
         self._peers = frozenset(peers)
         self._limit = limit
         self._deliver = deliver
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever a message is delivered to may release its room at once
         self._latest: dict[tuple[str, str], tuple[int, int]] = {}
         self.bytes = 0
         """Reserved by messages that arrive or wait."""
