@@ -51,7 +51,7 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "compute_share": ("share", "of the duration, mean over the devices of the plan"),
     "idle_share": ("share", "of the duration, mean over the devices of the plan"),
     "compute_deficit": ("seconds", "by which the host was too slow for the pacing, over all devices"),
-    "deficit_share": ("share", "of the charged compute time, of the worst device"),
+    "deficit_share": ("share", "of the undisturbed steps' time, of the worst device"),
     "trusted": ("truth", "whether the verdict holds nothing against the run"),
     "status": ("word", "finished, failed, timed out or interrupted"),
 }

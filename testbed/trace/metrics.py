@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean, median
@@ -52,7 +53,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     bytes_received             sum over all devices
     compute_share, idle_share  mean over the devices of the plan
     compute_deficit            seconds by which the host was too slow for the pacing, summed over the devices
-    deficit_share              the same over charged compute time, of the worst device
+    deficit_share              the same within the steady phase, as a share of its time, of the worst device
     trusted                    true when the verdict holds nothing against the run
     ========================== ====================================================================================
 
@@ -72,7 +73,8 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     events = [event for event in outcome.events if event.time <= end]
     struck, outlived = strikes(events), recoveries(events)
     steps = _steps(events, [strike.window(end) for strike in struck if not strike.mends], outlived, end)
-    devices = _devices(outcome.events, experiment, plan, end)
+    devices = _devices(outcome.events, experiment, plan, end, _phase(events, steps, end))
+    recovered = [_recovery(recovery, outcome.events) for recovery in outlived]
     links = _links(events, experiment.links, outcome.links, end)
     figures: dict[str, Any] = {
         "runtime": outcome.runtime,
@@ -92,7 +94,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "compute_deficit": sum(device["deficit"] for device in devices.values()),
         "deficit_share": max((device["deficit_share"] for device in devices.values()), default=0.0),
     }
-    judgement = verdict(outcome, experiment, plan, devices, struck)
+    judgement = verdict(outcome, experiment, plan, devices, struck, recovered)
     figures["trusted"] = judgement["trusted"]
     figures["series"] = {
         "steps": steps,
@@ -102,7 +104,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     figures["devices"] = devices
     figures["links"] = links
     figures["fault_list"] = [_fault(strike) for strike in struck]
-    figures["recovery_list"] = [_recovery(recovery) for recovery in outlived]
+    figures["recovery_list"] = recovered
     figures["verdict"] = judgement
     clean: dict[str, Any] = finite(figures)
     return clean
@@ -159,6 +161,13 @@ def _steps(
         )
         previous = event.time
     return rows
+
+
+def _phase(events: Sequence[Event], steps: Sequence[Mapping[str, Any]], end: float) -> list[Interval]:
+    """Return the stretches that step times and latencies are taken from; the whole run where there are none."""
+    steady = [(row["time"] - row["seconds"], row["time"]) for row in steps if row["steady"]]
+    served = [(event.time - event.fields["latency"], event.time) for event in events if event.event == "request"]
+    return union(steady or served) or [(0.0, end)]
 
 
 def _learning(events: Sequence[Event], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -229,7 +238,9 @@ def _intervals(charted: Iterable[Bar], kind: str, end: float) -> list[Interval]:
     return union(clip(((bar.start, bar.end) for bar in charted if bar.kind == kind), 0.0, end))
 
 
-def _devices(events: Sequence[Event], experiment: Experiment, plan: Plan, end: float) -> dict[str, dict[str, Any]]:
+def _devices(
+    events: Sequence[Event], experiment: Experiment, plan: Plan, end: float, phase: Sequence[Interval]
+) -> dict[str, dict[str, Any]]:
     charted: dict[str, list[Bar]] = defaultdict(list)
     for bar in bars(events, end):
         charted[bar.device].append(bar)
@@ -244,6 +255,7 @@ def _devices(events: Sequence[Event], experiment: Experiment, plan: Plan, end: f
             row["units"] = [held[spec.name].first, held[spec.name].last]
         row |= _activity(charted[spec.name], end)
         row |= _work(own[spec.name])
+        row["deficit_share"] = _deficit_share(own[spec.name], phase)
         table[spec.name] = row
     return table
 
@@ -264,8 +276,6 @@ def _work(own: Sequence[Event]) -> dict[str, Any]:
     computed = [event.fields for event in own if event.event == "compute"]
     sent = [event.fields for event in own if event.event in ("send", "cast")]
     received = [event.fields for event in own if event.event == "receive"]
-    charged = sum(fields.get("duration", 0.0) - fields.get("deficit", 0.0) for fields in computed)
-    deficit = sum(fields.get("deficit", 0.0) for fields in computed)
     return {
         "messages_sent": len(sent),
         "bytes_sent": sum(fields.get("bytes", 0) for fields in sent),
@@ -273,9 +283,26 @@ def _work(own: Sequence[Event]) -> dict[str, Any]:
         "bytes_received": sum(fields.get("bytes", 0) for fields in received),
         "flops": sum(fields.get("flops", 0.0) for fields in computed),
         "busy": sum(fields.get("busy", 0.0) for fields in computed),
-        "deficit": deficit,
-        "deficit_share": deficit / charged if charged > 0 else 0.0,
+        "deficit": sum(fields.get("deficit", 0.0) for fields in computed),
     }
+
+
+def _deficit_share(own: Sequence[Event], phase: Sequence[Interval]) -> float:
+    """Return the share of a phase by which the host made a device later than its speed would."""
+    seconds = total(phase)
+    return _deficit(own, phase) / seconds if seconds > 0 else 0.0
+
+
+def _deficit(own: Sequence[Event], phase: Sequence[Interval]) -> float:
+    """Return the seconds of deficit of the computations that ended within a phase, given in order and disjoint."""
+    starts = [start for start, _ in phase]
+    lost = 0.0
+    for event in own:
+        if event.event == "compute":
+            place = bisect_left(starts, event.time) - 1
+            if place >= 0 and event.time <= phase[place][1]:
+                lost += event.fields.get("deficit", 0.0)
+    return lost
 
 
 def _links(
@@ -341,7 +368,13 @@ def _fault(strike: Strike) -> dict[str, Any]:
     }
 
 
-def _recovery(recovery: Recovery) -> dict[str, Any]:
+def _recovery(recovery: Recovery, events: Sequence[Event]) -> dict[str, Any]:
+    own: dict[str, list[Event]] = defaultdict(list)
+    begun = recovery.detected if recovery.struck is None else recovery.struck
+    for event in events:
+        if recovery.resumed is not None and begun < event.time <= recovery.resumed:
+            own[event.device].append(event)
+    window = [(begun, begun if recovery.resumed is None else recovery.resumed)]
     return {
         "struck": recovery.struck,
         "detected": recovery.detected,
@@ -349,4 +382,5 @@ def _recovery(recovery: Recovery) -> dict[str, Any]:
         "seconds": recovery.duration,
         "step": recovery.step,
         "missing": list(recovery.missing),
+        "deficit": max((_deficit(part, window) for part in own.values()), default=0.0),
     }

@@ -18,7 +18,9 @@ from testbed.trace.disturbances import Strike
 from testbed.trace.outcome import Outcome
 
 DEFICIT_SHARE = 0.05
-"""Of a device's charged compute time: beyond it the host, not the scenario, set the device's speed."""
+"""Of the undisturbed steps' (requests') time: beyond it the host, not the scenario, set a device's pace."""
+RECOVERY_DEFICIT_SHARE = 0.1
+"""Of a recovery: the same for what the devices compute between the strike and the resumption."""
 HOST_SATURATED_SHARE = 0.5
 """Of the run: with all processors busy for longer, messages wait for the host and not for their link."""
 FAULT_LATENESS = 0.5
@@ -46,16 +48,18 @@ def verdict(
     plan: Plan,
     devices: Mapping[str, Mapping[str, Any]],
     struck: Sequence[Strike],
+    recovered: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return ``kind`` (trusted, not trusted or prediction), ``trusted``, ``summary``, ``reasons`` and ``checks``.
 
-    ``devices`` is the table of ``testbed.trace.metrics``. Of ``outcome.fidelity`` these figures are understood, each
-    optional: ``host_saturated`` (share of the run), ``queue_overflows`` (packets), ``delay_lateness`` (seconds).
+    ``devices`` and ``recovered`` are tables of ``testbed.trace.metrics``. Of ``outcome.fidelity`` these figures are
+    understood, each optional: ``host_saturated`` (share of the run), ``queues`` (per device, packets dropped by kind)
+    and ``lateness`` (of the delay lines, seconds by percentile: ``p99``).
     """
     checks = [_course(outcome), _record(outcome, experiment, plan), *_faults(experiment, struck)]
     emulated = outcome.runtime == "emulate"
     if emulated:
-        checks += [_links(outcome, experiment), _pacing(devices), *_host(outcome.fidelity)]
+        checks += [_links(outcome, experiment), _pacing(devices), *_recoveries(recovered), *_host(outcome.fidelity)]
     reasons = [check.detail for check in checks if check.ok is False]
     if reasons:
         kind, summary = "not trusted", "; ".join(reasons)
@@ -136,10 +140,24 @@ def _pacing(devices: Mapping[str, Mapping[str, Any]]) -> Check:
     if not shares:
         return Check("pacing", None, "nothing was computed")
     worst = max(shares, key=lambda name: shares[name])
-    detail = f"the host was {shares[worst]:.1%} too slow for {worst}"
+    if shares[worst] == 0:
+        return Check("pacing", True, "the host kept up with every device")
+    detail = f"the host made {worst} lose {shares[worst]:.1%} of the time"
     if shares[worst] > DEFICIT_SHARE:
         return Check("pacing", False, f"{detail} (at most {DEFICIT_SHARE:.0%})")
-    return Check("pacing", True, detail if shares[worst] > 0 else "the host kept up with every device")
+    return Check("pacing", True, detail)
+
+
+def _recoveries(recovered: Sequence[Mapping[str, Any]]) -> list[Check]:
+    done = [item for item in recovered if item["seconds"]]
+    if not done:
+        return []
+    worst = max(done, key=lambda item: float(item["deficit"] / item["seconds"]))
+    part = worst["deficit"] / worst["seconds"]
+    detail = f"computing slower than asked made up {part:.1%} of a recovery"
+    if part > RECOVERY_DEFICIT_SHARE:
+        return [Check("recovery", False, f"{detail} (at most {RECOVERY_DEFICIT_SHARE:.0%})")]
+    return [Check("recovery", True, detail)]
 
 
 def _host(fidelity: Mapping[str, Any]) -> list[Check]:
@@ -149,10 +167,15 @@ def _host(fidelity: Mapping[str, Any]) -> list[Check]:
         ok = saturated <= HOST_SATURATED_SHARE
         limit = "" if ok else f" (at most {HOST_SATURATED_SHARE:.0%})"
         checks.append(Check("host", ok, f"all processors were busy for {saturated:.0%} of the run{limit}"))
-    overflows = fidelity.get("queue_overflows")
-    if overflows is not None:
-        checks.append(Check("queues", overflows <= QUEUE_OVERFLOWS, f"{overflows} packets overflowed a queue"))
-    lateness = fidelity.get("delay_lateness")
+    queues = fidelity.get("queues")
+    if queues is not None:
+        dropped = {name: sum(counts.values()) for name, counts in queues.items()}
+        lost = sum(dropped.values())
+        where = f" at {max(dropped, key=lambda name: dropped[name])}" if lost else ""
+        checks.append(Check("queues", lost <= QUEUE_OVERFLOWS, f"{lost} packets overflowed a queue{where}"))
+    lateness = fidelity.get("lateness", {}).get("p99")
     if lateness is not None:
-        checks.append(Check("delays", lateness <= DELAY_LATENESS, f"delay lines were {lateness * 1e3:.2f} ms late"))
+        detail = f"1 % of the packets were delayed by {lateness * 1e3:.2f} ms more than asked, or later"
+        limit = "" if lateness <= DELAY_LATENESS else f" (at most {DELAY_LATENESS * 1e3:g} ms)"
+        checks.append(Check("delays", lateness <= DELAY_LATENESS, detail + limit))
     return checks

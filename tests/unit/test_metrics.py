@@ -89,7 +89,8 @@ def test_device_times_of_the_recorded_run() -> None:
     assert a["bytes_sent"] == 700_000
     assert b["bytes_received"] == 700_000
     assert b["deficit"] == pytest.approx(0.06)
-    assert b["deficit_share"] == pytest.approx(0.06 / (6 * 0.39))
+    # Four undisturbed steps of one second, 0.01 s lost in each.
+    assert b["deficit_share"] == pytest.approx(0.04 / 4)
     assert a["units"] == [0, 1]
 
 
@@ -138,7 +139,15 @@ def test_a_trusted_run() -> None:
     judged = figures()["verdict"]
     assert judged["kind"] == "trusted", judged
     assert judged["reasons"] == []
-    assert {check["name"] for check in judged["checks"]} == {"course", "events", "faults", "links", "pacing", "host"}
+    assert {check["name"] for check in judged["checks"]} == {
+        "course",
+        "events",
+        "faults",
+        "links",
+        "pacing",
+        "recovery",
+        "host",
+    }
 
 
 def test_a_simulation_is_a_prediction() -> None:
@@ -155,8 +164,11 @@ def test_a_simulation_is_a_prediction() -> None:
         ({"status": "interrupted"}, "the run was interrupted"),
         ({"links": []}, "no link was measured"),
         ({"fidelity": {"host_saturated": 0.9}}, "all processors were busy for 90% of the run"),
-        ({"fidelity": {"queue_overflows": 3}}, "3 packets overflowed"),
-        ({"fidelity": {"delay_lateness": 0.02}}, "20.00 ms late"),
+        (
+            {"fidelity": {"queues": {"a": {"queue_dropped": 2}, "b": {"queue_dropped": 1}}}},
+            "3 packets overflowed a queue at a",
+        ),
+        ({"fidelity": {"lateness": {"p99": 0.02}}}, "delayed by 20.00 ms more than asked"),
         ({"events": []}, "no events from a, b"),
     ],
 )
@@ -179,7 +191,17 @@ def test_pacing_that_the_host_could_not_keep() -> None:
         else event
         for event in recorded.events()
     ]
-    assert "too slow for a" in figures(events=events)["verdict"]["summary"]
+    # a computes twice a step of one second.
+    assert "the host made a lose 20.0% of the time (at most 5%)" in figures(events=events)["verdict"]["reasons"]
+
+
+def test_a_recovery_that_the_host_prolonged() -> None:
+    slow = {"span": "load", "start": 3.4, "duration": 0.5, "flops": 0.0, "busy": 0.5, "deficit": 0.5}
+    events = sorted([*recorded.events(), Event(3.9, "b", "compute", slow)], key=lambda event: event.time)
+    found = figures(events=events)
+    assert found["recovery_list"][0]["deficit"] == pytest.approx(0.5)
+    assert found["deficit_share"] == pytest.approx(0.01), "what happens in a recovery says nothing of undisturbed steps"
+    assert found["verdict"]["reasons"] == ["computing slower than asked made up 29.8% of a recovery (at most 10%)"]
 
 
 def test_a_late_fault_and_one_that_never_came() -> None:
