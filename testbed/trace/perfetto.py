@@ -91,7 +91,8 @@ def _slice(bar: Bar, process: int, thread: int) -> dict[str, Any]:
         "pid": process,
         "tid": thread,
         "ts": _microseconds(bar.start),
-        "dur": _microseconds(bar.end - bar.start),
+        # From rounded ends, so that slices which touch do not come to overlap.
+        "dur": round(_microseconds(bar.end) - _microseconds(bar.start), 3),
         "args": {key: value for key, value in details.items() if value is not None},
     }
 

@@ -1,0 +1,69 @@
+"""From a scenario file over the simulator to a folder of results, with nothing made up in between."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from controller import results
+from controller.comparison import compare
+from testbed.data import load as load_data
+from testbed.scenario.expand import experiments
+from testbed.scenario.loading import load
+from testbed.scenario.prepare import data_folder, prepare
+from testbed.simulation import simulate
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> results.Run:
+    overrides = ["workload.epochs=2", "faults.0.when.batch=20"]
+    prepared = prepare(experiments(load("quickstart", overrides))[0])
+    scenario = prepared.experiment.scenario
+    dataset = load_data(scenario.workload.data, data_folder(scenario))
+    outcome = simulate(prepared.experiment, prepared.method, prepared.problem, prepared.plan, dataset)
+    folder = tmp_path_factory.mktemp("results") / "quickstart"
+    return results.load(results.write(folder, prepared.experiment, prepared.plan, outcome))
+
+
+def test_the_figures_of_a_pipeline_that_lost_a_stage(run: results.Run) -> None:
+    metrics = run.metrics
+    assert metrics["steps"] == 44
+    assert metrics["recoveries"] == 1
+    assert metrics["verdict"]["kind"] == "prediction"
+    assert metrics["detection_time"] + metrics["resume_time"] == pytest.approx(metrics["recovery_time"])
+    assert metrics["step_time"] == pytest.approx(metrics["predicted_step_time"], rel=0.02)
+    assert metrics["devices"]["worker2"]["down"] > 3
+    for device in metrics["devices"].values():
+        parts = device["compute"] + device["communicate"] + device["down"] + device["idle"]
+        assert parts == pytest.approx(metrics["duration"])
+
+
+def test_almost_every_reception_has_its_arrow_in_the_trace(run: results.Run) -> None:
+    trace = json.loads((run.path / "trace.json").read_text())
+    kinds = Counter(record["ph"] for record in trace["traceEvents"])
+    received = sum(event.event == "receive" for event in run.outcome.events)
+    assert kinds["s"] == kinds["f"]
+    # What was on its way when a device died has one end only.
+    assert received - 20 <= kinds["f"] <= received
+
+
+def test_the_resolved_scenario_plans_and_runs_the_same(run: results.Run) -> None:
+    again = prepare(experiments(load(run.path / "scenario.yaml"))[0])
+    assert again.plan == run.plan
+    assert again.experiment.links == run.experiment.links
+    assert again.experiment.devices == run.experiment.devices
+
+
+def test_a_run_compared_with_itself_differs_in_nothing(run: results.Run) -> None:
+    compared = compare([run, run])
+    assert compared["warnings"] == []
+    assert {ratio for row in compared["figures"] for ratio in row["ratios"] if ratio is not None} == {1.0}
+
+
+def test_the_report_holds_the_run(run: results.Run) -> None:
+    page = (run.path / "report.html").read_text()
+    for part in ("quickstart", "Prediction", "kill worker2", "two steps", "raspberry-pi-4b"):
+        assert part in page
+    assert (run.path / "weights.safetensors").stat().st_size > 10_000
