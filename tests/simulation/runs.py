@@ -69,13 +69,15 @@ def of(outcome: Outcome, name: str) -> list[dict]:
     return [fields for _, fields in events(outcome, name)]
 
 
-def plain(scenario: Scenario) -> tuple[torch.nn.Module, list[float]]:
+def plain(scenario: Scenario, weights=None) -> tuple[torch.nn.Module, list[float]]:
     """Train the undivided model on the same batches with torch alone; return it and the loss of every step."""
     from testbed.data.batches import batch
 
     problem, data = problem_of(scenario)
     workload = scenario.workload
     model = problem.model.build(0, len(problem.model.units), problem.seed)
+    if weights is not None:
+        model.load_state_dict(weights)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=workload.optimizer.learning_rate,

@@ -27,7 +27,7 @@ def assert_same(weights, model, tolerance=2e-6):
     expected = model.state_dict()
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=tolerance)
 
 
 SPLITS = [cuts for count in range(4) for cuts in itertools.combinations(range(1, UNITS), count)]
@@ -43,3 +43,115 @@ def test_every_split_trains_the_undivided_model(schedule, cuts):
     model, losses = plain(spec)
     assert_same(outcome.weights, model)
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, abs=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["model-parallelism", "gpipe", "1f1b"])
+def test_convolutions_train_the_undivided_model(schedule):
+    work = {"steps": 3, "model": {"name": "cnn", "channels": [4, 4, 8], "hidden": [16, 12]}, "batch_size": 10}
+    spec = scenario(workload=work, method={"schedule": schedule, "micro_batches": 4})
+    outcome = run(spec)
+    model, losses = plain(spec)
+    assert_same(outcome.weights, model)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, abs=1e-6)
+
+
+def test_given_weights_are_trained_on():
+    work = {"optimizer": {"learning_rate": 0.1}, "steps": 6}
+    weights = run(scenario(workload=work)).weights
+    again = run(scenario(workload=work), weights=weights)
+    spec = scenario(workload=work)
+    model, losses = plain(spec, weights)
+    assert_same(again.weights, model)
+    assert [step["loss"] for step in of(again, "step")] == pytest.approx(losses, abs=1e-6)
+
+
+def test_batch_normalisation_statistics_reach_the_lead():
+    work = {"steps": 2, "model": {"name": "vgg5"}, "data": {"name": "digits", "train": 64, "test": 16}}
+    outcome = run(scenario(workload=work, speed="10gflops"))
+    assert outcome.status == "finished", outcome.error
+    counts = [tensor for name, tensor in outcome.weights.items() if name.endswith("num_batches_tracked")]
+    assert counts
+    assert all(int(count) == 2 * 4 for count in counts)  # each micro-batch is one
+
+
+def test_two_runs_are_the_same():
+    fault = {"kill": "worker2", "when": {"device": "worker2", "begins": "backward", "batch": 6}, "for": "2s"}
+    one, other = (run(scenario(faults=[fault])) for _ in range(2))
+    assert [event.to_json() for event in one.events] == [event.to_json() for event in other.events]
+
+
+def test_sending_does_not_keep_a_stage_from_computing():
+    """With transfers as long as the work, a pipeline that waited for each would take half as long again."""
+    work = {"model": {"name": "mlp", "hidden": [64, 64, 64, 64]}, "steps": 3, "batch_size": 64}
+    network = {"link": {"rate": "100mbit", "delay": "0ms"}}
+    spec = scenario(workload=work, speed="5mflops", method={"micro_batches": 16}, network=network)
+    outcome = run(spec)
+    problem, _ = problem_of(spec)
+    predicted = METHODS["pipeline"].plan(problem).step_time
+    ends = [event.time for event in outcome.events if event.event == "step"]
+    assert ends[-1] - ends[-2] == pytest.approx(predicted, rel=0.05)
+
+
+def test_one_stage_never_keeps_more_than_its_schedule_allows():
+    outcome = run(scenario(method={"micro_batches": 8}))
+    kept = dict.fromkeys(("source", "worker1", "worker2", "worker3"), 0)
+    most = dict(kept)
+    for device, fields in events(outcome, "compute"):
+        kept[device] += {"forward": 1, "backward": -1}.get(fields["span"], 0)
+        most[device] = max(most[device], kept[device])
+    assert most == {"source": 4, "worker1": 3, "worker2": 2, "worker3": 1}
+
+
+def test_labels_cost_bytes_on_their_way_to_the_last_stage():
+    outcome = run(scenario())
+    sent = [fields for device, fields in events(outcome, "send") if fields["message"] == "labels"]
+    assert {fields["peer"] for fields in sent} == {"worker3"}
+    assert all(fields["bytes"] >= 16 * 8 for fields in sent)
+
+
+def test_evaluations_on_the_way():
+    outcome = run(scenario(method={"evaluate_every": 5}))
+    assert [event["step"] for event in of(outcome, "evaluate")] == [5, 10, 12]
+
+
+def test_spans_are_all_that_devices_begin():
+    outcome = run(scenario())
+    spec = scenario()
+    problem, _ = problem_of(spec)
+    method = METHODS["pipeline"]
+    plan = method.plan(problem)
+    for device in ("source", "worker1", "worker2", "worker3"):
+        begun = {fields["span"] for name, fields in events(outcome, "begin") if name == device}
+        assert begun == method.spans(plan, device)
+
+
+def test_devices_without_a_stage_stand_by_and_step_in():
+    fault = {"kill": "worker1", "when": {"device": "worker1", "begins": "backward", "batch": 6}}
+    outcome = run(scenario(method={"stages": 2, "return_window": "2s"}, faults=[fault]))
+    assert outcome.status == "finished", outcome.error
+    assert [device for device, _, _ in of(outcome, "recovery")[-1]["partition"]] == ["source", "worker2"]
+
+
+def test_not_enough_devices():
+    # The lead's memory holds its part of the model and the checkpoints, but not the whole model.
+    devices = {"source": {"speed": "20mflops", "memory": "130kB"}, "worker": {"speed": "20mflops", "count": 2}}
+    work = {"model": {"name": "mlp", "hidden": [8, 16, 64, 64]}, "batch_size": 8}
+    fault = {"partition": [["source"]], "at": "50ms"}
+    outcome = run(scenario(workload=work, devices=devices, faults=[fault], method={"return_window": "2s"}))
+    assert outcome.status == "failed"
+    assert "not enough devices: source has 0.1 MB of memory" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"workers": 5}, "6 stages, but the model has 5 units"),
+        ({"method": {"stages": 5}}, "method.stages: 5 stages need 5 devices, there are 4"),
+        ({"method": {"micro_batches": 17}}, "a batch of 16 cannot be cut into 17"),
+        ({"network": {"topology": "line"}}, "none between source and worker2"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(keys, complaint):
+    problem, _ = problem_of(scenario(**keys))
+    with pytest.raises(InputError, match=complaint):
+        METHODS["pipeline"].plan(problem)
