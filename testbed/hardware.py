@@ -29,7 +29,8 @@ class Profile:
     memory: float
     """Bytes."""
     basis: str
-    """What kind of figure ``speed`` is: measured (and by what), a peak, or an assumption."""
+    """What kind of figure ``speed`` is: measured and read in the source, reported (remembered from it and not read
+    again), a peak, or an assumption."""
     source: str
     """Where the figures come from."""
 
@@ -44,7 +45,7 @@ _PROFILES = (
         "raspberry-pi-2b",
         1.47e9,
         1 * _GIB,
-        "measured, HPL float64",
+        "reported, HPL float64",
         "Cloutier, Paradis, Weaver: A Raspberry Pi Cluster Instrumented for Fine-Grained Power Measurement, "
         "Electronics 5(4):61, 2016. EdgePipe's Table II implies 0.06 GFLOP/s for its 784-128 dense layer in training.",
     ),
@@ -52,7 +53,7 @@ _PROFILES = (
         "raspberry-pi-3b",
         3.7e9,
         1 * _GIB,
-        "measured, HPL float64, limited by heat",
+        "reported, HPL float64",
         "Cloutier, Paradis, Weaver: A Raspberry Pi Cluster Instrumented for Fine-Grained Power Measurement, "
         "Electronics 5(4):61, 2016",
     ),
