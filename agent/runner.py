@@ -14,6 +14,7 @@ from agent.http import Refused
 from agent.receiving import DataApplication
 from agent.settings import Settings
 from testbed import tensors
+from testbed.errors import TestbedError
 from testbed.trace.events import Event
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class Runner:
             state = "finished"
         except asyncio.CancelledError:
             state = "stopped"
+        except TestbedError as failure:
+            error = str(failure)
         except BaseException:  # noqa: BLE001 - whatever ends a program is told to the controller
             error = traceback.format_exc()
             print(error, file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from testbed.errors import TestbedError
 from testbed.faults import FaultScript
 from testbed.methods.base import Job, Method, Plan, Problem
 from testbed.scenario.experiment import Experiment
@@ -70,7 +71,7 @@ def simulate(
                 faults.start()
                 world.run()
             except ProgramError as failure:
-                status, error = "failed", f"{failure}: " + "".join(traceback.format_exception(failure.__cause__))
+                status, error = "failed", f"{failure}: {_told(failure.__cause__)}"
             except Stillness:
                 status, error = "failed", "deadlock: " + world.why_still()
             except TimeLimit:
@@ -89,3 +90,8 @@ def simulate(
         weights=final,
         wall_seconds=time.perf_counter() - began,
     )
+
+
+def _told(error: BaseException | None) -> str:
+    """Return what the user should read: one line of an error that is meant for him, all there is of any other."""
+    return str(error) if isinstance(error, TestbedError) else "".join(traceback.format_exception(error))

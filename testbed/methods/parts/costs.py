@@ -55,6 +55,10 @@ def check_memory(device: DeviceSpec, memory: float) -> None:
     """Raise `InputError` where a device's part does not fit into it."""
     if memory > device.memory:
         raise InputError(
-            f"{device.name} has {device.memory / 1e6:.1f} MB of memory, its part of the model needs "
-            f"{memory / 1e6:.1f} MB: use more or larger devices, a smaller model or a smaller batch_size"
+            f"{device.name} has {_written(device.memory)} of memory, its part of the model needs "
+            f"{_written(memory)}: use more or larger devices, a smaller model or a smaller batch_size"
         )
+
+
+def _written(size: float) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
