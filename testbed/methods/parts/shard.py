@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING
 
+from testbed.methods.parts.sgd import Sgd
 from testbed.models.chain import Model
 from testbed.scenario.schema import OptimizerPart
 from testbed.seeds import derive
@@ -49,16 +50,7 @@ class Shard:
         self._seed = seed
         self._module = model.build(first, last, seed)
         self._draws = any(isinstance(module, torch.nn.Dropout) for module in self._module.modules())
-        self._optimizer: torch.optim.Optimizer | None = None
-        parameters = list(self._module.parameters())
-        if parameters:  # a shard of pooling layers alone has none, which torch's optimizers refuse
-            self._optimizer = torch.optim.SGD(
-                parameters,
-                lr=optimizer.learning_rate,
-                momentum=optimizer.momentum,
-                weight_decay=optimizer.weight_decay,
-                foreach=False,
-            )
+        self._sgd = Sgd(self._module.named_parameters(), optimizer)
         self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
@@ -94,9 +86,7 @@ class Shard:
 
     def update(self) -> None:
         """Take one optimizer step with the gradients added up, and forget them."""
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+        self._sgd.step()
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs in evaluation mode, keeping nothing."""
@@ -112,10 +102,7 @@ class Shard:
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of weights, buffers and momentum."""
         state = {name: tensor.detach().clone() for name, tensor in self._module.state_dict().items()}
-        for name, parameter in self._module.named_parameters():
-            momentum = self._optimizer.state[parameter].get("momentum_buffer") if self._optimizer else None
-            if momentum is not None:
-                state[MOMENTUM + name] = momentum.clone()
+        state |= {MOMENTUM + name: running.clone() for name, running in self._sgd.momentum.items()}
         return state
 
     def load(self, state: State) -> None:
@@ -125,12 +112,11 @@ class Shard:
         """
         self._module.load_state_dict(weights_of(state))
         self._kept.clear()
+        self._sgd.momentum.clear()
         for name, parameter in self._module.named_parameters():
             parameter.grad = None
-            if self._optimizer is not None:
-                self._optimizer.state.pop(parameter, None)
-                if MOMENTUM + name in state:
-                    self._optimizer.state[parameter]["momentum_buffer"] = state[MOMENTUM + name].clone()
+            if MOMENTUM + name in state:
+                self._sgd.momentum[name] = state[MOMENTUM + name].clone()
 
     def _run(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
         """Run the units one by one; where any draws random numbers, each by a seed of its own for this key.

@@ -1,0 +1,41 @@
+"""Our descent against torch's own, to the bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from testbed.methods.parts.sgd import Sgd
+from testbed.scenario.schema import OptimizerPart
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 4e-5])
+def test_equals_torch_to_the_bit(momentum: float, weight_decay: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    settings = OptimizerPart(learning_rate=0.07, momentum=momentum, weight_decay=weight_decay)
+    start = torch.randn(17, 5, generator=generator)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    mine = Sgd([("w", ours)], settings)
+    reference = torch.optim.SGD([theirs], lr=0.07, momentum=momentum, weight_decay=weight_decay, foreach=False)
+    for _ in range(20):
+        gradient = torch.randn(17, 5, generator=generator)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        mine.step()
+        reference.step()
+        assert torch.equal(ours, theirs)
+    assert ours.grad is None
+
+
+def test_a_shard_does_not_import_torchs_compiler() -> None:
+    code = (
+        "import sys; from testbed.models import create; from testbed.methods.parts.shard import Shard;"
+        "from testbed.scenario.schema import OptimizerPart; import torch;"
+        "shard = Shard(create('mlp', {}, (1, 8, 8), 10), 0, 2, 1, OptimizerPart(momentum=0.9));"
+        "shard.forward('k', torch.zeros(2, 1, 8, 8)); shard.update();"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
