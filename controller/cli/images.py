@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import secrets
 
 import click
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@click.option("--env", "as_env", is_flag=True, help="Print as variables for compose/, with a new random token.")
 @click.option("--prune", is_flag=True, help="Remove the testbed's images that the present files do not need.")
 @click.option("--remove", is_flag=True, help="Remove all of the testbed's images; build nothing.")
-def images(as_json: bool, prune: bool, remove: bool) -> None:
+def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
     """Build the images that the present files ask for, where they are missing, and list them."""
     from controller.engine import connect, ensure_engine
     from controller.images import ensure_images, remove_images
@@ -25,6 +27,10 @@ def images(as_json: bool, prune: bool, remove: bool) -> None:
     if prune:
         for tag in remove_images(client, keep=wanted):
             click.echo(f"removed {tag}", err=True)
+    if as_env:
+        click.echo(f"TESTBED_DEVICE_IMAGE={wanted.device}\nTESTBED_SHAPER_IMAGE={wanted.shaper}")
+        click.echo(f"TESTBED_TOKEN={secrets.token_urlsafe(24)}")
+        return
     found = {kind: client.images.get(tag) for kind, tag in vars(wanted).items()}
     rows = [
         {"image": kind, "tag": getattr(wanted, kind), "id": image.id, "bytes": image.attrs["Size"]}
