@@ -43,6 +43,9 @@ CODE = {
 }
 """What of the checkout each image carries."""
 
+SPARE = {"device": 8, "shaper": 8, "runtime": 4, "base": 2, "stage": 0}
+"""How many images of each kind stay when others are built, so that going back to another version is quick."""
+
 
 @dataclass(frozen=True)
 class Images:
@@ -105,26 +108,41 @@ def ensure_images(client: docker.DockerClient, say: Say) -> Images:
                 {"RUNTIME": wanted.runtime(kind)},
                 {LABEL: kind},
             )
+        remove_images(client, keep=wanted, spare=SPARE)
     return wanted
 
 
-def remove_images(client: docker.DockerClient, keep: Images | None = None) -> list[str]:
-    """Remove every image of the testbed but those to keep; return the tags that went."""
+def remove_images(
+    client: docker.DockerClient, keep: Images | None = None, spare: Mapping[str, int] | None = None
+) -> list[str]:
+    """Remove the testbed's images but those to keep, and of each kind a number of the newest; return what went."""
     kept = set() if keep is None else set(vars(keep).values())
     gone: list[str] = []
     for kind in ("device", "shaper", "runtime", "base", "stage"):
-        for image in client.images.list(filters={"label": f"{LABEL}={kind}"}):
-            if kept & set(image.tags):
-                continue
+        found = client.images.list(filters={"label": f"{LABEL}={kind}"})
+        # What somebody builds on one of ours inherits the label; it is theirs, and so is its name.
+        ours = [
+            image for image in found if kind == "stage" or any(tag.startswith(f"testbed/{kind}:") for tag in image.tags)
+        ]
+        ours.sort(key=lambda image: str(image.attrs["Created"]), reverse=True)
+        for image in ours[(spare or {}).get(kind, 0) :]:
             for reference in image.tags or [str(image.id)]:
-                try:
-                    client.images.remove(reference)
-                except APIError as error:
-                    if error.status_code != 409:  # in use by a container, or the parent of an image that is kept
-                        raise
-                else:
+                if reference not in kept and _remove(client, reference):
                     gone.append(reference)
     return gone
+
+
+def _remove(client: docker.DockerClient, reference: str) -> bool:
+    """Remove one image; leave one that a container uses, or that another image stands on."""
+    try:
+        client.images.remove(reference)
+    except ImageNotFound:
+        return False
+    except APIError as error:
+        if error.status_code == 409:
+            return False
+        raise
+    return True
 
 
 # What goes in
@@ -177,8 +195,9 @@ def _code_files(kind: str) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for part in CODE[kind]:
         root = CHECKOUT / part
-        for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
-            files[str(path.relative_to(CHECKOUT))] = path.read_bytes()
+        for path in [root] if root.is_file() else sorted(root.rglob("*")):
+            if path.is_file() and path.suffix != ".pyc" and not path.name.startswith("."):
+                files[str(path.relative_to(CHECKOUT))] = path.read_bytes()
     return files
 
 
@@ -296,10 +315,7 @@ def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str) 
     )
     # The builder keeps the stage that held the wheels as a cache; the hash in the tag makes that useless.
     for image in client.images.list(filters={"label": f"{LABEL}=stage", "dangling": True}):
-        try:
-            client.images.remove(str(image.id))
-        except (ImageNotFound, APIError):
-            continue  # another build's, still in use
+        _remove(client, str(image.id))
 
 
 def fetch_wheels(versions: Mapping[str, str]) -> list[Path]:
