@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from asyncio import Future
 from collections import deque
-from collections.abc import Callable
-from functools import cached_property
 from random import Random
 from typing import TYPE_CHECKING
 
 from testbed.network.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS, cast_wire_bytes, fragments, wire_bytes
 from testbed.network.link import Link
+from testbed.seeds import derive
 from testbed.wire import Message
 
 if TYPE_CHECKING:
@@ -76,7 +75,27 @@ class Channel:
     or slows down still arrives; what has not, waits, and is tried again when TCP would.
     """
 
-    def __init__(self, loop: VirtualLoop, source: Host, target: Host, link: Link, random: Callable[[], Random]) -> None:
+    __slots__ = (
+        "_at_door",
+        "_blocked_since",
+        "_cast_until",
+        "_dice",
+        "_free_at",
+        "_last_due",
+        "_loop",
+        "_open",
+        "_refused",
+        "_seed",
+        "_unanswered",
+        "_waiting",
+        "back",
+        "link",
+        "progress",
+        "source",
+        "target",
+    )
+
+    def __init__(self, loop: VirtualLoop, source: Host, target: Host, link: Link, seed: int) -> None:
         self.source = source
         self.target = target
         self.link = link
@@ -85,7 +104,8 @@ class Channel:
         self.progress = 0.0
         """When the peer last acknowledged anything."""
         self._loop = loop
-        self._make_random = random
+        self._seed = seed
+        self._dice: Random | None = None
         self._open = self._passable()
         self._refused = target.device is None
         """Whether the target was off at any time since the channel was last open."""
@@ -102,9 +122,11 @@ class Channel:
         self._cast_until = 0.0
         self._last_due = 0.0
 
-    @cached_property
-    def _random(self) -> Random:
-        return self._make_random()
+    def _random(self) -> float:
+        """Draw from this link's own sequence; made late, for most links never need one."""
+        if self._dice is None:
+            self._dice = Random(derive(self._seed, "link", self.source.name, self.target.name))
+        return self._dice.random()
 
     def _passable(self) -> bool:
         return self._reaches() and not self.source.paused
@@ -152,7 +174,7 @@ class Channel:
         """
         total, lag, timeout = wire, 0.0, RETRANSMISSION_TIMEOUT
         segments = math.ceil(wire / _PACKET)
-        while lost := sum(self._random.random() < self.link.loss for _ in range(segments)):
+        while lost := sum(self._random() < self.link.loss for _ in range(segments)):
             total += min(lost * _PACKET, wire)
             lag += self.round_trip
             if segments == 1:
@@ -321,7 +343,7 @@ class Channel:
         start = max(self._free_at, loop.now)
         end = start + link.transmission_time(cast_wire_bytes(size))
         self._free_at = self._cast_until = end
-        if self._random.random() < (1 - link.loss) ** fragments(size) and link.up:
+        if self._random() < (1 - link.loss) ** fragments(size) and link.up:
             loop.at(end + link.delay, self._hear, (message, size, start + link.delay))
         return end
 

@@ -6,13 +6,11 @@ import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from random import Random
 from typing import Any
 
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 from testbed.network.state import NetworkState
-from testbed.seeds import derive
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.host import Host
@@ -85,16 +83,13 @@ class World:
         for pair in pairs:
             if pair not in self.network.links:
                 raise ValueError(f"there is no link from {pair[0]} to {pair[1]}")
-        there, back = (self._make_channel(pair) for pair in pairs)
+        there, back = (
+            Channel(self.loop, self.hosts[a], self.hosts[b], self.network.effective((a, b)), self._seed)
+            for a, b in pairs
+        )
         there.back, back.back = back, there
         self._channels[source, target], self._channels[target, source] = there, back
         return there
-
-    def _make_channel(self, pair: Pair) -> Channel:
-        def random() -> Random:
-            return Random(derive(self._seed, "link", *pair))
-
-        return Channel(self.loop, self.hosts[pair[0]], self.hosts[pair[1]], self.network.effective(pair), random)
 
     def start(self) -> None:
         """Switch on every device."""

@@ -38,7 +38,7 @@ TESTBED = "testbed"
 """The ``device`` of events that no device wrote."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """One line of the run's log."""
 
