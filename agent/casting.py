@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -62,7 +63,8 @@ class Caster:
     def close(self) -> None:
         """Stop listening."""
         self._closed = True
-        self._socket.close()
+        with contextlib.suppress(OSError):  # it is not connected, but its reader wakes up all the same
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, peers: Collection[str], body: bytes, incarnation: int, number: int) -> int:
         """Transmit once; return the bytes sent when the last datagram has left. Blocks: not for an event loop.
@@ -86,12 +88,12 @@ class Caster:
         return len(whole)
 
     def _listen(self, inbox: Inbox) -> None:
-        while not self._closed:
-            try:
+        with self._socket:
+            while True:
                 datagram, source = self._socket.recvfrom(65536)
-            except OSError:  # the way out of a blocking call: the socket was closed
-                return
-            self._heard(datagram, source[0], inbox)
+                if self._closed:
+                    return
+                self._heard(datagram, source[0], inbox)
 
     def _heard(self, datagram: bytes, source: str, inbox: Inbox) -> None:
         if len(datagram) < _PREFIX.size:

@@ -90,6 +90,7 @@ def application(runner: Runner) -> Flask:
     app = Flask("agent", static_folder=None)
     views = _Views(runner)
     for method, path, view in (
+        ("GET", "/health", views.done),
         ("GET", "/facts", views.facts),
         ("PUT", "/deployment", views.deploy),
         ("PUT", "/data", views.put_data),
@@ -118,25 +119,25 @@ class _Views:
 
     def deploy(self) -> Response:
         self._runner.deploy(_body(JSON_LIMIT))
-        return self._done()
+        return self.done()
 
     def put_data(self) -> Response:
         self._runner.needs_ready("data")
         self._runner.put_data(_body(self._runner.settings.body_limit))
-        return self._done()
+        return self.done()
 
     def put_shard(self) -> Response:
         self._runner.needs_ready("a shard")
         self._runner.put_shard(_body(self._runner.settings.body_limit))
-        return self._done()
+        return self.done()
 
     def start(self) -> Response:
         self._runner.start(_origin(_body(_SMALL)))
-        return self._done()
+        return self.done()
 
     def stop(self) -> Response:
         self._runner.stop()
-        return self._done()
+        return self.done()
 
     def events(self) -> Response:
         from flask import Response, request
@@ -160,7 +161,7 @@ class _Views:
 
         return Response(exposition(self._runner), mimetype="text/plain")
 
-    def _done(self) -> Response:
+    def done(self) -> Response:
         return _answer(200, health(self._runner))
 
 

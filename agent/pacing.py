@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+CATCH_UP_SECONDS = 0.005
+"""Lateness of the host that the next piece of work may make up for."""
 _PR_SET_TIMERSLACK = 29
 
 T = TypeVar("T")
@@ -21,6 +23,7 @@ class Measured:
 
     start: float
     duration: float
+    """Until the result was handed over: what was charged, and whatever the host was late by."""
     busy: float
     """What the host needed."""
     deficit: float
@@ -33,6 +36,8 @@ class _Work:
     charge: float
     begin: Callable[[], bool]
     end: Callable[[Any, BaseException | None, Measured], None]
+    put: float
+    """Monotonic instant at which it was queued."""
 
 
 class Processor:
@@ -42,7 +47,6 @@ class Processor:
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._free = 0.0
-        self._followed = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
@@ -58,7 +62,7 @@ class Processor:
         ``begin`` is called as it starts and may return False to skip it; ``end`` gets its result or exception once
         the time has passed. Both are called in the processor's thread.
         """
-        self._queue.put(_Work(work, charge, begin, end))
+        self._queue.put(_Work(work, charge, begin, end, time.monotonic()))
 
     def between_works(self, call: Callable[[], T]) -> T:
         """Call something in the processor's thread, or here once that has ended; blocks until it is done."""
@@ -66,7 +70,7 @@ class Processor:
             self._thread.join()
             return call()
         outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-        self._queue.put(_Work(call, 0.0, lambda: True, lambda result, failure, _: outcome.put((result, failure))))
+        self.put(call, 0.0, lambda: True, lambda result, failure, _: outcome.put((result, failure)))
         while True:
             try:
                 result, failure = outcome.get(timeout=0.1)
@@ -105,15 +109,13 @@ class Processor:
         if failure is not None:
             item.end(None, failure, Measured(start, busy, busy, 0.0))
             return
-        # Work that was queued already begins, for the device, when the work before it was over: the few microseconds
-        # that waking up takes must not add up over thousands of pieces.
-        behind = start - self._free
-        origin = self._free if 0 <= behind < 1e-3 and self._followed else start
+        # For the device, work that waited began when the work before it was over. That this thread wakes up a little
+        # late must not add up over thousands of pieces; but time lost for good, as in a pause, is not caught up.
+        origin = max(item.put, self._free, start - CATCH_UP_SECONDS)
         self._free = max(origin + item.charge, start + busy)
         _sleep_until(self._free, self._stop)
-        self._followed = not self._queue.empty()
-        duration = time.monotonic() - start
-        item.end(result, None, Measured(start, duration, busy, max(0.0, busy - item.charge)))
+        if not self._stop.is_set():
+            item.end(result, None, Measured(origin, time.monotonic() - origin, busy, max(0.0, busy - item.charge)))
 
 
 def _precise_sleep() -> None:

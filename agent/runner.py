@@ -56,7 +56,7 @@ class Runner:
             _import_torch()
             self._deployment = deployment.read(body, self.settings)
             self._dataset = self._weights = self.error = None
-            self.device = None
+            self.device = self._data.inbox = None
             self.log.reopen()
             self.state = "ready"
 

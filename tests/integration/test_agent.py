@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
-from agents import LoopbackDevice, deployment
+import requests
+import torch
+from agents import TOKEN, LoopbackDevice, deployment
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from controller.agents import AgentError, AgentGone
+from testbed.data.dataset import Dataset
 from testbed.trace.events import Event
+from testbed.wire import Message, encode
 
 
 @pytest.fixture(scope="module")
@@ -62,4 +76,502 @@ def test_programs_exchange_tensors(pair: list[LoopbackDevice]) -> None:
     assert all(event.fields["peer"] == "b" and event.fields["bytes"] > 1 << 20 for event in sends)
     receives = named(events["b"], "receive")
     assert [event.fields["message"] for event in receives] == ["ping"] * 5
-    print([round(e.fields["sent"] * 1e3, 2) for e in named(events["a"], "log")])
+
+
+# Programs
+
+
+def test_many_messages_arrive_once_and_in_order(pair: list[LoopbackDevice]) -> None:
+    events = run(pair, "stream", count=500, size=2000)
+    assert named(events["b"], "log")[0].fields["text"] == "received in order"
+    assert len(named(events["b"], "receive")) == 500
+    queued = [event.fields["queued"] for event in named(events["a"], "send")]
+    assert queued[-1] > queued[0]
+
+
+def test_compute_is_paced_and_says_when_the_host_is_too_slow(pair: list[LoopbackDevice]) -> None:
+    events = run(pair[:1], "compute")["a"]
+    works = {
+        name: [e.fields for e in named(events, "compute") if e.fields["span"] == name] for name in ("quick", "late")
+    }
+    (quick,), (late,) = works["quick"], works["late"]
+    assert quick["flops"] == pytest.approx(0.005e9)
+    assert 0.005 <= quick["duration"] < 0.008
+    assert quick["busy"] < 0.002
+    assert quick["deficit"] == 0
+    assert late["duration"] == pytest.approx(late["busy"], rel=0.05)
+    assert late["deficit"] == pytest.approx(late["busy"] - 0.01)
+    assert late["batch"] == 3
+    queued = [e.fields for e in named(events, "compute") if e.fields["span"] == "queued"]
+    assert len(queued) == 20
+    assert [e.fields["span"] for e in named(events, "begin")].count("queued") == 20
+    # Lateness of single wake-ups does not add up: twenty times 10 ms end 200 ms after the first began.
+    lasted = queued[-1]["start"] + queued[-1]["duration"] - queued[0]["start"]
+    assert lasted == pytest.approx(0.2, rel=0.02)
+    assert [e.fields["text"] for e in named(events, "log")] == ["caught"]
+    assert "failing" not in [e.fields["span"] for e in named(events, "compute")]
+
+
+def test_a_program_that_fails_says_why(pair: list[LoopbackDevice]) -> None:
+    events = run(pair[:1], "fail")["a"]
+    (state,) = [event for event in named(events, "state") if event.fields["state"] == "failed"]
+    assert "RuntimeError: this program is broken" in state.fields["error"]
+    health = pair[0].agent.health()
+    assert health["state"] == "failed"
+    assert "this program is broken" in health["error"]
+    assert "run_until_complete" in health["error"] or "agent_programs" in health["error"]
+
+
+def test_a_program_is_stopped(pair: list[LoopbackDevice]) -> None:
+    agent = pair[0].agent
+    agent.deploy(deployment(pair[0], pair[:1], "endless"))
+    after = int(agent.metrics()["testbed_events_total"])
+    agent.start(time.monotonic())
+    stream = agent.events(after)
+    assert next(event for event in stream if event.event == "log").fields["number"] == 0
+    agent.stop()
+    assert [event.fields.get("state") for event in stream][-1] == "stopped"
+    assert agent.health()["state"] == "stopped"
+    assert agent.metrics()['testbed_state{state="stopped"}'] == 1
+
+
+def test_a_program_starts_at_the_origin(pair: list[LoopbackDevice]) -> None:
+    agent = pair[0].agent
+    agent.deploy(deployment(pair[0], pair[:1], "nothing"))
+    after = int(agent.metrics()["testbed_events_total"])
+    origin = time.monotonic() + 0.4
+    agent.start(origin)
+    assert time.monotonic() < origin
+    events = {event.fields.get("state", event.event): event.time for event in agent.events(after)}
+    assert time.monotonic() >= origin
+    assert events["up"] == 0
+    assert 0 <= events["started"] < 0.05
+
+
+def test_events_reach_the_reader_at_once(pair: list[LoopbackDevice]) -> None:
+    agent = pair[0].agent
+    agent.deploy(deployment(pair[0], pair[:1], "endless"))
+    after = int(agent.metrics()["testbed_events_total"])
+    agent.start(time.monotonic())
+    late = []
+    for event in agent.events(after):
+        if event.event == "log":
+            late.append(time.monotonic() - event.fields["at"])
+            if len(late) == 40:
+                break
+    agent.stop()
+    assert sorted(late)[len(late) // 2] < 0.003
+
+
+def test_events_are_read_again_from_any_number(pair: list[LoopbackDevice]) -> None:
+    run(pair[:1], "nothing")
+    agent = pair[0].agent
+    everything = list(agent.events())
+    assert list(agent.events(len(everything) - 2)) == everything[-2:]
+    assert list(agent.events(len(everything))) == []
+    with pytest.raises(AgentError, match="events were recorded since this device booted"):
+        list(agent.events(len(everything) + 1))
+
+
+def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
+    agent = pair[0].agent
+    agent.deploy(deployment(pair[0], pair[:1], "expose"))
+    agent.put_shard({"w": torch.zeros(2, 3), "kept": torch.arange(4, dtype=torch.bfloat16)})
+    images = np.zeros((6, 1, 2, 2), np.float32)
+    agent.put_data(Dataset("tiny", 2, images, np.zeros(6, np.int64), images, np.zeros(6, np.int64)))
+    with pytest.raises(AgentError, match="no weights"):
+        agent.weights()
+    after = int(agent.metrics()["testbed_events_total"])
+    agent.start(time.monotonic())
+    stream = agent.events(after)
+    log = next(event for event in stream if event.event == "log")
+    assert log.fields == {"data": "tiny", "samples": 6}
+    assert next(event for event in stream if event.event == "compute")
+    weights = agent.weights()
+    assert weights["w"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert weights["kept"].dtype == torch.bfloat16
+    agent.stop()
+    assert agent.weights()["w"].sum() == 6
+
+
+def test_casts_are_heard_by_those_they_are_for(pair: list[LoopbackDevice]) -> None:
+    third = LoopbackDevice("c", 2)
+    third.boot()
+    try:
+        events = run([*pair, third], "cast", count=3, size=20_000)
+    finally:
+        third.kill()
+    assert named(events["b"], "log")[0].fields["text"] == "heard all"
+    assert named(events["c"], "log")[0].fields["text"] == "end"
+    casts = named(events["a"], "cast")
+    assert [cast.fields["peers"] for cast in casts] == [["b"]] * 3
+    assert all(cast.fields["bytes"] > 20_000 for cast in casts)
+    assert [event.fields["peer"] for event in named(events["b"], "receive")] == ["a"] * 3
+
+
+# Peers that are not there
+
+
+def test_patience_ends(pair: list[LoopbackDevice]) -> None:
+    gone = LoopbackDevice("b", 7)
+    devices = [pair[0], gone]
+    agent = pair[0].agent
+    agent.deploy(deployment(pair[0], devices, "patience", patience=0.3))
+    after = int(agent.metrics()["testbed_events_total"])
+    agent.start(time.monotonic())
+    (log,) = named(list(agent.events(after)), "log")
+    assert log.fields["peer"] == "b"
+    assert 0.3 <= log.fields["waited"] < 0.5
+
+
+def test_a_message_waits_for_a_program_that_starts_later(pair: list[LoopbackDevice]) -> None:
+    first, second = pair
+    for device in pair:
+        device.agent.deploy(deployment(device, pair, "stream", count=3, size=100_000))
+    after = int(second.agent.metrics()["testbed_events_total"])
+    origin = time.monotonic()
+    first.agent.start(origin)
+    time.sleep(0.5)
+    assert first.agent.metrics()['testbed_send_queue{peer="b"}'] == 3
+    second.agent.start(origin)
+    assert named(list(second.agent.events(after)), "log")[0].fields["text"] == "received in order"
+
+
+def test_a_full_inbox_holds_senders_back_and_loses_nothing() -> None:
+    devices = [LoopbackDevice("a", 3), LoopbackDevice("b", 4, {"TESTBED_INBOX_LIMIT": "1000000"})]
+    for device in devices:
+        device.boot()
+    try:
+        for device in devices:
+            device.agent.deploy(deployment(device, devices, "slow_reader", count=60, size=100_000))
+            device.agent.start(time.monotonic())
+        time.sleep(0.5)
+        waiting = devices[1].agent.metrics()
+        assert 800_000 < waiting["testbed_inbox_bytes"] <= 1_000_000
+        assert waiting["testbed_inbox_messages"] <= 10
+        events = list(devices[1].agent.events())
+        assert named(events, "log")[-1].fields["text"] == "received in order"
+    finally:
+        for device in devices:
+            device.kill()
+
+
+def test_a_restarted_receiver_takes_up_where_the_sender_is(pair: list[LoopbackDevice]) -> None:
+    second = pair[1]
+    second.kill()
+    second.boot()
+    origin = time.monotonic()
+    for device in pair:
+        device.agent.deploy(deployment(device, pair, "persist", count=20))
+        device.agent.start(origin)
+    before: list[int] = []
+
+    def follow() -> None:
+        for event in second.agent.events():
+            if event.event == "log":
+                before.append(event.fields["number"])
+                if event.fields["number"] == 5:
+                    second.kill()
+
+    with pytest.raises(AgentGone, match="ended before its program"):
+        follow()
+    second.boot()
+    second.agent.deploy(deployment(second, pair, "persist", count=20))
+    second.agent.start(origin)
+    events = list(second.agent.events())
+    after = [event.fields["number"] for event in named(events, "log")]
+    assert before == [0, 1, 2, 3, 4, 5]
+    assert after[-1] == 19
+    assert after == list(range(after[0], 20))
+    assert after[0] <= 6 + 1
+    assert named(events, "state")[0].time > 0.2
+
+
+def test_a_restarted_sender_is_heard_again(pair: list[LoopbackDevice]) -> None:
+    events = run(pair, "stream", count=50)
+    assert len(named(events["b"], "receive")) == 50
+    pair[0].kill()
+    pair[0].boot()
+    events = run(pair, "stream", count=3)
+    assert len(named(events["b"], "receive")) == 3
+
+
+def test_a_paused_peer_is_waited_for(pair: list[LoopbackDevice]) -> None:
+    second = pair[1]
+    origin = time.monotonic()
+    after = int(second.agent.metrics()["testbed_events_total"])
+    for device in pair:
+        device.agent.deploy(deployment(device, pair, "persist", count=10))
+    for device in pair:
+        device.agent.start(origin)
+    time.sleep(0.2)
+    assert second.process is not None
+    second.process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    second.process.send_signal(signal.SIGCONT)
+    numbers = [event.fields["number"] for event in named(list(second.agent.events(after)), "log")]
+    assert numbers == list(range(10))
+
+
+# Requests that are refused
+
+
+def ask(device: LoopbackDevice, method: str, path: str, port: int = 8700, **options: Any) -> requests.Response:
+    headers = {"Authorization": f"Bearer {TOKEN}"} | options.pop("headers", {})
+    return requests.request(method, f"http://{device.host}:{port}{path}", headers=headers, timeout=10, **options)
+
+
+@pytest.mark.parametrize("header", ["", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer  " + TOKEN, "Bearer \xff"])
+@pytest.mark.parametrize(
+    ("port", "method", "path"),
+    [(8700, "GET", "/facts"), (8700, "PUT", "/deployment"), (8700, "GET", "/nowhere"), (8701, "POST", "/messages")],
+)
+def test_without_the_token(pair: list[LoopbackDevice], port: int, method: str, path: str, header: str) -> None:
+    response = ask(pair[0], method, path, port, headers={"Authorization": header.encode("latin-1")}, data=b"x")
+    assert response.status_code == 401
+    assert "token" in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/", 404), ("GET", "/deployment", 405), ("DELETE", "/health", 405), ("POST", "/start/", 404)],
+)
+def test_unknown_requests(pair: list[LoopbackDevice], method: str, path: str, status: int) -> None:
+    response = ask(pair[0], method, path)
+    assert (response.status_code, "error" in response.json()) == (status, True)
+
+
+def test_the_data_port_takes_messages_only(pair: list[LoopbackDevice]) -> None:
+    assert ask(pair[0], "GET", "/messages", 8701).status_code == 405
+    assert ask(pair[0], "POST", "/other", 8701, data=b"").status_code == 404
+    assert ask(pair[0], "GET", "/health", 8701).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        (b"", "JSON"), (b"{", "JSON"), (b"[]", "object"), (b"\xff\xfe", "JSON"), (b"{}", "run"),
+        (b"[" * 100_000, "JSON"), (b'{"run": 3}', "run"),
+    ],
+)  # fmt: skip
+def test_malformed_deployments(pair: list[LoopbackDevice], body: bytes, wrong: str) -> None:
+    response = ask(pair[0], "PUT", "/deployment", data=body)
+    assert response.status_code == 400
+    assert wrong.lower() in response.json()["error"].lower()
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"run": "another"}, "this is device 'a' of run 'test-run'"),
+        ({"device": "b"}, "not 'b'"),
+        ({"peers": {"b": "nowhere:x"}}, "no address"),
+        ({"more": 1}, "more"),
+        ({"plan": {}}, "plan"),
+    ],
+)
+def test_deployments_that_do_not_fit(pair: list[LoopbackDevice], change: dict[str, Any], wrong: str) -> None:
+    response = ask(pair[0], "PUT", "/deployment", json=deployment(pair[0], pair, "nothing") | change)
+    assert response.status_code == 400
+    assert wrong in response.json()["error"]
+
+
+def test_a_deployment_whose_scenario_is_wrong(pair: list[LoopbackDevice]) -> None:
+    document = deployment(pair[0], pair, "nothing")
+    for key, value, wrong in (
+        ("method", {"name": "no-such-method"}, "no-such-method"),
+        ("model", {"name": "no-such-model"}, "no-such-model"),
+        ("steps", 0, "steps"),
+        ("method", {"name": "scripted", "unknown": 1}, "unknown"),
+    ):
+        scenario = document["scenario"] | {"workload": document["scenario"]["workload"] | {key: value}}
+        response = ask(pair[0], "PUT", "/deployment", json=document | {"scenario": scenario})
+        assert response.status_code == 400
+        assert wrong in response.json()["error"]
+    devices = {"devices": {"elsewhere": {}}}
+    response = ask(pair[0], "PUT", "/deployment", json=document | {"scenario": document["scenario"] | devices})
+    assert "no device 'a'" in response.json()["error"]
+
+
+def test_requests_out_of_order() -> None:
+    device = LoopbackDevice("a", 5)
+    device.boot()
+    try:
+        for method, path, body in (
+            ("POST", "/start", b'{"origin": 1}'), ("PUT", "/data", b"x"), ("PUT", "/shard", b"x"),
+            ("POST", "/stop", b""), ("GET", "/weights", None),
+        ):  # fmt: skip
+            response = ask(device, method, path, data=body)
+            assert (response.status_code, path) == (409, path)
+        assert ask(device, "POST", "/messages", 8701, data=encode(Message("early"), "b")).status_code == 503
+        device.agent.deploy(deployment(device, [device], "endless"))
+        device.agent.start(time.monotonic())
+        for method, path, body in (
+            ("POST", "/start", b'{"origin": 1}'), ("PUT", "/data", b"x"), ("PUT", "/shard", b"x"),
+            ("PUT", "/deployment", b"x"),
+        ):  # fmt: skip
+            response = ask(device, method, path, data=body)
+            assert (response.status_code, path) == (409, path)
+            assert "running" in response.json()["error"] or "runs" in response.json()["error"]
+        device.agent.stop()
+        device.agent.stop()
+        device.agent.deploy(deployment(device, [device], "nothing"))
+        assert device.agent.health()["state"] == "ready"
+        for wrong in (
+            b"nothing",
+            b"[]",
+            b'{"origin": "1"}',
+            b'{"origin": true}',
+            b'{"origin": NaN}',
+            b'{"origin": 1e400}',
+        ):
+            assert ask(device, "POST", "/start", data=wrong).status_code == 400
+        for path in ("/data", "/shard"):
+            assert ask(device, "PUT", path, data=b"no tensors").status_code == 400
+        assert ask(device, "GET", "/events?after=-1").status_code == 400
+        assert ask(device, "GET", "/events?after=9999").status_code == 409
+        assert device.agent.health()["state"] == "ready"
+    finally:
+        device.kill()
+
+
+def raw(device: LoopbackDevice, port: int, request: bytes) -> bytes:
+    """Send bytes, say that there are no more, and return whatever comes back."""
+    with socket.create_connection((device.host, port), timeout=10) as link:
+        with contextlib.suppress(OSError):  # the answer may come, and the connection go, before all is sent
+            link.sendall(request)
+            link.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := link.recv(65536):
+                answer += piece
+    return answer
+
+
+def head(method: str, path: str, *headers: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: agent", f"Authorization: Bearer {TOKEN}", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def test_oversized_bodies_are_refused_before_they_are_read(pair: list[LoopbackDevice]) -> None:
+    resident = pair[0].agent.metrics()["testbed_resident_bytes"]
+    for port, method, path, size in (
+        (8700, "PUT", "/deployment", 9 << 20), (8700, "PUT", "/deployment", 10**15),
+        (8701, "POST", "/messages", 10**15), (8700, "POST", "/start", 5000), (8701, "POST", "/messages", 1 << 30),
+    ):  # fmt: skip
+        answer = raw(pair[0], port, head(method, path, f"Content-Length: {size}") + b"x" * 1000)
+        assert b"413" in answer.split(b"\r\n")[0], (path, answer)
+        assert b"error" in answer
+    # Nor is what comes without the token, whatever it says of its length.
+    for port in (8700, 8701):
+        answer = raw(pair[0], port, b"PUT /data HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000000\r\n\r\nxxx")
+        assert b"401" in answer.split(b"\r\n")[0]
+    assert pair[0].agent.metrics()["testbed_resident_bytes"] < resident + 20e6
+
+
+def test_bodies_of_unknown_or_wrong_length(pair: list[LoopbackDevice]) -> None:
+    run(pair, "nothing")
+    for port, method, path in ((8700, "PUT", "/deployment"), (8701, "POST", "/messages")):
+        chunked = raw(pair[0], port, head(method, path, "Transfer-Encoding: chunked") + b"5\r\nhello\r\n0\r\n\r\n")
+        assert b"411" in chunked.split(b"\r\n")[0]
+        short = raw(pair[0], port, head(method, path, "Content-Length: 100") + b"only this")
+        assert b"400" in short.split(b"\r\n")[0]
+        assert b"after 9 of 100" in short
+        assert b" 4" in raw(pair[0], port, head(method, path, "Content-Length: -5")).split(b"\r\n")[0]
+
+
+def test_messages_of_strangers_and_garbage(pair: list[LoopbackDevice]) -> None:
+    run(pair, "nothing")  # a program that ended well: its device still takes messages in
+    assert ask(pair[0], "POST", "/messages", 8701, data=encode(Message("hello"), "b", 2**62)).status_code == 204
+    stranger = ask(pair[0], "POST", "/messages", 8701, data=encode(Message("hello"), "mallory"))
+    assert stranger.status_code == 403
+    assert "'mallory' is no peer" in stranger.json()["error"]
+    assert ask(pair[0], "POST", "/messages", 8701, data=b"garbage").status_code == 400
+    assert pair[0].agent.metrics()["testbed_inbox_bytes"] == 0
+
+
+def test_repeated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
+    after = int(pair[1].agent.metrics()["testbed_events_total"])
+    pair[1].agent.deploy(deployment(pair[1], pair, "persist", count=1))
+    pair[1].agent.start(time.monotonic())
+    while pair[1].agent.health()["state"] != "running":
+        time.sleep(0.01)
+    for incarnation, sequence, number in (
+        (5, 0, 7),
+        (5, 0, 8),
+        (4, 9, 9),
+        (5, 1, 10),
+        (6, 0, 11),
+        (6, 0, 0),
+        (7, 0, 0),
+    ):
+        body = encode(Message("number", {"number": number}), "a", incarnation, sequence)
+        assert ask(pair[1], "POST", "/messages", 8701, data=body).status_code in (204, 503)
+    numbers = [event.fields["number"] for event in named(list(pair[1].agent.events(after)), "log")]
+    assert numbers == [7, 10, 11, 0]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    port=st.sampled_from([8700, 8701]),
+    start=st.sampled_from([
+        b"", head("POST", "/messages", "Content-Length: 30"), head("PUT", "/deployment", "Content-Length: 30"),
+        head("PUT", "/data", "Content-Length: 30"), head("POST", "/start", "Content-Length: 30"),
+        b"GET /events?after=", b"PUT /deployment HTTP/1.1\r\n",
+    ]),
+    rest=st.binary(max_size=60),
+)  # fmt: skip
+def test_the_agent_outlives_arbitrary_bytes(pair: list[LoopbackDevice], port: int, start: bytes, rest: bytes) -> None:
+    answer = raw(pair[0], port, start + rest)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4"), answer
+
+
+def test_the_agent_still_lives(pair: list[LoopbackDevice]) -> None:
+    assert len(named(run(pair, "ping", count=2)["a"], "send")) == 2
+
+
+# What it costs
+
+
+def test_ten_thousand_messages_leave_nothing_behind(pair: list[LoopbackDevice]) -> None:
+    run(pair, "ping", count=500, size=1000)
+    before = [device.agent.metrics()["testbed_resident_bytes"] for device in pair]
+    events = run(pair, "ping", count=5000, size=1000)
+    assert len(named(events["b"], "receive")) == 5000
+    recorded = [sum(len(event.to_json()) for event in events[device.name]) for device in pair]
+    for device, resident, written in zip(pair, before, recorded, strict=True):
+        grown = device.agent.metrics()["testbed_resident_bytes"] - resident
+        # Its events stay, for whoever asks for them again; ten thousand messages of 1 kB would be 10 MB.
+        assert grown < 1.3 * written + 2e6, (grown, written)
+
+
+def test_an_idle_agent_has_imported_neither_flask_nor_torch() -> None:
+    program = (
+        "import sys, agent.__main__; "
+        "print([name for name in ('flask', 'torch', 'pydantic', 'numpy', 'requests') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert output.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("environment", "wrong"),
+    [
+        ({"TESTBED_TOKEN": ""}, "set TESTBED_TOKEN"),
+        ({"TESTBED_DATA_ADDRESS": "here"}, "TESTBED_DATA_ADDRESS: 'here' is no address"),
+        ({"TESTBED_MESSAGE_LIMIT": "1MB"}, "TESTBED_MESSAGE_LIMIT is a number of bytes"),
+    ],
+)
+def test_an_environment_that_cannot_be_used(environment: dict[str, str], wrong: str) -> None:
+    given = {"TESTBED_RUN": "r", "TESTBED_DEVICE": "d", "TESTBED_TOKEN": "t"} | environment
+    result = subprocess.run(
+        [sys.executable, "-m", "agent"], env=os.environ | given, check=False, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert wrong in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(AgentGone, match="GET /health: the agent does not answer"):
+        LoopbackDevice("nobody", 9).agent.health()
