@@ -10,6 +10,7 @@ from typing import Any
 from testbed.device import Device
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.shard import State
+from testbed.network.framing import wire_bytes
 from testbed.network.link import Link, Pair
 from testbed.wire import Message
 
@@ -92,4 +93,4 @@ def transfer_time(links: Mapping[Pair, Link], source: str, target: str, size: fl
     there, back = links.get((source, target)), links.get((target, source))
     if there is None or back is None:
         return 0.0
-    return there.delay + there.transmission_time(size) + back.delay
+    return there.delay + there.transmission_time(wire_bytes(size)) + back.delay
