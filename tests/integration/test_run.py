@@ -1,0 +1,182 @@
+"""Whole runs through the command line, on real containers: what a user does, and what must be left afterwards."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+from ruamel.yaml import YAML
+from safetensors.torch import load_file
+
+from controller.engine import connect
+from controller.removal import RUN
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
+
+TESTBED = Path(sys.executable).with_name("testbed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+def scenario(folder: Path, name: str, **changes: Any) -> Path:
+    """Write a small training scenario: a stage each on three devices."""
+    tree: dict[str, Any] = {
+        "name": name,
+        "seed": 3,
+        "devices": {
+            "source": {"speed": "600mflops"},
+            "worker": {"profile": "raspberry-pi-4b", "speed": "300mflops", "count": 2},
+        },
+        "network": {"link": {"rate": "100mbit", "delay": "2ms"}},
+        "workload": {
+            "model": {"name": "mlp"},
+            "method": {"name": "pipeline", "micro_batches": 2, "patience": "1s", "checkpoint_every": 5},
+            "batch_size": 32,
+            "steps": 40,
+        },
+        "time_limit": "120s",
+    }
+    path = folder / f"{name}.yaml"
+    with path.open("w") as file:
+        YAML().dump(tree | changes, file)
+    return path
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([TESTBED, *map(str, arguments)], capture_output=True, text=True, timeout=200, check=False)
+
+
+def start(path: Path, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a run that takes long, its progress going to ``out``.log."""
+    slow = ["--set", "devices.worker.speed=20mflops", "--set", "workload.method.return_window=60s"]
+    with out.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen([TESTBED, "run", path, "--out", out, "--accept-links", *slow, *arguments], stdout=log)
+
+
+def is_running(out: Path) -> bool:
+    return "running" in out.with_suffix(".log").read_text().split()
+
+
+def left_of(name: str) -> list[str]:
+    """Name what the engine still holds of runs of one scenario."""
+    client: docker.DockerClient = connect()
+    found = [*client.api.containers(all=True, filters={"label": RUN}), *client.api.networks(filters={"label": RUN})]
+    return [str(each.get("Names") or each["Name"]) for each in found if each["Labels"][RUN].startswith(name)]
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_both_clocks_compute_the_same(tmp_path: Path) -> None:
+    path = scenario(tmp_path, "run-same")
+    for runtime in ("emulate", "simulate"):
+        done = command("run", path, "--runtime", runtime, "--out", tmp_path / runtime, "--accept-links")
+        assert done.returncode == 0, done.stderr
+    losses = {}
+    for runtime in ("emulate", "simulate"):
+        events = [json.loads(line) for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()]
+        losses[runtime] = [event["loss"] for event in events if event["event"] == "step"]
+    assert losses["emulate"] == pytest.approx(losses["simulate"], rel=1e-5)
+    emulated = load_file(tmp_path / "emulate" / "weights.safetensors")
+    simulated = load_file(tmp_path / "simulate" / "weights.safetensors")
+    assert emulated.keys() == simulated.keys()
+    for name, tensor in simulated.items():
+        assert emulated[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-4, abs=1e-6)
+    assert left_of("run-same") == []
+
+
+def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
+    faults = [
+        {"pause": "worker1", "when": {"device": "worker1", "begins": "forward", "batch": 8}, "for": "500ms"},
+        {"degrade": {"between": ["source", "worker1"], "rate": "5mbit", "delay": "20ms", "loss": "1%"}, "at": "2s"},
+        {"partition": [["worker2"]], "after": "1s", "for": "2s"},
+        {"kill": "worker2", "when": {"device": "worker2", "begins": "backward", "batch": 25}, "for": "1s"},
+        {"heal": "all", "after": "2s"},
+    ]
+    path = scenario(tmp_path, "run-faults", faults=faults)
+    done = command("run", path, "--out", tmp_path / "out", "--accept-links")
+    assert done.returncode == 0, done.stderr + done.stdout
+    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
+    struck = {(event["action"], event["phase"]) for event in events if event["event"] == "fault"}
+    assert struck >= {
+        ("pause", "strike"),
+        ("pause", "undo"),
+        ("degrade", "strike"),
+        ("partition", "strike"),
+        ("partition", "undo"),
+        ("kill", "strike"),
+        ("kill", "undo"),
+        ("heal", "strike"),
+    }
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["steps"] == 40
+    assert metrics["recoveries"] >= 1
+    assert left_of("run-faults") == []
+
+
+def test_a_device_killed_and_restarted_by_hand_joins_again(tmp_path: Path) -> None:
+    path = scenario(tmp_path, "run-hand")
+    running = start(path, tmp_path / "out")
+    try:
+        assert eventually(lambda: is_running(tmp_path / "out"), 90)
+        assert command("fault", "degrade", "worker1", "--delay", "3ms").returncode == 0
+        for action in ("kill", "restart"):
+            done = command("fault", action, "worker1")
+            assert done.returncode == 0, done.stderr
+        assert command("fault", "heal").returncode == 0
+        assert running.wait(120) == 0
+    finally:
+        running.kill()
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["steps"] == 40
+    assert metrics["recoveries"] >= 1
+
+
+@pytest.mark.parametrize("seconds", [1.0, 3.0, 7.0])
+def test_a_run_whose_controller_is_killed_removes_itself(tmp_path: Path, seconds: float) -> None:
+    name = f"run-orphan{seconds:.0f}"
+    path = scenario(tmp_path, name)
+    running = start(path, tmp_path / "out")
+    time.sleep(seconds)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert eventually(lambda: left_of(name) == [], 30), left_of(name)
+
+
+def test_an_interrupted_run_keeps_its_results_and_leaves_nothing(tmp_path: Path) -> None:
+    path = scenario(tmp_path, "run-ctrl-c")
+    running = start(path, tmp_path / "out")
+    assert eventually(lambda: is_running(tmp_path / "out"), 90)
+    time.sleep(1)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(60) == 1
+    assert (tmp_path / "out" / "metrics.json").exists()
+    assert left_of("run-ctrl-c") == []
+
+
+def test_a_missed_expectation_ends_with_1_and_bad_input_with_2(tmp_path: Path) -> None:
+    path = scenario(tmp_path, "run-expect", expect={"accuracy": ">= 0.999"})
+    assert command("run", path, "--out", tmp_path / "out", "--accept-links").returncode == 1
+    wrong = command("run", path, "--set", "network.link.rate=100Mbps")
+    assert wrong.returncode == 2
+    assert "mbit" in wrong.stderr
+    assert left_of("run-expect") == []
