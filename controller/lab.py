@@ -28,6 +28,7 @@ from testbed.errors import HostError, InputError, TestbedError
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 from testbed.scenario.experiment import Experiment
+from testbed.scenario.quantities import format_size
 
 if TYPE_CHECKING:
     from controller.agents import Agent
@@ -38,10 +39,13 @@ SHAPER = "shaper"
 
 HEALTH_PATIENCE = 60.0
 """Seconds for a container to answer; many starting at once on few processors take their time."""
+HEALTH_INTERVAL = 0.04
+LOOK_INTERVAL = 0.5
+"""Seconds between two questions for health, and for signs of life: on a busy host, asking costs what is asked for."""
 WORKERS = max(4, 2 * (os.cpu_count() or 1))
 """Containers made at once: more only queue up inside the engine."""
-MINIMAL_MEMORY = 96 * 2**20
-"""Bytes; a device whose scenario gives it less could not even start its agent."""
+MINIMAL_MEMORY = 32 * 2**20
+"""Bytes; in less the agent does not even start (an idle one needs some 25 MB, one with torch some 200 MB more)."""
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
 """To configure networks, to enter the devices' namespaces (two of them), and to be scheduled in time."""
@@ -102,7 +106,7 @@ class Lab:
 
         """
         say = progress or (lambda _text: None)
-        _check_names(experiment)
+        _check_devices(experiment)
         client = ensure_engine(say)
         if not is_local():
             raise HostError(
@@ -309,7 +313,12 @@ class Lab:
             # Requests under way are waited for, so that nothing appears after the clearing up.
             pool.shutdown(wait=True, cancel_futures=True)
         say("shaping the links")
-        self.shaper.attach(_endpoints(self.devices.values()), self.experiment.links, self.experiment.scenario.seed)
+        try:
+            self.shaper.attach(_endpoints(self.devices.values()), self.experiment.links, self.experiment.scenario.seed)
+        except HostError:
+            for name in self.devices:  # a device that has ended already is the better explanation
+                self._check_alive(name)
+            raise
         say("waiting for the devices")
         self._await_health({name: device.control_url for name, device in self.devices.items()})
 
@@ -350,7 +359,7 @@ class Lab:
         }
 
     def _device_settings(self, images: Images, spec: DeviceSpec) -> dict[str, Any]:
-        memory = int(max(spec.memory, MINIMAL_MEMORY))
+        memory = int(spec.memory)
         settings = self._settings(
             images.device,
             {DEVICE: spec.name},
@@ -377,16 +386,19 @@ class Lab:
 
     def _await_health(self, urls: Mapping[str, str]) -> None:
         waiting = dict(urls)
-        deadline = time.monotonic() + HEALTH_PATIENCE
+        began = looked = time.monotonic()
         while True:
             waiting = {name: url for name, url in waiting.items() if not healthy(url)}
             if not waiting:
                 return
-            for name in waiting:
-                self._check_alive(name)
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - looked > LOOK_INTERVAL:
+                looked = now
+                for name in waiting:
+                    self._check_alive(name)
+            if now - began > HEALTH_PATIENCE:
                 self._give_up(next(iter(waiting)), f"does not answer within {HEALTH_PATIENCE:.0f} s")
-            time.sleep(0.02)
+            time.sleep(HEALTH_INTERVAL)
 
     def _check_alive(self, name: str) -> None:
         status = self._client.api.inspect_container(container_name(self.run_id, name))["State"]
@@ -454,7 +466,13 @@ def container_name(run: str, name: str) -> str:
     return f"testbed-{run}-{name}"
 
 
-def _check_names(experiment: Experiment) -> None:
+def _check_devices(experiment: Experiment) -> None:
+    for device in experiment.devices:
+        if device.memory < MINIMAL_MEMORY:
+            raise InputError(
+                f"devices: {device.name} has {format_size(device.memory)} of memory, in which no agent starts: give it "
+                f"{format_size(MINIMAL_MEMORY)} at least, or run it with '--runtime simulate'"
+            )
     clash = _NAMES_KEPT_FOR_US & {device.name for device in experiment.devices}
     if clash:
         raise InputError(f"devices: no device can be called '{clash.pop()}': the testbed has one of its own; rename it")

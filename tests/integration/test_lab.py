@@ -18,9 +18,11 @@ import requests
 
 from controller import runstate
 from controller.engine import connect
+from controller.images import Images
 from controller.lab import Lab, container_name
 from controller.removal import RUN
-from testbed.errors import InputError, TestbedError
+from testbed.errors import HostError, InputError, TestbedError
+from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import experiments
 from testbed.scenario.experiment import Experiment
 from testbed.scenario.schema import Scenario
@@ -227,6 +229,41 @@ def test_ctrl_c_while_a_lab_is_made_leaves_nothing(client: docker.DockerClient, 
         Lab.create(experiment("lab-interrupted"), run, progress)
     assert left_of(client, run) == []
     assert run not in runstate.runs()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"devices": {"a": {"memory": "20MiB"}, "b": {}}}, "a has 20MiB of memory.*32MiB at least"),
+        ({"devices": {"a": {}, "shaper": {}}}, "no device can be called 'shaper'"),
+        ({"network": {"subnet": "10.9.8.0/30"}}, "no room for 3 devices"),
+    ],
+)
+def test_what_no_lab_can_be_is_refused_before_anything_exists(
+    client: docker.DockerClient, change: dict[str, Any], message: str
+) -> None:
+    run = Lab.new_run_id("lab-refused")
+    refused = experiments(Scenario.model_validate(tree("lab-refused") | change))[0]
+    with pytest.raises(InputError, match=message):
+        Lab.create(refused, run)
+    assert left_of(client, run) == []
+    assert run not in runstate.runs()
+
+
+def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
+    client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Lab.new_run_id("lab-broken")
+    whole = Lab._device_settings
+
+    def broken(lab: Lab, images: Images, spec: DeviceSpec) -> dict[str, Any]:
+        said = "import sys; sys.exit('no power')"
+        return whole(lab, images, spec) | ({"command": ["python3", "-c", said]} if spec.name == "worker2" else {})
+
+    monkeypatch.setattr(Lab, "_device_settings", broken)
+    with pytest.raises(HostError, match="worker2 ended with status 1; the last it said: no power"):
+        Lab.create(experiment("lab-broken"), run)
+    assert left_of(client, run) == []
 
 
 # SIGKILL
