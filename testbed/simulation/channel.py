@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from testbed.simulation.host import Host
     from testbed.simulation.loop import VirtualLoop
 
+PIPELINED = False
+"""Whether a message leaves as soon as the one before has left. The agent has one message to a peer under way at a time:
+the next leaves when the acknowledgement is back, and a simulation that did better would predict wrong."""
 RETRANSMISSION_TIMEOUT = 0.2
 """Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum); doubles each time."""
 STALL_SECONDS = 2.0
@@ -70,9 +73,10 @@ class Parcel:
 class Channel:
     """Everything under way from one host to another.
 
-    A transmission starts when the one before it has ended, lasts as long as the rate says, and is there a delay
-    after its end; the acknowledgement takes the delay of the way back. What has left the sender when a link goes down
-    or slows down still arrives; what has not, waits, and is tried again when TCP would.
+    A transmission starts when the link is free and, unless `PIPELINED`, the message before is acknowledged. It lasts
+    as long as the rate says and is there a delay after its end; the acknowledgement takes the delay of the way back.
+    What has left the sender when a link goes down or slows down still arrives; what has not, waits, and is tried again
+    when TCP would.
     """
 
     __slots__ = (
@@ -86,6 +90,7 @@ class Channel:
         "_open",
         "_refused",
         "_seed",
+        "_turn_at",
         "_unanswered",
         "_waiting",
         "back",
@@ -119,6 +124,8 @@ class Channel:
         """Delivered at that time, but with the way back closed for the acknowledgement."""
         self._free_at = 0.0
         """When the last transmission scheduled so far ends."""
+        self._turn_at = 0.0
+        """When the next message may leave, as far as those before it are concerned."""
         self._cast_until = 0.0
         self._last_due = 0.0
 
@@ -150,6 +157,8 @@ class Channel:
     def _launch(self, parcel: Parcel) -> None:
         link, loop = self.link, self._loop
         start = self._free_at
+        if start < self._turn_at:
+            start = self._turn_at
         if start < loop.now:
             start = loop.now
         wire, lag = parcel.remaining, 0.0
@@ -164,6 +173,8 @@ class Channel:
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
+        if not PIPELINED:
+            self._turn_at = due + self.back.link.delay
         loop.at(due, self._arrive, parcel)
 
     def _with_losses(self, wire: float) -> tuple[float, float]:
@@ -276,12 +287,14 @@ class Channel:
     def _interrupt(self) -> None:
         """Stop what has not left the sender entirely, noting how far it came."""
         now = self._loop.now
-        self._last_due = 0.0
+        self._last_due = self._turn_at = 0.0
         for parcel in self._waiting:
             if parcel.due < 0:
                 continue
             if parcel.end <= now:
                 self._last_due = parcel.due
+                if not PIPELINED:
+                    self._turn_at = parcel.due + self.back.link.delay
                 continue
             if parcel.start < now:
                 parcel.remaining *= (parcel.end - now) / (parcel.end - parcel.start)

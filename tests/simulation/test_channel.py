@@ -8,6 +8,7 @@ from worlds import LINK, events, idle, on_wire, world
 from testbed.device import Device, Unreachable
 from testbed.network.framing import cast_wire_bytes, fragments, segments, wire_bytes
 from testbed.network.link import Link
+from testbed.simulation import channel
 from testbed.simulation.channel import next_attempt
 from testbed.wire import Message
 
@@ -22,22 +23,25 @@ def test_framing_by_hand():
     assert cast_wire_bytes(1473) == 1473 + 8 + 2 * 34
 
 
-def test_transmissions_queue_at_the_senders_link_and_acknowledgements_return():
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_messages_to_one_peer_wait_for_each_other(monkeypatch, pipelined):
+    monkeypatch.setattr(channel, "PIPELINED", pipelined)
+
     async def source(device: Device):
         await asyncio.gather(*(device.send("sink", Message(f"m{i}", padding=50_000)) for i in range(3)))
 
     run = world({"source": source, "sink": idle})
     run.run()
-    each = on_wire(run, "m0") * 8 / 8e6
+    transmission = on_wire(run, "m0") * 8 / 8e6
+    each = transmission if pipelined else transmission + 0.02
     received, sent = events(run, "receive"), events(run, "send")
     for i in range(3):
-        assert received[i]["time"] == pytest.approx((i + 1) * each + 0.01)
         assert received[i]["start"] == pytest.approx(i * each + 0.01)
-        assert received[i]["duration"] == pytest.approx(each)
-        assert sent[i]["time"] == pytest.approx((i + 1) * each + 0.02)
+        assert received[i]["duration"] == pytest.approx(transmission)
+        assert received[i]["time"] == pytest.approx(i * each + transmission + 0.01)
         assert sent[i]["start"] == 0
         assert sent[i]["queued"] == pytest.approx(i * each)
-        assert sent[i]["duration"] == pytest.approx((i + 1) * each + 0.02)
+        assert sent[i]["time"] == sent[i]["duration"] == pytest.approx(i * each + transmission + 0.02)
 
 
 def test_directions_and_pairs_do_not_share_their_rate():
