@@ -50,6 +50,14 @@ MINIMAL_MEMORY = 32 * 2**20
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
 """To configure networks, to enter the devices' namespaces (two of them), and to be scheduled in time."""
 
+_SYSCTLS = {
+    # A link that idles between two batches would else start slowly again, which is no property of the link.
+    "net.ipv4.tcp_slow_start_after_idle": "0",
+    # Windows large enough for 1 Gbit/s over 100 ms each way: the usual 6 MB, and not the link, would set the pace.
+    "net.ipv4.tcp_rmem": "4096 131072 67108864",
+    "net.ipv4.tcp_wmem": "4096 16384 67108864",
+}
+
 _LOGS = LogConfig(type=LogConfig.types.JSON, config={"max-size": "10m", "max-file": "2"})
 _NAMES_KEPT_FOR_US = {SHAPER, "control", "data"}
 
@@ -369,8 +377,7 @@ class Lab:
             memswap_limit=memory,
             pids_limit=256,
             nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
-            # A link that idles between two batches would else start slowly again, which is no property of the link.
-            sysctls={"net.ipv4.tcp_slow_start_after_idle": "0"},
+            sysctls=_SYSCTLS,
         )
         return {**settings, "hostname": spec.name, "user": "device"}
 
