@@ -80,14 +80,19 @@ class Channel:
     """
 
     __slots__ = (
+        "_answered",
         "_at_door",
+        "_back_delay",
         "_blocked_since",
         "_cast_until",
+        "_delay",
         "_dice",
         "_free_at",
         "_last_due",
         "_loop",
+        "_loss",
         "_open",
+        "_rate",
         "_refused",
         "_seed",
         "_turn_at",
@@ -104,8 +109,15 @@ class Channel:
         self.source = source
         self.target = target
         self.link = link
+        # The figures of the two links are copied here: following references is most of what a message costs.
+        self._rate = link.rate
+        self._delay = link.delay
+        self._loss = link.loss
+        self._back_delay = 0.0
+        self._answered = True
+        """Whether acknowledgements get through."""
         self.back: Channel
-        """The other direction."""
+        """The other direction; see `connect`."""
         self.progress = 0.0
         """When the peer last acknowledged anything."""
         self._loop = loop
@@ -135,6 +147,20 @@ class Channel:
             self._dice = Random(derive(self._seed, "link", self.source.name, self.target.name))
         return self._dice.random()
 
+    @staticmethod
+    def connect(one: Channel, other: Channel) -> None:
+        """Make two channels each other's way back."""
+        one.back, other.back = other, one
+        one._apply()
+        other._apply()
+
+    def _apply(self) -> None:
+        """Copy the figures of the link to where they are needed."""
+        link = self.link
+        self._rate, self._delay, self._loss = link.rate, link.delay, link.loss
+        self.back._back_delay = link.delay
+        self.back._answered = link.up and link.loss < 1
+
     def _passable(self) -> bool:
         return self._reaches() and not self.source.paused
 
@@ -155,27 +181,26 @@ class Channel:
             self._blocked_since = parcel.called
 
     def _launch(self, parcel: Parcel) -> None:
-        link, loop = self.link, self._loop
         start = self._free_at
         if start < self._turn_at:
             start = self._turn_at
-        if start < loop.now:
-            start = loop.now
+        if start < self._loop.now:
+            start = self._loop.now
         wire, lag = parcel.remaining, 0.0
-        if link.loss:
+        if self._loss:
             wire, lag = self._with_losses(wire)
-        end = start if link.rate is None else start + wire * 8 / link.rate
+        end = start if self._rate is None else start + wire * 8 / self._rate
         if parcel.begun < 0:
             parcel.begun = start
         parcel.start = start
         parcel.end = self._free_at = end
-        due = end + link.delay + lag
+        due = end + self._delay + lag
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
         if not PIPELINED:
-            self._turn_at = due + self.back.link.delay
-        loop.at(due, self._arrive, parcel)
+            self._turn_at = due + self._back_delay
+        self._loop.at(due, self._arrive, parcel)
 
     def _with_losses(self, wire: float) -> tuple[float, float]:
         """Draw how many segments get lost; return the bytes sent in all, and the wait for their repetition.
@@ -185,7 +210,7 @@ class Channel:
         """
         total, lag, timeout = wire, 0.0, RETRANSMISSION_TIMEOUT
         segments = math.ceil(wire / _PACKET)
-        while lost := sum(self._random() < self.link.loss for _ in range(segments)):
+        while lost := sum(self._random() < self._loss for _ in range(segments)):
             total += min(lost * _PACKET, wire)
             lag += self.round_trip
             if segments == 1:
@@ -197,7 +222,7 @@ class Channel:
     @property
     def round_trip(self) -> float:
         """Return the sum of the delays there and back."""
-        return self.link.delay + self.back.link.delay
+        return self._delay + self._back_delay
 
     def _arrive(self, parcel: Parcel) -> None:
         if parcel.due != self._loop.now:
@@ -219,11 +244,10 @@ class Channel:
         """Hand an arrived message to the device, and answer."""
         now, device = self._loop.now, self.target.device
         assert device is not None
-        start = parcel.begun + self.link.delay
+        start = parcel.begun + self._delay
         device.deliver(parcel.message, parcel.bytes, start, now - start)
-        back = self.back.link
-        if back.up and back.loss < 1:
-            self._loop.at(now + back.delay, self._acknowledge, parcel)
+        if self._answered:
+            self._loop.at(now + self._back_delay, self._acknowledge, parcel)
         else:
             self._unanswered.append((now, parcel))
 
@@ -274,6 +298,7 @@ class Channel:
             self._interrupt()
         if link is not None:
             self.link = link
+            self._apply()
         if self.target.device is None:
             self._forget_connection()
         self._open = self._passable()
@@ -294,7 +319,7 @@ class Channel:
             if parcel.end <= now:
                 self._last_due = parcel.due
                 if not PIPELINED:
-                    self._turn_at = parcel.due + self.back.link.delay
+                    self._turn_at = parcel.due + self._back_delay
                 continue
             if parcel.start < now:
                 parcel.remaining *= (parcel.end - now) / (parcel.end - parcel.start)

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from testbed.device import Cost, Span, Unreachable
 from testbed.simulation.channel import Channel, Parcel
@@ -85,6 +85,22 @@ class _Work:
 class SimulatedDevice:
     """One device from one boot to the next; see `testbed.device.Device` for what it promises."""
 
+    __slots__ = (
+        "_channels",
+        "_inbox",
+        "_loop",
+        "_processor",
+        "_receivers",
+        "_world",
+        "alive",
+        "errors",
+        "exposed",
+        "host",
+        "name",
+        "running",
+        "tasks",
+    )
+
     def __init__(self, world: World, host: Host) -> None:
         self.name = host.name
         self.host = host
@@ -125,15 +141,14 @@ class SimulatedDevice:
         await asyncio.sleep(seconds)
 
     def _channel(self, peer: str) -> Channel:
-        channel = self._channels.get(peer)
-        if channel is None:
-            channel = self._channels[peer] = self._world.channel(self.name, peer)
+        channel = self._channels[peer] = self._world.channel(self.name, peer)
         return channel
 
     async def send(self, peer: str, message: Message, patience: float | None = None) -> None:
         """Deliver reliably; return when the acknowledgement is back."""
-        self._stop_if_dead()
-        channel = self._channel(peer)
+        if not self.alive:
+            self._stop()
+        channel = self._channels.get(peer) or self._channel(peer)
         loop = self._loop
         sent, size = snapshot(message, self.name)
         future: asyncio.Future[None] = loop.create_future()
@@ -164,12 +179,14 @@ class SimulatedDevice:
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
         """Transmit once to each peer; return when the last byte has left."""
-        self._stop_if_dead()
+        if not self.alive:
+            self._stop()
         start = self._loop.now
         end, size = start, 0
         for peer in peers:
             sent, size = snapshot(message, self.name)
-            end = max(end, self._channel(peer).cast(sent, size))
+            channel = self._channels.get(peer) or self._channel(peer)
+            end = max(end, channel.cast(sent, size))
         if end > start:
             await asyncio.sleep(end - start)
         fields = {"peers": list(peers), "message": message.kind, "bytes": size, "start": start, "duration": end - start}
@@ -200,7 +217,8 @@ class SimulatedDevice:
 
     async def receive(self) -> Message:
         """Return the next message, in the order of arrival."""
-        self._stop_if_dead()
+        if not self.alive:
+            self._stop()
         while not self._inbox:
             receiver: asyncio.Future[None] = self._loop.create_future()
             self._receivers.append(receiver)
@@ -216,7 +234,8 @@ class SimulatedDevice:
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Do the work now, and return its result when the device would have it."""
-        self._stop_if_dead()
+        if not self.alive:
+            self._stop()
         future: asyncio.Future[T] = self._loop.create_future()
         self._processor.append(_Work(work, cost, span, future))
         if len(self._processor) == 1:
@@ -300,6 +319,5 @@ class SimulatedDevice:
             return "has finished"
         return "waits for " + (" and ".join(reasons) or "nothing that the testbed knows of")
 
-    def _stop_if_dead(self) -> None:
-        if not self.alive:
-            raise asyncio.CancelledError(f"{self.name} was killed")
+    def _stop(self) -> NoReturn:
+        raise asyncio.CancelledError(f"{self.name} was killed")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from testbed.simulation.device import SimulatedDevice
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Host:
     """One machine, whatever runs on it."""
 

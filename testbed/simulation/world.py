@@ -87,7 +87,7 @@ class World:
             Channel(self.loop, self.hosts[a], self.hosts[b], self.network.effective((a, b)), self._seed)
             for a, b in pairs
         )
-        there.back, back.back = back, there
+        Channel.connect(there, back)
         self._channels[source, target], self._channels[target, source] = there, back
         return there
 
