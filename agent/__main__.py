@@ -23,11 +23,15 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
     data = DataApplication(settings)
-    runner = Runner(settings, data)
-    servers = [
-        serve(settings.control, ControlApplication(runner), CONTROL_THREADS),
-        serve(settings.data, data, DATA_THREADS, linger=True),
-    ]
+    data_server = serve(settings.data, data, DATA_THREADS, linger=True)
+
+    def make_room(peers: int) -> None:
+        # Slow links keep a thread for minutes, and a peer that reconnects may leave another one waiting for a while.
+        pool = data_server.requests
+        pool.grow(max(0, DATA_THREADS + 2 * peers - len(pool._threads)))
+
+    control = ControlApplication(Runner(settings, data, make_room))
+    servers = [serve(settings.control, control, CONTROL_THREADS), data_server]
     for server in servers:
         threading.Thread(target=server.serve, name="serve", daemon=True).start()
     over.wait()

@@ -23,7 +23,7 @@ CONNECT_SECONDS_MOST = 3.0
 """The kernel repeats a lost SYN after one second and again after two: a healed link is found within two seconds."""
 STALL_SECONDS = 2.0
 STALL_SECONDS_MOST = 30.0
-"""Grows when an established connection stalls, so that links slower than a packet a second work in the end."""
+"""Grows when an established connection stalls, so that a link that a fault made very slow works in the end."""
 SLICE_SECONDS = 0.05
 _ANSWER_LIMIT = 1 << 16
 
@@ -40,13 +40,15 @@ class ConnectionLost(Exception):  # noqa: N818 - a state of the link
 class Connection:
     """Posts messages to one address, one at a time."""
 
-    def __init__(self, address: Address, path: str, token: str) -> None:
+    def __init__(self, address: Address, path: str, token: str, slowness: float = 0.0) -> None:
+        """``slowness`` is what a few packets there and back take on this link, in seconds."""
         self._address = address
         self._head = f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nAuthorization: Bearer {token}\r\n"
         self._socket: socket.socket | None = None
         self._used = False
-        self._connect_seconds = CONNECT_SECONDS
-        self._stall_seconds = STALL_SECONDS
+        self._slowness = slowness
+        self._connect_seconds = CONNECT_SECONDS + slowness
+        self._stall_seconds = STALL_SECONDS + slowness
 
     async def post(self, body: bytes, acknowledged: Callable[[int], None]) -> tuple[int, bytes]:
         """Send one body, connecting first where need be; return status and text of the answer.
@@ -64,13 +66,13 @@ class Connection:
         except OSError as error:
             self.close()
             if isinstance(error, TimeoutError):
-                self._stall_seconds = min(2 * self._stall_seconds, STALL_SECONDS_MOST)
+                self._stall_seconds = min(2 * self._stall_seconds, STALL_SECONDS_MOST + self._slowness)
             raise ConnectionLost(f"lost the connection: {error!r}", stale=self._used) from error
         except BaseException:  # above all a cancellation: half a request is out
             self.close()
             raise
         self._used = True
-        self._stall_seconds = STALL_SECONDS
+        self._stall_seconds = STALL_SECONDS + self._slowness
         if not kept:
             self.close()
         return status, text
@@ -93,12 +95,12 @@ class Connection:
         except OSError as error:
             link.close()
             if isinstance(error, TimeoutError):
-                self._connect_seconds = min(2 * self._connect_seconds, CONNECT_SECONDS_MOST)
+                self._connect_seconds = min(2 * self._connect_seconds, CONNECT_SECONDS_MOST + self._slowness)
             raise ConnectionLost(f"cannot connect: {error!r}") from error
         except BaseException:
             link.close()
             raise
-        self._connect_seconds = CONNECT_SECONDS
+        self._connect_seconds = CONNECT_SECONDS + self._slowness
         self._socket = link
         self._used = False
         return link

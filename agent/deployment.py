@@ -11,9 +11,13 @@ from agent.http import Refused
 from agent.settings import CAST_PORT, DATA_PORT, Address, Settings, address
 from testbed.errors import InputError
 from testbed.methods.base import Method, Plan, Problem
+from testbed.network.link import Link, Pair
 from testbed.scenario.expand import experiments
 from testbed.scenario.prepare import pose
 from testbed.scenario.schema import Scenario
+
+_FEW_PACKETS = 8 * 1514
+"""Bytes that a kernel puts into a queue before it waits for acknowledgements, generously."""
 
 
 class _Document(BaseModel):
@@ -29,14 +33,22 @@ class _Document(BaseModel):
 
 
 @dataclass(frozen=True)
+class Peer:
+    """A device that this one can send to, and be answered by."""
+
+    address: Address
+    slowness: float
+    """Seconds that a few full packets there and back take as the scenario has the links."""
+
+
+@dataclass(frozen=True)
 class Deployment:
     """What the controller wants this device to be."""
 
     method: Method
     problem: Problem
     plan: Plan
-    peers: Mapping[str, Address]
-    """Those that this device is linked with both ways."""
+    peers: Mapping[str, Peer]
     broadcast: Address | None
 
 
@@ -57,9 +69,11 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
         method, problem = pose(experiments(document.scenario)[0])
         problem.device(settings.device)
         peers = {
-            name: address(text, DATA_PORT)
+            name: Peer(
+                address(text, DATA_PORT), _slowness([problem.links[pair] for pair in _ways(settings.device, name)])
+            )
             for name, text in document.peers.items()
-            if (settings.device, name) in problem.links and (name, settings.device) in problem.links
+            if all(pair in problem.links for pair in _ways(settings.device, name))
         }
         broadcast = None if document.broadcast is None else address(document.broadcast, CAST_PORT)
     except ValidationError as error:
@@ -71,3 +85,11 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
     except StopIteration as error:
         raise Refused(400, f"deployment: its scenario has no device '{settings.device}'") from error
     return Deployment(method, problem, document.plan, peers, broadcast)
+
+
+def _ways(device: str, peer: str) -> tuple[Pair, Pair]:
+    return (device, peer), (peer, device)
+
+
+def _slowness(links: list[Link]) -> float:
+    return sum(link.delay + link.transmission_time(_FEW_PACKETS) for link in links)

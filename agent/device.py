@@ -22,6 +22,8 @@ from testbed.wire import Message, encode
 if TYPE_CHECKING:
     import torch
 
+    from agent.deployment import Peer
+
 T = TypeVar("T")
 
 
@@ -37,7 +39,7 @@ class RealDevice:
         self,
         settings: Settings,
         speed: float,
-        peers: Mapping[str, Address],
+        peers: Mapping[str, Peer],
         broadcast: Address | None,
         origin: float,
         log: EventLog,
@@ -52,6 +54,7 @@ class RealDevice:
         self._speed = speed
         self._peers = peers
         self._token = settings.token
+        self._message_limit = settings.message_limit
         self._origin = origin
         self._log = log
         # The clock is the same for every start on this machine, so that a later start has a larger number.
@@ -120,14 +123,21 @@ class RealDevice:
         return await future
 
     async def send(self, peer: str, message: Message, patience: float | None = None) -> None:
-        """Deliver reliably; return when the peer has acknowledged. Raises ValueError where there is no link."""
+        """Deliver reliably; return when the peer has acknowledged. Raises ValueError where there is no link,
+        and for a message larger than any device takes in.
+        """
         if peer not in self._peers:
             raise ValueError(f"there is no link from {self.name} to {peer}")
         called = time.monotonic()
         body = encode(message, self.name, self._incarnation, next(self._sequence))
         encoded = time.monotonic() - called
+        if len(body) > self._message_limit:
+            raise ValueError(
+                f"a message of {len(body)} bytes is too large; at most {self._message_limit} travel at once"
+            )
         if peer not in self.lanes:
-            self.lanes[peer] = Lane(peer, self._peers[peer], self._token)
+            known = self._peers[peer]
+            self.lanes[peer] = Lane(peer, known.address, self._token, known.slowness)
         try:
             delivery = await self.lanes[peer].deliver(body, patience)
         except TimeoutError:

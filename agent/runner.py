@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from agent.events import EventLog
@@ -25,10 +26,15 @@ if TYPE_CHECKING:
     from testbed.data.dataset import Dataset
 
 
+STOP_SECONDS = 3.0
+"""How long a program may take to end once it is cancelled."""
+
+
 class Runner:
     """Holds one deployment and runs its program in a thread."""
 
-    def __init__(self, settings: Settings, data: DataApplication) -> None:
+    def __init__(self, settings: Settings, data: DataApplication, make_room: Callable[[int], None]) -> None:
+        """``make_room`` is told how many peers there are, before any of them sends."""
         self.settings = settings
         self.log = EventLog(settings.event_limit)
         self.state = "idle"
@@ -37,6 +43,7 @@ class Runner:
         """Of the program that runs or ran last."""
         self._booted = time.monotonic()
         self._data = data
+        self._make_room = make_room
         self._lock = threading.RLock()
         self._deployment: Deployment | None = None
         self._dataset: Dataset | None = None
@@ -55,6 +62,7 @@ class Runner:
 
             _import_torch()
             self._deployment = deployment.read(body, self.settings)
+            self._make_room(len(self._deployment.peers))
             self._dataset = self._weights = self.error = None
             self.device = self._data.inbox = None
             self.log.reopen()
@@ -107,7 +115,7 @@ class Runner:
             self._stopping = True
             if self._loop is not None and self._task is not None:
                 self._loop.call_soon_threadsafe(self._task.cancel)
-        if not self._over.wait(10):
+        if not self._over.wait(STOP_SECONDS):
             raise Refused(409, "the program ignores its cancellation; kill the device")
 
     def needs_ready(self, what: str) -> None:

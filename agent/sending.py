@@ -30,14 +30,14 @@ class Delivery:
 class Lane:
     """The way to one peer: one message at a time, in the order of the calls."""
 
-    def __init__(self, peer: str, address: Address, token: str) -> None:
+    def __init__(self, peer: str, address: Address, token: str, slowness: float = 0.0) -> None:
         self.peer = peer
         self.waiting = 0
         """Messages under way or behind one that is."""
         self._progress = 0.0
         """Monotonic instant of the last sign that the peer takes in what it is sent."""
         self._turn = asyncio.Lock()
-        self._connection = Connection(address, "/messages", token)
+        self._connection = Connection(address, "/messages", token, slowness)
 
     async def deliver(self, body: bytes, patience: float | None = None) -> Delivery:
         """Send until the peer has acknowledged; the message is withdrawn when this is cancelled or fails.

@@ -69,7 +69,7 @@ class Agent:
 
     def stop(self) -> None:
         """Cancel the program; returns once it is over."""
-        self._request("POST", "/stop", data=b"")
+        self._request("POST", "/stop", seconds=CONNECT_SECONDS, data=b"")
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Yield the events from number ``after`` on as they are recorded, until the program is over.
