@@ -31,7 +31,7 @@ class Throughput:
 
 
 def messages_per_second(
-    devices: int = 1000, messages: int = 100_000, peers: int = 8, padding: int = 1000
+    devices: int = 1000, messages: int = 200_000, peers: int = 8, padding: int = 1000
 ) -> Throughput:
     """Let devices send to random peers, each one message at a time, every link with its own rate and delay."""
     names = [f"device{number}" for number in range(devices)]

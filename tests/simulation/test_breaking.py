@@ -39,6 +39,7 @@ def test_kill_ends_the_program_in_mid_compute_and_restart_begins_anew():
         (0, "started"),
         (again, "up"),
         (again, "started"),
+        (10.5, "stopped"),
     ]
 
 
@@ -290,4 +291,3 @@ def test_deadlock_behind_a_dead_peer_is_found_and_named():
     with pytest.raises(Stillness):
         run.run()
     assert run.why_still() == "at 1 s lead waits for b to acknowledge; b is off; c waits for a message"
-    run.close()

@@ -3,26 +3,12 @@
 import asyncio
 
 import pytest
+from worlds import events, on_wire, world
 
 from testbed.device import Cost, Device, Span
-from testbed.hardware import DeviceSpec
-from testbed.network.framing import wire_bytes
-from testbed.network.link import Link
 from testbed.simulation.loop import Stillness
-from testbed.simulation.world import ProgramError, World
+from testbed.simulation.world import ProgramError
 from testbed.wire import Message
-
-LINK = Link(rate=8e6, delay=0.01)
-
-
-def world(programs, link=LINK, speed=1e6, **options):
-    """Give each device its program on a mesh; the first is the lead."""
-    names = list(programs)
-    links = {(a, b): link for a in names for b in names if a != b}
-    specs = [DeviceSpec(name, speed, 1e9) for name in names]
-    made = World(specs, links, lambda device: programs[device.name](device), names[0], seed=1, **options)
-    made.start()
-    return made
 
 
 def test_message_takes_transmission_delay_and_acknowledgement():
@@ -38,9 +24,8 @@ def test_message_takes_transmission_delay_and_acknowledgement():
 
     run = world({"source": source, "sink": sink})
     run.run()
-    size = next(event.fields["bytes"] for event in run.events if event.event == "receive")
-    assert 1000 < size < 1200
-    transmission = wire_bytes(size) * 8 / 8e6
+    assert 1000 < events(run, "receive")[0]["bytes"] < 1200
+    transmission = on_wire(run, "x") * 8 / 8e6
     assert seen["arrived"] == pytest.approx(transmission + 0.01, abs=1e-12)
     assert seen["acknowledged"] == pytest.approx(transmission + 0.02, abs=1e-12)
     assert seen["sender"] == "source"
@@ -67,7 +52,6 @@ def test_deadlock_is_named():
     with pytest.raises(Stillness):
         run.run()
     assert "a waits for a message; b waits for a message" in run.why_still()
-    run.close()
 
 
 def test_program_error_keeps_its_cause():
@@ -82,5 +66,5 @@ def test_program_error_keeps_its_cause():
     with pytest.raises(ProgramError) as caught:
         run.run()
     assert isinstance(caught.value.__cause__, KeyError)
-    assert run.events[-1].fields["error"] == "KeyError: 'lost'"
-    run.close()
+    failed = [event["error"] for event in events(run, "state", "b") if event["state"] == "failed"]
+    assert failed == ["KeyError: 'lost'"]

@@ -64,7 +64,6 @@ def talk(link, sizes, breaks):
 
     run = world({"lead": lead, "b": listen, "c": listen}, link=link, faults=breaks)
     run.run()
-    run.close()
     return run, taken
 
 

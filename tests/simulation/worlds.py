@@ -15,12 +15,26 @@ LINK = Link(rate=8e6, delay=0.01)
 """A megabyte a second."""
 
 
+class Closing(World):
+    """Stops all programs at the end of its run, remembering what each waited for."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._waited = super().why_still()
+            self.close()
+
+    def why_still(self) -> str:
+        return self._waited
+
+
 def world(programs: Mapping[str, Any], link: Link = LINK, faults=(), speed: float = 1e6, **options: Any) -> World:
     """Make a world and switch it on, with its faults scheduled."""
     names = list(programs)
     links = {(a, b): link for a in names for b in names if a != b}
     specs = [DeviceSpec(name, speed, 1e9) for name in names]
-    made = World(specs, links, lambda device: programs[device.name](device), names[0], seed=1, **options)
+    made = Closing(specs, links, lambda device: programs[device.name](device), names[0], seed=1, **options)
     made.start()
     FaultExecution(made, FaultScript([FaultPart.model_validate(fault) for fault in faults])).start()
     return made
