@@ -29,7 +29,7 @@ class Settings:
     inbox_limit: int = 64 << 20
     """Bytes of messages that wait for the program; senders are told to come back beyond."""
     event_limit: int = 32 << 20
-    """Bytes of events kept; the oldest are dropped beyond."""
+    """Bytes of events kept, compressed; the oldest are dropped beyond."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Settings:

