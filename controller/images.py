@@ -295,9 +295,12 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
             complaints = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["no word of why"]
             raise HostError(f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' by hand")
         name, _, version = tag.partition(":")
-        client.api.import_image_from_file(
-            str(archive), repository=name, tag=version, changes=[f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
-        )
+        try:
+            client.api.import_image_from_file(
+                str(archive), repository=name, tag=version, changes=[f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
+            )
+        except APIError as error:
+            raise HostError(f"the engine does not take the base image: {_reason(error)}") from error
 
 
 # Runtime image
