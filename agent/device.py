@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent.casting import Caster
 from agent.events import EventLog
-from agent.pacing import Measured, Processor
+from agent.pacing import DeviceTime, Measured, Processor
 from agent.receiving import Arrival, Inbox
 from agent.sending import Lane
 from agent.settings import Address, Settings
@@ -56,6 +56,7 @@ class RealDevice:
         self._token = settings.token
         self._message_limit = settings.message_limit
         self._origin = origin
+        self._time = DeviceTime(origin)
         self._log = log
         # The clock is the same for every start on this machine, so that a later start has a larger number.
         self._incarnation = time.monotonic_ns()
@@ -76,11 +77,14 @@ class RealDevice:
 
     def now(self) -> float:
         """Return seconds since the workload started."""
-        return time.monotonic() - self._origin
+        return self._time.now() - self._origin
 
     def record(self, event: str, **fields: Any) -> None:
         """Write an event; may be called from any thread."""
-        self._log.append(Event(self.now(), self.name, event, fields).to_json())
+        self._record_at(self._time.now(), event, **fields)
+
+    def _record_at(self, instant: float, event: str, **fields: Any) -> None:
+        self._log.append(Event(instant - self._origin, self.name, event, fields).to_json())
 
     def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Keep the callable for whoever asks for the weights."""
@@ -92,23 +96,27 @@ class RealDevice:
 
     async def sleep(self, seconds: float) -> None:
         """Wait on the wall clock."""
-        await asyncio.sleep(seconds)
+        end = self._time.now() + seconds
+        await asyncio.sleep(end - time.monotonic())
+        self._time.hear(end)
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Do the work in the processor's thread, and return its result when the device would have it."""
         future: asyncio.Future[T] = self._loop.create_future()
 
-        def begin() -> bool:
+        def begin(instant: float) -> bool:
             if future.done():
                 return False
-            self.record("begin", **span.fields())
+            self._record_at(instant, "begin", **span.fields())
             return True
 
         def end(result: T, failure: BaseException | None, measured: Measured) -> None:
+            ended = measured.start + measured.duration
             if failure is None:
                 self.totals.compute_seconds += measured.duration
                 self.totals.deficit_seconds += measured.deficit
-                self.record(
+                self._record_at(
+                    ended,
                     "compute",
                     **span.fields(),
                     start=measured.start - self._origin,
@@ -117,10 +125,19 @@ class RealDevice:
                     busy=measured.busy,
                     deficit=measured.deficit,
                 )
-            self._from_thread(_settle, future, result, failure)
+            self._from_thread(self._settle, future, result, failure, ended)
 
-        self.processor.put(work, cost.flops / self._speed, begin, end)
+        self.processor.put(work, cost.flops / self._speed, begin, end, self._time.heard)
         return await future
+
+    def _settle(self, future: asyncio.Future[T], result: T, failure: BaseException | None, instant: float) -> None:
+        if future.done():
+            return
+        self._time.hear(instant)
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
 
     async def send(self, peer: str, message: Message, patience: float | None = None) -> None:
         """Deliver reliably; return when the peer has acknowledged. Raises ValueError where there is no link,
@@ -128,9 +145,9 @@ class RealDevice:
         """
         if peer not in self._peers:
             raise ValueError(f"there is no link from {self.name} to {peer}")
-        called = time.monotonic()
+        called, began = self._time.now(), time.monotonic()
         body = encode(message, self.name, self._incarnation, next(self._sequence))
-        encoded = time.monotonic() - called
+        encoded = time.monotonic() - began
         if len(body) > self._message_limit:
             raise ValueError(
                 f"a message of {len(body)} bytes is too large; at most {self._message_limit} travel at once"
@@ -139,9 +156,10 @@ class RealDevice:
             known = self._peers[peer]
             self.lanes[peer] = Lane(peer, known.address, self._token, known.slowness)
         try:
-            delivery = await self.lanes[peer].deliver(body, patience)
+            delivery = await self.lanes[peer].deliver(body, patience, not_before=called)
         except TimeoutError:
             raise Unreachable(peer) from None
+        self._time.hear(delivery.ended)
         self.totals.sent(len(body))
         self.record(
             "send",
@@ -157,7 +175,9 @@ class RealDevice:
     async def cast(self, peers: Collection[str], message: Message) -> None:
         """Transmit once to all; return when the last datagram has left."""
         body = encode(message, self.name, self._incarnation, number := next(self._sequence))
+        called = self._time.now()
         async with self._casts:
+            await asyncio.sleep(called - time.monotonic())
             start = time.monotonic()
             size = await asyncio.to_thread(self._caster.send, peers, body, self._incarnation, number)
             duration = time.monotonic() - start
@@ -193,7 +213,11 @@ class RealDevice:
             duration=arrival.duration,
             decode=arrival.decode,
         )
-        self._from_thread(self._arrivals.put_nowait, arrival)
+        self._from_thread(self._take, arrival)
+
+    def _take(self, arrival: Arrival) -> None:
+        self._time.hear(arrival.start + arrival.duration)
+        self._arrivals.put_nowait(arrival)
 
     def _from_thread(self, call: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the program has ended meanwhile, and its loop with it
@@ -225,12 +249,3 @@ class Totals:
         """Count a message that arrived."""
         self.bytes_received += size
         self.messages_received += 1
-
-
-def _settle(future: asyncio.Future[T], result: T, failure: BaseException | None) -> None:
-    if future.done():
-        return
-    if failure is None:
-        future.set_result(result)
-    else:
-        future.set_exception(failure)

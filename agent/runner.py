@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.events import EventLog
 from agent.http import Refused
+from agent.pacing import precise_sleep
 from agent.receiving import DataApplication
 from agent.settings import Settings
 from testbed import tensors
@@ -130,7 +132,9 @@ class Runner:
     def _run(self, deployment: Deployment, origin: float) -> None:
         state, error = "failed", None
         try:
-            asyncio.run(self._main(deployment, origin))
+            precise_sleep()
+            with asyncio.Runner(loop_factory=_precise_loop) as runner:
+                runner.run(self._main(deployment, origin))
             state = "finished"
         except asyncio.CancelledError:
             state = "stopped"
@@ -179,9 +183,18 @@ class Runner:
         self.log.append(Event(instant - origin, self.settings.device, "state", fields).to_json())
 
 
+def _precise_loop() -> asyncio.AbstractEventLoop:
+    """Return a loop whose timers are as fine as the kernel's: epoll would round every wait up to a millisecond."""
+    return asyncio.SelectorEventLoop(selectors.SelectSelector())
+
+
 def _import_torch() -> None:
+    """Import torch and let it set itself up, so that no program's first batch pays for it."""
     import torch
 
     torch.set_num_threads(1)
+    image = torch.zeros(1, 1, 4, 4)
+    kernel = torch.zeros(1, 1, 3, 3, requires_grad=True)
+    torch.nn.functional.conv2d(image, kernel).flatten(1).log_softmax(1).sum().backward()  # type: ignore[no-untyped-call]
     # Threads that move messages must not wait 5 ms for one that computes in Python.
     sys.setswitchinterval(0.0005)

@@ -39,8 +39,10 @@ class Lane:
         self._turn = asyncio.Lock()
         self._connection = Connection(address, "/messages", token, slowness)
 
-    async def deliver(self, body: bytes, patience: float | None = None) -> Delivery:
+    async def deliver(self, body: bytes, patience: float | None = None, not_before: float = 0.0) -> Delivery:
         """Send until the peer has acknowledged; the message is withdrawn when this is cancelled or fails.
+
+        Nothing leaves before the monotonic instant ``not_before``.
 
         Raises:
             TimeoutError: when, with ``patience``, the peer took in nothing for so many seconds.
@@ -65,6 +67,8 @@ class Lane:
                 if patience is not None:
                     timer = loop.call_later(patience, check)
                 async with self._turn:
+                    if (early := not_before - time.monotonic()) > 0:
+                        await asyncio.sleep(early)
                     begun = time.monotonic()
                     await self._insist(body)
                     return Delivery(begun, time.monotonic())

@@ -21,6 +21,7 @@ from agents import TOKEN, LoopbackDevice, deployment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agent.pacing import LEAD_SECONDS
 from controller.agents import AgentError, AgentGone
 from testbed.data.dataset import Dataset
 from testbed.trace.events import Event
@@ -105,7 +106,8 @@ def test_compute_is_paced_and_says_when_the_host_is_too_slow(pair: list[Loopback
     assert quick["flops"] == pytest.approx(0.005e9)
     assert quick["duration"] >= 0.005
     assert quick["deficit"] == 0
-    assert late["duration"] >= late["busy"] >= 0.03
+    assert late["busy"] >= 0.03
+    assert late["duration"] >= late["busy"] - LEAD_SECONDS  # it may begin when the work before it is not yet due
     assert late["deficit"] == pytest.approx(late["busy"] - 0.01)
     assert late["batch"] == 3
     queued = [e.fields for e in named(events, "compute") if e.fields["span"] == "queued"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent import pacing
-from agent.pacing import CATCH_UP_SECONDS, Measured, Processor
+from agent.pacing import CATCH_UP_SECONDS, LEAD_SECONDS, DeviceTime, Measured, Processor
 
 
 class Clock:
@@ -37,10 +37,10 @@ def perform(processor: Processor, works: list[tuple[Any, float]]) -> list[Measur
     """Queue works behind a first one, so that all wait before any begins; return how they went."""
     measured: list[Measured] = []
     gate, over = threading.Event(), threading.Event()
-    processor.put(gate.wait, 0.0, lambda: True, lambda *_: None)
+    processor.put(gate.wait, 0.0, lambda _: True, lambda *_: None)
     for work, charge in works:
-        processor.put(work, charge, lambda: True, lambda _result, _failure, how: measured.append(how))
-    processor.put(lambda: None, 0.0, lambda: True, lambda *_: over.set())
+        processor.put(work, charge, lambda _: True, lambda _result, _failure, how: measured.append(how))
+    processor.put(lambda: None, 0.0, lambda _: True, lambda *_: over.set())
     gate.set()
     assert over.wait(5)
     processor.close()
@@ -61,10 +61,56 @@ def test_a_slow_host_is_a_deficit(clock: Clock) -> None:
 
 
 def test_waking_late_does_not_add_up(clock: Clock) -> None:
-    clock.lateness = 0.001
+    clock.lateness = LEAD_SECONDS + 0.001
     measured = perform(Processor(), [(lambda: None, 0.01)] * 100)
     assert measured[-1].start == pytest.approx(100.99)
     assert all(how.duration == pytest.approx(0.011) for how in measured)
+
+
+def test_waking_a_little_late_does_not_show(clock: Clock) -> None:
+    clock.lateness = LEAD_SECONDS / 2
+    (how,) = perform(Processor(), [(lambda: None, 0.01)])
+    assert how.duration == pytest.approx(0.01)
+
+
+def test_results_come_early_enough_to_prepare_what_follows(clock: Clock) -> None:
+    processor, over = Processor(), threading.Event()
+    handed_over: list[float] = []
+
+    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+        handed_over.extend([clock.now, how.start + how.duration])
+        over.set()
+
+    processor.put(lambda: None, 0.01, lambda _: True, end)
+    assert over.wait(5)
+    processor.close()
+    assert handed_over == [pytest.approx(100.01 - LEAD_SECONDS), pytest.approx(100.01)]
+
+
+def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
+    processor, over = Processor(), threading.Event()
+    began: list[float] = []
+    measured: list[Measured] = []
+
+    def begin(instant: float) -> bool:
+        began.append(instant)
+        return True
+
+    processor.put(lambda: None, 0.01, begin, lambda _result, _failure, how: measured.append(how), ready=99.998)
+    processor.put(lambda: None, 0.01, begin, lambda *_: over.set(), ready=90.0)
+    assert over.wait(5)
+    processor.close()
+    assert began == [pytest.approx(99.998), pytest.approx(100.008)]
+    assert measured[0].start == pytest.approx(99.998)
+
+
+def test_a_program_lives_at_the_latest_instant_it_heard_of(clock: Clock) -> None:
+    time = DeviceTime(99.0)
+    time.hear(98.0)
+    assert time.heard == 99.0
+    assert time.now() == 100.0
+    time.hear(100.5)
+    assert time.now() == 100.5
 
 
 def test_time_lost_in_a_pause_is_not_caught_up(clock: Clock) -> None:
@@ -72,7 +118,7 @@ def test_time_lost_in_a_pause_is_not_caught_up(clock: Clock) -> None:
     works: list[tuple[Any, float]] = [(lambda: None, 0.01)] * 3
     clock.lateness = 3.0
     measured = perform(Processor(), works)
-    assert measured[1].start == pytest.approx(103.01 - CATCH_UP_SECONDS)
+    assert measured[1].start == pytest.approx(103.01 - LEAD_SECONDS - CATCH_UP_SECONDS)
     assert measured[1].duration > 0.01
 
 
@@ -85,7 +131,7 @@ def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
         failures.append(failure)
         over.set()
 
-    processor.put(lambda: 1 // 0, 10.0, lambda: True, end)
+    processor.put(lambda: 1 // 0, 10.0, lambda _: True, end)
     assert over.wait(5)
     assert isinstance(failures[0], ZeroDivisionError)
     assert clock.now == 100.0
@@ -99,6 +145,6 @@ def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
 def test_work_that_nobody_awaits_is_skipped(clock: Clock) -> None:
     done: list[int] = []
     processor = Processor()
-    processor.put(lambda: done.append(1), 1.0, lambda: False, lambda *_: done.append(2))
+    processor.put(lambda: done.append(1), 1.0, lambda _: False, lambda *_: done.append(2))
     assert processor.between_works(lambda: list(done)) == []
     processor.close()
