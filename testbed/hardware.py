@@ -17,6 +17,10 @@ class DeviceSpec:
     cpus: float | None = None
     """CFS quota for workloads that are not ours; None leaves pacing alone to set the speed."""
     profile: str = ""
+    uplink: float | None = None
+    """bit/s on the wire that the device sends to all others together; None is no limit beside the links' own."""
+    downlink: float | None = None
+    """bit/s on the wire that it receives from all others together."""
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,72 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 Pair = tuple[str, str]
 """(source device, destination device): a link is directed."""
+
+
+Distribution = Literal["normal", "uniform", "pareto"]
+
+
+@dataclass(frozen=True)
+class GilbertElliott:
+    """Loss in bursts: a chain that is in a good or a bad state, and moves before each packet.
+
+    In netem's terms (``loss gemodel p r 1-h 1-k``). The share of time in the bad state is p / (p + r).
+    """
+
+    p: float
+    """Probability of going from good to bad."""
+    r: float
+    """Probability of going from bad to good."""
+    bad_loss: float = 1.0
+    """1 - h: fraction of packets lost in the bad state."""
+    good_loss: float = 0.0
+    """1 - k: fraction of packets lost in the good state."""
+
+    @property
+    def loss(self) -> float:
+        """Fraction of packets lost in the long run."""
+        bad = self.p / (self.p + self.r)
+        return bad * self.bad_loss + (1 - bad) * self.good_loss
 
 
 @dataclass(frozen=True)
 class Link:
     """What packets meet on their way from one device to another.
 
-    The rate is charged at the sender; delay and loss act at the receiver, by source. A link that is not
-    ``up`` drops everything silently, as a partition does.
+    The rate is charged at the sender; all the rest acts at the receiver, by source. A link that is not ``up`` drops
+    everything silently, as a partition does.
     """
 
     rate: float | None = None
     """bit/s on the wire (Ethernet frames); None is as fast as the host."""
     delay: float = 0.0
-    """One-way delay in seconds."""
+    """One-way delay in seconds; the mean where there is jitter."""
+    jitter: float = 0.0
+    """Standard deviation of the delay in seconds, whatever its distribution."""
+    distribution: Distribution = "normal"
+    """Of the jitter."""
+    jitter_correlation: float = 0.0
+    """Of successive packets' delays, from 0 to 1."""
     loss: float = 0.0
-    """Fraction of packets lost, each independently."""
+    """Fraction of packets lost, each independently unless correlated."""
+    loss_correlation: float = 0.0
+    """Of successive packets' fates, from 0 to 1, as netem defines it."""
+    bursts: GilbertElliott | None = None
+    """Loss in bursts, instead of ``loss``."""
+    message_loss: float = 0.0
+    """Fraction of casts lost whole, each receiver for itself: what radio studies mean by loss."""
+    duplicate: float = 0.0
+    """Fraction of packets that arrive twice."""
+    reorder: float = 0.0
+    """Fraction of packets that skip the delay, and so overtake the others."""
+    corrupt: float = 0.0
+    """Fraction of packets in which one bit is wrong."""
+    limit: int | None = None
+    """Packets that the queue before the rate holds; None follows from the bandwidth-delay product."""
     up: bool = True
 
     def transmission_time(self, wire_bytes: float) -> float:

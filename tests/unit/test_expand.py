@@ -78,9 +78,9 @@ def test_links_take_the_default_then_each_override_in_order():
     )
     links = experiment.links
     assert len(links) == 12
-    assert links["source", "worker1"] == Link(50e6, 0.005, 0.01)
-    assert links["worker2", "worker1"] == Link(50e6, 0.007, 0.01)
-    assert links["worker1", "worker2"] == Link(1e6, 0.007, 0.01)
+    assert links["source", "worker1"] == Link(50e6, 0.005, loss=0.01)
+    assert links["worker2", "worker1"] == Link(50e6, 0.007, loss=0.01)
+    assert links["worker1", "worker2"] == Link(1e6, 0.007, loss=0.01)
 
 
 def test_presets_are_up_towards_the_first_device_and_down_from_it():
