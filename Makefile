@@ -23,6 +23,8 @@ scenario: $(READY) ## run one: NAME=quickstart or a path; RUNTIME=simulate witho
 
 test: lint ## lint, then every test, with real containers
 	@$(TESTBED) images
+	@test "$$(id -u)" -ne 0 || { command -v ip && command -v iptables; } >/dev/null || \
+		images/install "tests of links make their own networks" iproute2 iptables
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
 smoke: $(READY) ## the scenarios of scenarios/smoke, each with its expectations

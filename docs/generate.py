@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,16 @@ def _default(value: Mapping[str, Any]) -> str:
     return "" if default in (None, [], {}, "") or isinstance(default, dict) else f"`{default}`"
 
 
+def main(check: bool) -> int:
+    """Write the files that are out of date, or with ``check`` only name them; return the exit status."""
+    stale = {path: text for path, text in generated() if not path.exists() or path.read_text() != text}
+    for path, text in stale.items():
+        if check:
+            print(path.relative_to(DOCS))
+        else:
+            path.write_text(text)
+    return int(check and bool(stale))
+
+
 if __name__ == "__main__":
-    for path, text in generated():
-        path.write_text(text)
+    sys.exit(main("--check" in sys.argv[1:]))
