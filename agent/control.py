@@ -97,6 +97,7 @@ def application(runner: Runner) -> Flask:
         ("PUT", "/shard", views.put_shard),
         ("POST", "/start", views.start),
         ("POST", "/stop", views.stop),
+        ("PUT", "/speed", views.set_speed),
         ("GET", "/events", views.events),
         ("GET", "/weights", views.weights),
         ("GET", "/metrics", views.metrics),
@@ -132,11 +133,15 @@ class _Views:
         return self.done()
 
     def start(self) -> Response:
-        self._runner.start(_origin(_body(_SMALL)))
+        self._runner.start(_number(_body(_SMALL), "origin", -1e12, 1e12))
         return self.done()
 
     def stop(self) -> Response:
         self._runner.stop()
+        return self.done()
+
+    def set_speed(self) -> Response:
+        self._runner.pace.set(_number(_body(_SMALL), "factor", 1e-6, 1e6))
         return self.done()
 
     def events(self) -> Response:
@@ -191,13 +196,13 @@ def _broken(error: Exception) -> Response:
     return _answer(500, {"error": f"{request.method} {request.path}: {error!r}"})
 
 
-def _origin(body: bytearray) -> float:
-    """Read the body of ``POST /start``."""
+def _number(body: bytearray, key: str, least: float, most: float) -> float:
+    """Read a body that holds one number."""
     try:
         document = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise Refused(400, 'a start is JSON such as {"origin": 12.5}') from error
-    origin = document.get("origin") if isinstance(document, dict) else None
-    if isinstance(origin, bool) or not isinstance(origin, int | float) or not abs(origin) < 1e12:
-        raise Refused(400, "origin is a number of seconds on the monotonic clock")
-    return float(origin)
+        raise Refused(400, f'the body is JSON such as {{"{key}": 12.5}}') from error
+    value = document.get(key) if isinstance(document, dict) and len(document) == 1 else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise Refused(400, f"the body holds '{key}' alone, a number from {least:g} to {most:g}")
+    return float(value)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent.casting import Caster
 from agent.events import EventLog
-from agent.pacing import DeviceTime, Measured, Processor
+from agent.pacing import Charge, DeviceTime, Measured, Pace, Processor, fixed, slowed
 from agent.receiving import Arrival, Inbox
 from agent.sending import Lane
 from agent.settings import Address, Settings
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from agent.deployment import Peer
+    from testbed.hardware import DeviceSpec
 
 T = TypeVar("T")
 
@@ -38,25 +39,26 @@ class RealDevice:
     def __init__(
         self,
         settings: Settings,
-        speed: float,
+        spec: DeviceSpec,
         peers: Mapping[str, Peer],
         broadcast: Address | None,
         origin: float,
         log: EventLog,
+        pace: Pace | None = None,
     ) -> None:
         self.name = settings.device
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self.processor = Processor()
+        self.processor = Processor(pace)
         self.lanes: dict[str, Lane] = {}
         self.totals = Totals()
         self.inbox = Inbox(peers, settings.inbox_limit, self._arrived)
         self._loop = asyncio.get_running_loop()
-        self._speed = speed
+        self._spec = spec
         self._peers = peers
         self._token = settings.token
         self._message_limit = settings.message_limit
         self._origin = origin
-        self._time = DeviceTime(origin)
+        self._time = DeviceTime(max(origin, time.monotonic()))
         self._log = log
         # The clock is the same for every start on this machine, so that a later start has a larger number.
         self._incarnation = time.monotonic_ns()
@@ -115,6 +117,7 @@ class RealDevice:
             if failure is None:
                 self.totals.compute_seconds += measured.duration
                 self.totals.deficit_seconds += measured.deficit
+                self.totals.late_seconds += measured.late
                 self._record_at(
                     ended,
                     "compute",
@@ -124,11 +127,21 @@ class RealDevice:
                     flops=cost.flops,
                     busy=measured.busy,
                     deficit=measured.deficit,
+                    late=measured.late,
                 )
             self._from_thread(self._settle, future, result, failure, ended)
 
-        self.processor.put(work, cost.flops / self._speed, begin, end, self._time.heard)
+        self.processor.put(work, self._charge(cost), begin, end, self._time.heard)
         return await future
+
+    def _charge(self, cost: Cost) -> Charge:
+        if self._spec.slowdown is not None:
+            return slowed(self._spec.slowdown)
+        return fixed(cost.flops / self._spec.speed)
+
+    def hear(self, instant: float) -> None:
+        """Note that a timer of the program's loop goes off, which was set to this monotonic instant."""
+        self._time.hear(instant)
 
     def _settle(self, future: asyncio.Future[T], result: T, failure: BaseException | None, instant: float) -> None:
         if future.done():
@@ -235,6 +248,7 @@ class Totals:
     def __init__(self) -> None:
         self.compute_seconds = 0.0
         self.deficit_seconds = 0.0
+        self.late_seconds = 0.0
         self.bytes_sent = 0
         self.bytes_received = 0
         self.messages_sent = 0

@@ -47,6 +47,7 @@ def exposition(runner: Runner) -> str:
         {f'{{state="{state}"}}': state == runner.state for state in STATES},
     )
     family("resident_bytes", "gauge", "Memory the agent holds.", {"": resident_bytes()})
+    family("speed_factor", "gauge", "Share of its own speed that the processor goes at.", {"": runner.pace.factor})
     family("events_total", "counter", "Events recorded.", {"": runner.log.count})
     device = runner.device
     if device is not None:
@@ -62,6 +63,12 @@ def exposition(runner: Runner) -> str:
             "counter",
             "Time by which the host was slower than the device.",
             {"": totals.deficit_seconds},
+        )
+        family(
+            "late_seconds_total",
+            "counter",
+            "Time by which the host made the program's work late.",
+            {"": totals.late_seconds},
         )
         family("sent_bytes_total", "counter", "Bytes of acknowledged messages and of casts.", {"": totals.bytes_sent})
         family("received_bytes_total", "counter", "Bytes of messages that arrived.", {"": totals.bytes_received})

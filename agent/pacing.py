@@ -4,17 +4,19 @@ The host's own share, Python between a message and the work that it sets off or 
 differs from host to host and is no part of any device. It is kept out twice. Work is charged from the instant of what
 the program last heard of (`DeviceTime`), not from when this process got round to it. And a result is handed over
 ``LEAD_SECONDS`` before it is due: the program prepares its next message meanwhile, and the message leaves when the
-result was due. What the host cannot make up for in this way is late, and shows.
+result was due. What the host cannot make up for in this way is late, and shows (`Measured.late`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 CATCH_UP_SECONDS = 0.005
@@ -24,6 +26,9 @@ LEAD_SECONDS = 0.001
 _PR_SET_TIMERSLACK = 29
 
 T = TypeVar("T")
+
+Charge = Callable[[float], float]
+"""Processor seconds that work took the host -> seconds that it takes the device at its own speed."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,65 @@ class Measured:
     """What the host needed."""
     deficit: float
     """By how much the host needed more than was charged."""
+    late: float
+    """By how much the host made the device later than its speed would: it began the work too late to make up for it,
+    needed more than was charged, or woke up too late to hand the result over.
+    """
+
+
+class Pace:
+    """How fast a processor goes as a share of its own speed, and since when. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: list[tuple[float, float]] = [(-math.inf, 1.0)]
+        self.changed = threading.Event()
+        """Set at each change, for whoever waits for work to be over."""
+
+    @property
+    def factor(self) -> float:
+        """The share in force."""
+        return self._steps[-1][1]
+
+    def set(self, factor: float) -> None:
+        """Go at this share of the own speed from now on; raises ValueError unless it is a positive number."""
+        if not 0 < factor < math.inf:
+            raise ValueError(f"a processor goes at a positive share of its speed, not {factor}")
+        with self._lock:
+            self._steps.append((time.monotonic(), factor))
+        self.changed.set()
+
+    def due(self, origin: float, charge: float) -> float:
+        """Return when work is over that takes ``charge`` seconds at full speed and begins at ``origin``.
+
+        As far as is known now: a change that is still to come moves it.
+        """
+        with self._lock:
+            # What lies before the work under way is of no use any more: work is asked about in the order of time.
+            while len(self._steps) > 1 and self._steps[1][0] <= origin:
+                del self._steps[0]
+            steps = list(self._steps)
+        instant, left = origin, charge
+        for (_, factor), (until, _) in pairwise([*steps, (math.inf, 0.0)]):
+            took = left / factor
+            if instant + took <= until:
+                return instant + took
+            left -= (until - instant) * factor
+            instant = until
+        raise AssertionError("the last step lasts for ever")
+
+
+def fixed(seconds: float) -> Charge:
+    """Charge work this time, whatever it takes the host."""
+    return lambda _: seconds
+
+
+def slowed(slowdown: float) -> Charge:
+    """Charge work so many times the processor time that it takes the host.
+
+    Processor time and not time: what else the host does meanwhile is no property of the device.
+    """
+    return lambda took: took * slowdown
 
 
 class DeviceTime:
@@ -60,7 +124,7 @@ class DeviceTime:
 @dataclass(frozen=True)
 class _Work:
     work: Callable[[], Any]
-    charge: float
+    charge: Charge
     begin: Callable[[float], bool]
     end: Callable[[Any, BaseException | None, Measured], None]
     ready: float
@@ -70,7 +134,8 @@ class _Work:
 class Processor:
     """Runs work in the order it is put, one piece at a time, in a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None = None) -> None:
+        self._pace = pace or Pace()
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._free = 0.0
@@ -80,12 +145,12 @@ class Processor:
     def put(
         self,
         work: Callable[[], Any],
-        charge: float,
+        charge: Charge,
         begin: Callable[[float], bool],
         end: Callable[[Any, BaseException | None, Measured], None],
         ready: float | None = None,
     ) -> None:
-        """Queue work that is to take ``charge`` seconds from the monotonic instant ``ready`` on (now, where None).
+        """Queue work that is to take what it is charged from the monotonic instant ``ready`` on (now, where None).
 
         ``begin`` is called with the instant at which it begins for the device and may return False to skip it; ``end``
         gets its result or exception ``LEAD_SECONDS`` before the time has passed. Both are called in the processor's
@@ -99,7 +164,7 @@ class Processor:
             self._thread.join()
             return call()
         outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-        self.put(call, 0.0, lambda _: True, lambda result, failure, _: outcome.put((result, failure)))
+        self.put(call, fixed(0.0), lambda _: True, lambda result, failure, _: outcome.put((result, failure)))
         while True:
             try:
                 result, failure = outcome.get(timeout=0.1)
@@ -120,6 +185,7 @@ class Processor:
         """End the thread after the work under way, without waiting its time out."""
         self._stop.set()
         self._queue.put(None)
+        self._pace.changed.set()
 
     def _run(self) -> None:
         precise_sleep()
@@ -128,25 +194,40 @@ class Processor:
             # For the device, work that waited began when the work before it was over. That this thread wakes up a
             # little late must not add up over thousands of pieces; but time lost for good, as in a pause, is not
             # caught up.
-            origin = max(item.ready, self._free, start - CATCH_UP_SECONDS)
+            wanted = max(item.ready, self._free)
+            origin = max(wanted, start - CATCH_UP_SECONDS)
             if item.begin(origin):
-                self._perform(item, start, origin)
+                self._perform(item, start, origin, origin - wanted)
 
-    def _perform(self, item: _Work, start: float, origin: float) -> None:
+    def _perform(self, item: _Work, start: float, origin: float, late: float) -> None:
         result, failure = None, None
+        processor_time = time.thread_time()
         try:
             result = item.work()
         except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the work
             failure = error
         busy = time.monotonic() - start
         if failure is not None:
-            item.end(None, failure, Measured(start, busy, busy, 0.0))
+            item.end(None, failure, Measured(start, busy, busy, 0.0, late))
             return
-        self._free = max(origin + item.charge, start + busy)
-        _sleep_until(self._free - LEAD_SECONDS, self._stop)
+        charge = item.charge(time.thread_time() - processor_time)
+        due = self._wait(origin, charge, start + busy)
+        self._free = max(due, start + busy)
         if not self._stop.is_set():
             duration = max(self._free, time.monotonic()) - origin
-            item.end(result, None, Measured(origin, duration, busy, max(0.0, busy - item.charge)))
+            late += max(0.0, origin + duration - due)
+            item.end(result, None, Measured(origin, duration, busy, max(0.0, busy - (due - origin)), late))
+
+    def _wait(self, origin: float, charge: float, busy_until: float) -> float:
+        """Wait until ``LEAD_SECONDS`` before the work is over for the device; return when it is over."""
+        changed = self._pace.changed
+        while True:
+            changed.clear()
+            due = self._pace.due(origin, charge)
+            left = max(due, busy_until) - LEAD_SECONDS - time.monotonic()
+            if left <= 0 or self._stop.is_set():
+                return due
+            _wait(changed, left)
 
 
 def precise_sleep() -> None:
@@ -154,7 +235,6 @@ def precise_sleep() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
 
 
-def _sleep_until(instant: float, stop: threading.Event) -> None:
-    """Sleep to a monotonic instant; looks up now and then whether to stop."""
-    while (left := instant - time.monotonic()) > 0 and not stop.is_set():
-        time.sleep(min(left, 0.25))
+def _wait(event: threading.Event, seconds: float) -> None:
+    """Wait for an event, or so long."""
+    event.wait(seconds)

@@ -9,11 +9,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from agent.events import EventLog
 from agent.http import Refused
-from agent.pacing import precise_sleep
+from agent.pacing import Pace, precise_sleep
 from agent.receiving import DataApplication
 from agent.settings import Settings
 from testbed import tensors
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from testbed.data.dataset import Dataset
 
 
+_Arguments = TypeVarTuple("_Arguments")
+
 STOP_SECONDS = 3.0
 """How long a program may take to end once it is cancelled."""
 
@@ -39,6 +42,8 @@ class Runner:
         """``make_room`` is told how many peers there are, before any of them sends."""
         self.settings = settings
         self.log = EventLog(settings.event_limit)
+        self.pace = Pace()
+        """Of the device's processor, from its boot on, whatever program runs."""
         self.state = "idle"
         self.error: str | None = None
         self.device: RealDevice | None = None
@@ -133,7 +138,7 @@ class Runner:
         state, error = "failed", None
         try:
             precise_sleep()
-            with asyncio.Runner(loop_factory=_precise_loop) as runner:
+            with asyncio.Runner(loop_factory=_Loop) as runner:
                 runner.run(self._main(deployment, origin))
             state = "finished"
         except asyncio.CancelledError:
@@ -155,12 +160,15 @@ class Runner:
         from testbed.methods.base import Job
 
         settings, problem = self.settings, deployment.problem
-        speed = problem.device(settings.device).speed
-        device = RealDevice(settings, speed, deployment.peers, deployment.broadcast, origin, self.log)
+        spec = problem.device(settings.device)
+        device = RealDevice(settings, spec, deployment.peers, deployment.broadcast, origin, self.log, self.pace)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, _Loop)
+        loop.went_off = device.hear
         job = Job(problem, deployment.plan, self._dataset, self._weights)
         with self._lock:
             self.device = device
-            self._loop = asyncio.get_running_loop()
+            self._loop = loop
             self._task = asyncio.current_task()
             if self._stopping:
                 device.close()
@@ -183,9 +191,24 @@ class Runner:
         self.log.append(Event(instant - origin, self.settings.device, "state", fields).to_json())
 
 
-def _precise_loop() -> asyncio.AbstractEventLoop:
-    """Return a loop whose timers are as fine as the kernel's: epoll would round every wait up to a millisecond."""
-    return asyncio.SelectorEventLoop(selectors.SelectSelector())
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that tells the device when a timer of its program goes off: what the program does next, it does then."""
+
+    def __init__(self) -> None:
+        # Timers as fine as the kernel's: epoll would round every wait up to a millisecond.
+        super().__init__(selectors.SelectSelector())
+        self.went_off: Callable[[float], None] = lambda _: None
+
+    def call_at(
+        self, when: float, callback: Callable[[*_Arguments], object], *args: *_Arguments, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Like the loop's own, whose clock is the monotonic one."""
+
+        def go_off(*args: *_Arguments) -> None:
+            self.went_off(when)
+            callback(*args)
+
+        return super().call_at(when, go_off, *args, context=context)
 
 
 def _import_torch() -> None:

@@ -71,6 +71,10 @@ class Agent:
         """Cancel the program; returns once it is over."""
         self._request("POST", "/stop", seconds=CONNECT_SECONDS, data=b"")
 
+    def set_speed(self, factor: float) -> None:
+        """Let the device compute at this share of its own speed from now on, also what it is computing right now."""
+        self._request("PUT", "/speed", json={"factor": factor})
+
     def events(self, after: int = 0) -> Iterator[Event]:
         """Yield the events from number ``after`` on as they are recorded, until the program is over.
 

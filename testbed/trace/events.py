@@ -7,7 +7,7 @@ run), ``device`` (or "testbed" for what the testbed itself did), ``event`` and f
 event    fields                                                                    written by
 ======== ========================================================================= ===========================
 begin    span, batch?, micro?                                                      device, as a compute starts
-compute  span, batch?, micro?, start, duration, flops, busy, deficit               device, as it ends
+compute  span, batch?, micro?, start, duration, flops, busy, deficit, late?        device, as it ends
 send     peer, message, bytes, start, duration, queued, encode                     device, when acknowledged
 receive  peer, message, bytes, start, duration, decode                             device, when fully there
 cast     peers, message, bytes, start, duration                                    device, when it has left
@@ -22,7 +22,8 @@ log      text                                                                   
 ======== ========================================================================= ===========================
 
 ``start`` is a ``time``; all durations are seconds. For compute, ``busy`` is what the host really needed and
-``deficit`` by how much that exceeded the charged time (0 when the pacing could hide it). For send, ``queued`` is the
+``deficit`` by how much that exceeded the charged time (0 when the pacing could hide it), ``late`` by how much the host
+made the work late in all, the deficit and what it began or woke up too late included. For send, ``queued`` is the
 wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive, from
 the first to the last byte.
 """

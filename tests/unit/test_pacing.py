@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent import pacing
-from agent.pacing import CATCH_UP_SECONDS, LEAD_SECONDS, DeviceTime, Measured, Processor
+from agent.pacing import CATCH_UP_SECONDS, LEAD_SECONDS, DeviceTime, Measured, Pace, Processor, fixed, slowed
 
 
 class Clock:
@@ -25,11 +26,15 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds + self.lateness
 
+    def wait(self, _event: threading.Event, seconds: float) -> None:
+        self.sleep(seconds)
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=clock.monotonic, thread_time=clock.monotonic))
+    monkeypatch.setattr(pacing, "_wait", clock.wait)
     return clock
 
 
@@ -37,10 +42,10 @@ def perform(processor: Processor, works: list[tuple[Any, float]]) -> list[Measur
     """Queue works behind a first one, so that all wait before any begins; return how they went."""
     measured: list[Measured] = []
     gate, over = threading.Event(), threading.Event()
-    processor.put(gate.wait, 0.0, lambda _: True, lambda *_: None)
+    processor.put(gate.wait, fixed(0.0), lambda _: True, lambda *_: None)
     for work, charge in works:
-        processor.put(work, charge, lambda _: True, lambda _result, _failure, how: measured.append(how))
-    processor.put(lambda: None, 0.0, lambda _: True, lambda *_: over.set())
+        processor.put(work, fixed(charge), lambda _: True, lambda _result, _failure, how: measured.append(how))
+    processor.put(lambda: None, fixed(0.0), lambda _: True, lambda *_: over.set())
     gate.set()
     assert over.wait(5)
     processor.close()
@@ -49,7 +54,7 @@ def perform(processor: Processor, works: list[tuple[Any, float]]) -> list[Measur
 
 def test_work_takes_what_is_charged(clock: Clock) -> None:
     (how,) = perform(Processor(), [(lambda: clock.sleep(0.1), 0.5)])
-    assert how == Measured(100.0, pytest.approx(0.5), pytest.approx(0.1), 0.0)
+    assert how == Measured(100.0, pytest.approx(0.5), pytest.approx(0.1), 0.0, 0.0)
 
 
 def test_a_slow_host_is_a_deficit(clock: Clock) -> None:
@@ -81,7 +86,7 @@ def test_results_come_early_enough_to_prepare_what_follows(clock: Clock) -> None
         handed_over.extend([clock.now, how.start + how.duration])
         over.set()
 
-    processor.put(lambda: None, 0.01, lambda _: True, end)
+    processor.put(lambda: None, fixed(0.01), lambda _: True, end)
     assert over.wait(5)
     processor.close()
     assert handed_over == [pytest.approx(100.01 - LEAD_SECONDS), pytest.approx(100.01)]
@@ -96,8 +101,8 @@ def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
         began.append(instant)
         return True
 
-    processor.put(lambda: None, 0.01, begin, lambda _result, _failure, how: measured.append(how), ready=99.998)
-    processor.put(lambda: None, 0.01, begin, lambda *_: over.set(), ready=90.0)
+    processor.put(lambda: None, fixed(0.01), begin, lambda _result, _failure, how: measured.append(how), ready=99.998)
+    processor.put(lambda: None, fixed(0.01), begin, lambda *_: over.set(), ready=90.0)
     assert over.wait(5)
     processor.close()
     assert began == [pytest.approx(99.998), pytest.approx(100.008)]
@@ -131,7 +136,7 @@ def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
         failures.append(failure)
         over.set()
 
-    processor.put(lambda: 1 // 0, 10.0, lambda _: True, end)
+    processor.put(lambda: 1 // 0, fixed(10.0), lambda _: True, end)
     assert over.wait(5)
     assert isinstance(failures[0], ZeroDivisionError)
     assert clock.now == 100.0
@@ -145,6 +150,71 @@ def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
 def test_work_that_nobody_awaits_is_skipped(clock: Clock) -> None:
     done: list[int] = []
     processor = Processor()
-    processor.put(lambda: done.append(1), 1.0, lambda _: False, lambda *_: done.append(2))
+    processor.put(lambda: done.append(1), fixed(1.0), lambda _: False, lambda *_: done.append(2))
     assert processor.between_works(lambda: list(done)) == []
     processor.close()
+
+
+def test_a_throttled_processor_takes_longer_from_that_moment_on(clock: Clock) -> None:
+    pace = Pace()
+    pace.set(0.5)
+    clock.now += 1.0
+    assert pace.due(101.0, 0.2) == pytest.approx(101.4)
+    clock.now += 0.1
+    pace.set(0.25)  # 0.05 of 0.2 is done by now
+    assert pace.due(101.0, 0.2) == pytest.approx(101.1 + 0.15 / 0.25)
+    clock.now += 0.2
+    pace.set(1.0)
+    assert pace.due(101.0, 0.2) == pytest.approx(101.3 + 0.1)
+    assert pace.due(101.3, 0.2) == pytest.approx(101.5)
+    assert pace.factor == 1.0
+    for factor in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="positive share"):
+            pace.set(factor)
+
+
+def test_work_under_way_feels_a_change_of_speed() -> None:
+    pace = Pace()
+    processor, over = Processor(pace), threading.Event()
+    measured: list[Measured] = []
+
+    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+        measured.append(how)
+        over.set()
+
+    processor.put(lambda: None, fixed(10.0), lambda _: True, end)
+    pace.set(1000.0)
+    assert over.wait(2)
+    processor.close()
+    assert measured[0].duration < 1.0
+    assert measured[0].deficit == 0.0
+
+
+def test_slowdown_multiplies_what_the_host_needs(clock: Clock) -> None:
+    processor, over = Processor(), threading.Event()
+    measured: list[Measured] = []
+
+    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+        measured.append(how)
+        over.set()
+
+    processor.put(lambda: clock.sleep(0.1), slowed(5.0), lambda _: True, end)
+    assert over.wait(5)
+    processor.close()
+    assert measured[0].duration == pytest.approx(0.5)
+    assert measured[0].late == 0.0
+
+
+def test_beginning_too_late_shows(clock: Clock) -> None:
+    processor, over = Processor(), threading.Event()
+    measured: list[Measured] = []
+
+    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+        measured.append(how)
+        over.set()
+
+    processor.put(lambda: None, fixed(0.01), lambda _: True, end, ready=99.9)
+    assert over.wait(5)
+    processor.close()
+    assert measured[0].deficit == 0.0
+    assert measured[0].late == pytest.approx(0.1 - CATCH_UP_SECONDS)
