@@ -15,8 +15,12 @@ TCP_HEADERS = 20 + 32
 """IPv4, and TCP with its timestamp option."""
 SEGMENT = MTU - TCP_HEADERS
 """Bytes of a stream in one full TCP segment: 1448."""
-FRAGMENT = 1480
-"""Bytes of a datagram in one full IPv4 fragment (a multiple of 8)."""
+CAST_HEADER = 32
+"""Of the agent, in each datagram of a cast: which cast and which part of it this is."""
+CAST_HEADERS = 20 + 8 + CAST_HEADER
+"""IPv4, UDP and the agent's own."""
+CAST_CHUNK = MTU - CAST_HEADERS
+"""Bytes of a cast in one datagram: 1440."""
 HTTP_HEADERS = 250
 """Request line and headers around one message, sent with it."""
 
@@ -32,11 +36,11 @@ def wire_bytes(content: float) -> float:
     return stream + math.ceil(stream / SEGMENT) * (TCP_HEADERS + ETHERNET_HEADER)
 
 
-def fragments(content: float) -> int:
-    """Return how many IP fragments one datagram of so many bytes takes."""
-    return math.ceil((content + 8) / FRAGMENT)
+def chunks(content: float) -> int:
+    """Return in how many datagrams so many bytes are cast."""
+    return max(1, math.ceil(content / CAST_CHUNK))
 
 
 def cast_wire_bytes(content: float) -> float:
-    """Return the bytes on the wire of one datagram, fragmented as needed."""
-    return content + 8 + fragments(content) * (20 + ETHERNET_HEADER)
+    """Return the bytes on the wire of one cast with so many bytes of content, in as many datagrams as it takes."""
+    return content + chunks(content) * (CAST_HEADERS + ETHERNET_HEADER)

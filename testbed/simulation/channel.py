@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from asyncio import Future
 from collections import deque
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from testbed.network.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS, cast_wire_bytes, fragments, wire_bytes
+from testbed.network.broadcast import heard
+from testbed.network.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS, chunks, wire_bytes
 from testbed.network.link import Link
 from testbed.seeds import derive
 from testbed.wire import Message
@@ -70,6 +72,17 @@ class Parcel:
         """When it arrives; negative while that is not known."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """One transmission to several devices."""
+
+    message: Message
+    bytes: int
+    number: int
+    """Of the sender's casts since it booted."""
+    start: float
+
+
 class Channel:
     """Everything under way from one host to another.
 
@@ -84,7 +97,6 @@ class Channel:
         "_at_door",
         "_back_delay",
         "_blocked_since",
-        "_cast_until",
         "_delay",
         "_dice",
         "_free_at",
@@ -138,7 +150,6 @@ class Channel:
         """When the last transmission scheduled so far ends."""
         self._turn_at = 0.0
         """When the next message may leave, as far as those before it are concerned."""
-        self._cast_until = 0.0
         self._last_due = 0.0
 
     def _random(self) -> float:
@@ -355,7 +366,7 @@ class Channel:
         return attempt
 
     def _relaunch(self, start: float) -> None:
-        self._free_at = max(start, self._cast_until)
+        self._free_at = start
         for parcel in self._waiting:
             if parcel.due < 0:
                 self._launch(parcel)
@@ -373,22 +384,23 @@ class Channel:
         self._interrupt()
         self._waiting = deque(parcel for parcel in self._waiting if parcel.due >= 0)
         self._blocked_since = None
-        self._free_at = self._cast_until = self._loop.now
+        self._free_at = self._loop.now
 
-    def cast(self, message: Message, size: int) -> float:
-        """Transmit a datagram once; return when its last byte has left."""
+    def carry(self, cast: Cast) -> None:
+        """Take a cast that has just left the sender to the target, if it gets there whole."""
         link, loop = self.link, self._loop
-        start = max(self._free_at, loop.now)
-        end = start + link.transmission_time(cast_wire_bytes(size))
-        self._free_at = self._cast_until = end
-        if self._random() < (1 - link.loss) ** fragments(size) and link.up:
-            loop.at(end + link.delay, self._hear, (message, size, start + link.delay))
-        return end
+        if link.up and (not link.loss or self._random() < (1 - link.loss) ** chunks(cast.bytes)):
+            loop.at(loop.now + link.delay, self._hear, (cast, link.delay))
 
-    def _hear(self, cast: tuple[Message, int, float]) -> None:
+    def _hear(self, arriving: tuple[Cast, float]) -> None:
         if self.target.paused:
-            self.target.held.append((self._hear, cast))
+            self.target.held.append((self._hear, arriving))
             return
-        message, size, start = cast
-        if self.target.device is not None and self.link.up:
-            self.target.device.deliver(message, size, start, self._loop.now - start)
+        cast, delay = arriving
+        device, message = self.target.device, cast.message
+        if device is None:
+            return
+        if heard(self._seed, self.source.name, self.target.name, cast.number, self.link.message_loss):
+            copied = {name: tensor.clone() for name, tensor in message.tensors.items()}
+            start = cast.start + delay
+            device.deliver(replace(message, tensors=copied), cast.bytes, start, self._loop.now - start)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from testbed.device import Cost, Span, Unreachable
-from testbed.simulation.channel import Channel, Parcel
+from testbed.network.broadcast import audience
+from testbed.network.framing import cast_wire_bytes
+from testbed.simulation.channel import Cast, Channel, Parcel
 from testbed.simulation.host import Host
 from testbed.trace.events import Event
 from testbed.wire import Message
@@ -86,6 +88,7 @@ class SimulatedDevice:
     """One device from one boot to the next; see `testbed.device.Device` for what it promises."""
 
     __slots__ = (
+        "_casts",
         "_channels",
         "_inbox",
         "_loop",
@@ -115,6 +118,7 @@ class SimulatedDevice:
         self._world = world
         self._loop = world.loop
         self._channels: dict[str, Channel] = {}
+        self._casts = 0
         self._inbox: deque[Message] = deque()
         self._receivers: deque[asyncio.Future[None]] = deque()
         self._processor: deque[_Work] = deque()
@@ -178,19 +182,37 @@ class SimulatedDevice:
         parcel.future.set_exception(Unreachable(channel.target.name))
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
-        """Transmit once to each peer; return when the last byte has left."""
+        """Transmit once for all; return when the last byte has left."""
         if not self.alive:
             self._stop()
-        start = self._loop.now
-        end, size = start, 0
-        for peer in peers:
-            sent, size = snapshot(message, self.name)
-            channel = self._channels.get(peer) or self._channel(peer)
-            end = max(end, channel.cast(sent, size))
-        if end > start:
-            await asyncio.sleep(end - start)
-        fields = {"peers": list(peers), "message": message.kind, "bytes": size, "start": start, "duration": end - start}
-        self.write("cast", fields)
+        channels = [self._channels.get(peer) or self._channel(peer) for peer in peers]
+        sent, size = snapshot(message, self.name)
+        size += len(audience(peers))
+        rate = self._world.cast_rate(self.name)
+        seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
+        called = self._loop.now
+        start, end = self._world.medium(self.name).occupy(called, seconds)
+        cast = Cast(sent, size, self._casts, start)
+        self._casts += 1
+        self._loop.at(end, self._spread, (channels, cast))
+        await asyncio.sleep(end - called)
+        self.write(
+            "cast",
+            {
+                "peers": sorted(peers),
+                "message": message.kind,
+                "bytes": size,
+                "start": start,
+                "duration": end - start,
+            },
+        )
+
+    def _spread(self, leaving: tuple[list[Channel], Cast]) -> None:
+        """Let a cast go its ways; one of which a part had not left when its sender died is no message."""
+        if self.alive:
+            channels, cast = leaving
+            for channel in channels:
+                channel.carry(cast)
 
     def deliver(self, message: Message, size: int, start: float, duration: float) -> None:
         """Put an arrived message into the inbox."""

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from testbed.hardware import DeviceSpec
+from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Link, Pair
 from testbed.network.state import NetworkState
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.host import Host
 from testbed.simulation.loop import OWNER, Stillness, TimeLimit, VirtualLoop
+from testbed.simulation.medium import Medium
 from testbed.trace.events import TESTBED, Event
 
 BOOT_SECONDS = 2.0
@@ -60,6 +62,8 @@ class World:
         self._seed = seed
         self._on_event = on_event
         self._channels: dict[Pair, Channel] = {}
+        self._media = {name: Medium() for name in self.hosts}
+        self._cast_rates: dict[str, float | None] = {}
         self._end: asyncio.Future[None] = self.loop.create_future()
 
     def write(self, event: Event) -> None:
@@ -90,6 +94,17 @@ class World:
         Channel.connect(there, back)
         self._channels[source, target], self._channels[target, source] = there, back
         return there
+
+    def medium(self, name: str) -> Medium:
+        """Return what the casts of a device occupy."""
+        return self._media[name]
+
+    def cast_rate(self, name: str) -> float | None:
+        """Return the bit/s at which a device casts, right now."""
+        if name not in self._cast_rates:
+            links = [self.network.effective(pair) for pair in self.network.links if pair[0] == name]
+            self._cast_rates[name] = broadcast_rate(links, self.hosts[name].spec.uplink)
+        return self._cast_rates[name]
 
     def start(self) -> None:
         """Switch on every device."""
@@ -172,6 +187,7 @@ class World:
         """Change the links at once, and log those that change."""
         changed = state.changed(self.network)
         self.network = state
+        self._cast_rates.clear()
         for (source, target), link in changed.items():
             self.record(
                 "link",
