@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from testbed.network.overlay import FIGURES, given
 from testbed.network.presets import PRESETS
 from testbed.scenario.schema import DegradePart, FaultPart, TriggerPart
 from testbed.scenario.source import Key, Problem
@@ -278,8 +279,8 @@ def _degrade_problems(part: FaultPart, experiment: Experiment) -> Wrong:
     worse = part.degrade
     if worse is None:
         return
-    if worse.preset is None and worse.rate is None and worse.delay is None and worse.loss is None:
-        yield ("degrade",), "changes nothing: give at least one of 'preset', 'rate', 'delay' and 'loss'"
+    if worse.preset is None and not given(worse):
+        yield ("degrade",), f"changes nothing: give at least one of preset, {', '.join(FIGURES)}"
     if worse.preset is not None and worse.preset not in PRESETS:
         yield ("degrade", "preset"), f"there is no preset '{worse.preset}': use one of {', '.join(PRESETS)}"
     for pair in _links_meant(worse):

@@ -8,13 +8,16 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from testbed.hardware import PROFILES, DeviceSpec
+from testbed.network import checks
+from testbed.network.cell import Cell
+from testbed.network.checks import MIN_RATE, rate_problem
 from testbed.network.link import Link, Pair
 from testbed.network.overlay import overlay
 from testbed.network.presets import PRESETS
 from testbed.network.topology import directed_pairs
 from testbed.scenario.experiment import Experiment
 from testbed.scenario.loading import nearest, put, validate
-from testbed.scenario.schema import LinkPart, Scenario
+from testbed.scenario.schema import DevicePart, LinkPart, Scenario
 from testbed.scenario.source import Key, Problem, parse_key
 from testbed.seeds import derive
 
@@ -57,10 +60,11 @@ def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
 
 def _experiment(scenario: Scenario, point: dict[str, object], repetition: int) -> Experiment:
     devices = _devices(scenario)
-    links = _links(scenario, [device.name for device in devices])
+    names = [device.name for device in devices]
+    links = _links(scenario, names)
     seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
     single = scenario.model_copy(update={"sweep": {}, "repetitions": 1, "seed": seed})
-    return Experiment(single, devices, links, point, repetition)
+    return Experiment(single, devices, links, point, repetition, _cells(scenario, names))
 
 
 def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
@@ -73,7 +77,8 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
             text = f"there is no profile '{part.profile}': {nearest(part.profile, PROFILES)}"
             problems.append(Problem((*key, "profile"), text))
             continue
-        names = [name] if part.count is None else [f"{name}{number}" for number in range(1, part.count + 1)]
+        problems += _device_problems(part, key)
+        names = _members(name, part)
         if len(names[-1]) > _MAX_NAME:
             problems.append(Problem(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name"))
         for each in names:
@@ -85,10 +90,28 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
                 memory=part.memory if part.memory is not None else profile.memory,
                 cpus=part.cpus,
                 profile=profile.name,
+                uplink=part.uplink,
+                downlink=part.downlink,
+                slowdown=part.slowdown,
             )
     if problems:
         raise scenario.source.error(problems)
     return tuple(devices.values())
+
+
+def _members(name: str, part: DevicePart) -> list[str]:
+    """Return the devices that one part of the scenario makes."""
+    return [name] if part.count is None else [f"{name}{number}" for number in range(1, part.count + 1)]
+
+
+def _device_problems(part: DevicePart, key: Key) -> Iterator[Problem]:
+    for access in ("uplink", "downlink"):
+        rate = getattr(part, access)
+        if rate is not None and rate < MIN_RATE:
+            yield Problem((*key, access), rate_problem(rate))
+    if part.slowdown is not None and part.speed is None:
+        text = "the host's own speed is not known when plans are made: give the speed to reckon with as well"
+        yield Problem((*key, "slowdown"), text)
 
 
 def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
@@ -111,14 +134,70 @@ def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
             problems.append(Problem(key, text + "use the topology mesh, or explicit and list every link"))
     if problems:
         raise scenario.source.error(problems)
-    first = names[0]
+    return _with_figures(pairs, names[0], scenario)
+
+
+def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario) -> dict[Pair, Link]:
+    """Return the link of each pair, its figures from all levels; every name is known to be right."""
+    network = scenario.network
     # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
     default = {from_first: overlay(Link(), network.link, from_first) for from_first in (True, False)}
     links = {pair: default[pair[0] == first] for pair in pairs}
-    for part in network.links:
+    problems = [
+        problem
+        for link in dict.fromkeys(default.values())
+        for problem in located_problems(link, network.link, ("network", "link"))
+    ]
+    differing: dict[Pair, int] = {}
+    for index, part in enumerate(network.links):
         for pair in part.directions():
             links[pair] = overlay(links[pair], part, pair[0] == first)
+            differing[pair] = index
+    for pair, index in differing.items():
+        problems += located_problems(links[pair], network.links[index], ("network", "links", index))
+    if problems:
+        raise scenario.source.error(problems)
     return links
+
+
+def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Problem]:
+    """Yield what no backend can do of a link, at the part of the scenario that decided about it last."""
+    found = checks.problems(link)
+    if part.distribution is not None and link.jitter == 0 and not found:
+        found.append(checks.Impossible("distribution", checks.no_jitter(part.distribution)))
+    for figure, text in found:
+        inner = parse_key(figure)
+        yield Problem((*key, *inner) if getattr(part, str(inner[0])) is not None else key, text)
+
+
+def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
+    cells: list[Cell] = []
+    problems = []
+    for index, part in enumerate(scenario.network.cells):
+        key: Key = ("network", "cells", index)
+        members: list[str] = []
+        for place, name in enumerate(part.devices):
+            if name in scenario.devices:
+                members += _members(name, scenario.devices[name])
+            elif name in names:
+                members.append(name)
+            else:
+                text = f"there is no device '{name}': {nearest(name, [*scenario.devices, *names])}"
+                problems.append(Problem((*key, "devices", place), text))
+        members = list(dict.fromkeys(members if part.devices else names))
+        if len(members) < 2 and not problems:
+            problems.append(Problem((*key, "devices"), "a cell of one device carries nothing: name at least two"))
+        if part.rate < MIN_RATE:
+            problems.append(Problem((*key, "rate"), rate_problem(part.rate)))
+        for other, cell in enumerate(cells):
+            shared = [name for name in members if name in cell.devices]
+            if len(shared) > 1:
+                text = f"'{shared[0]}' and '{shared[1]}' are both in cell {other} as well: a pair has one channel"
+                problems.append(Problem((*key, "devices"), text + ", leave one of them out of a cell"))
+        cells.append(Cell(tuple(members), part.rate))
+    if problems:
+        raise scenario.source.error(problems)
+    return tuple(cells)
 
 
 def _preset_problems(part: LinkPart, key: Key) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from testbed.hardware import DeviceSpec
+from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair
 from testbed.scenario.schema import Scenario
 
@@ -21,3 +22,5 @@ class Experiment:
     point: dict[str, object]
     """The sweep's values here, by dotted key; empty without a sweep."""
     repetition: int = 0
+    cells: tuple[Cell, ...] = ()
+    """Radio cells; a pair of devices is in one at most."""

@@ -100,7 +100,7 @@ def parse_fraction(value: object) -> float:
     """Return a fraction of one from text like ``1%``."""
     fraction = _parse("fraction", value, FRACTION_UNITS, "1%")
     if fraction > 1:
-        raise ValueError(f"'{value}' is more than 100%")
+        raise ValueError(f"'{value}' is more than 100%: write at most 100%")
     return fraction
 
 

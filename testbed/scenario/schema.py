@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
+from testbed.network.link import Distribution
 from testbed.scenario.quantities import Duration, Fraction, Rate, Size, Speed
 from testbed.scenario.source import Key, Source
 
@@ -31,15 +32,46 @@ class DevicePart(Part):
     speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed")
     memory: Size | None = Field(None, gt=0, description="overrides the profile's memory")
     cpus: float | None = Field(None, gt=0, description="CFS quota, for workloads that do not pace themselves")
+    slowdown: float | None = Field(
+        None,
+        ge=1,
+        description="pace by the host: take so many times what it needs. `speed` must say what plans and the simulator "
+        "reckon with",
+    )
+    uplink: Rate | None = Field(None, description="of all that the device sends, beside the rates of its links")
+    downlink: Rate | None = Field(None, description="of all that the device receives, beside the rates of its links")
+
+
+class BurstsPart(Part):
+    """Loss in bursts after Gilbert and Elliott: a link is in a good or a bad state, and moves before each packet."""
+
+    p: Fraction = Field(description="probability of going from good to bad")
+    r: Fraction = Field(description="probability of going from bad to good; 1/r is the mean length of a burst")
+    bad_loss: Fraction = Field(1.0, description="lost in the bad state (1-h)", json_schema_extra={"default": "100%"})
+    good_loss: Fraction = Field(0.0, description="lost in the good state (1-k)")
 
 
 class LinkPart(Part):
     """The properties of a link, one direction. What is not given stays as the level above says."""
 
     preset: str | None = Field(None, description="a named set of figures, e.g. 4g; other keys override it")
-    rate: Rate | None = Field(None, gt=0, description="on the wire, Ethernet frames; default: as fast as the host")
+    rate: Rate | None = Field(None, description="on the wire, Ethernet frames; default: as fast as the host")
     delay: Duration | None = Field(None, description="one-way")
+    jitter: Duration | None = Field(None, description="standard deviation of the delay")
+    distribution: Distribution | None = Field(None, description="of the jitter; default: normal")
+    jitter_correlation: Fraction | None = Field(None, description="of successive packets' delays")
     loss: Fraction | None = Field(None, description="each packet independently")
+    loss_correlation: Fraction | None = Field(None, description="of successive packets' fates, as netem has it")
+    bursts: BurstsPart | None = Field(None, description="loss in bursts, instead of `loss`")
+    message_loss: Fraction | None = Field(
+        None, description="of broadcast messages, each lost whole, by each receiver for itself"
+    )
+    duplicate: Fraction | None = Field(None, description="packets that arrive twice")
+    reorder: Fraction | None = Field(None, description="packets that skip the delay, and so overtake others")
+    corrupt: Fraction | None = Field(None, description="packets in which one bit is wrong")
+    limit: int | None = Field(
+        None, description="packets that the queue before the rate holds; default: from rate times delay"
+    )
 
 
 class PairLinkPart(LinkPart):
@@ -68,6 +100,15 @@ class PairLinkPart(LinkPart):
         return [(str(self.from_), str(self.to))]
 
 
+class CellPart(Part):
+    """A radio cell: what its devices send to each other shares one channel."""
+
+    devices: tuple[Name, ...] = Field(
+        (), description="its members; a name with a `count` stands for all of them; default: every device"
+    )
+    rate: Rate = Field(description="of the channel: of all transmissions in the cell together")
+
+
 class NetworkPart(Part):
     """Which devices are linked, and how."""
 
@@ -78,6 +119,7 @@ class NetworkPart(Part):
     )
     link: LinkPart = Field(default_factory=lambda: LinkPart(), description="every link, unless overridden")
     links: tuple[PairLinkPart, ...] = Field((), description="links that differ; later ones win")
+    cells: tuple[CellPart, ...] = Field((), description="radio cells: devices that share one channel")
     subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")
 
     @field_validator("subnet")

@@ -1,0 +1,106 @@
+"""Which links can be had at all, whatever emulates them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from testbed.network.link import GilbertElliott, Link
+
+MIN_RATE = 8e3
+"""bit/s. A full packet takes 1.5 s at this rate; below it kernels count in units too coarse to hold a rate."""
+
+
+class Impossible(NamedTuple):
+    """One thing about a link that cannot be."""
+
+    figure: str
+    """Field of `Link` to change, with a dot before a part of it: ``bursts.r``."""
+    text: str
+    """What is wrong, and the nearest value that would work."""
+
+
+def problems(link: Link) -> list[Impossible]:
+    """Return what no backend can do, empty for a link that can be had. Values count as they stand: SI units."""
+    found: list[Impossible] = []
+    for name in ("delay", "jitter"):
+        if not 0 <= getattr(link, name) < math.inf:
+            found.append(Impossible(name, f"a {name} of {_ms(getattr(link, name))} cannot be: use 0 or more"))
+    if link.rate is not None and not link.rate >= MIN_RATE:
+        found.append(Impossible("rate", rate_problem(link.rate)))
+    for name in ("loss", "message_loss", "duplicate", "reorder", "corrupt"):
+        found += _fraction(name, getattr(link, name))
+    for name in ("jitter_correlation", "loss_correlation"):
+        found += _correlation(name, getattr(link, name))
+    if link.limit is not None and link.limit < 1:
+        found.append(Impossible("limit", f"a queue of {link.limit} packets lets nothing through: use at least 1"))
+    if not found:
+        found += _combinations(link)
+    return found
+
+
+def rate_problem(rate: float) -> str:
+    """Say what is wrong with a rate that is too low."""
+    return f"{rate:g}bit is below the lowest rate that can be shaped: use at least {MIN_RATE / 1e3:g}kbit"
+
+
+def no_jitter(distribution: str) -> str:
+    """Say what is wrong with a distribution of nothing."""
+    return f"'{distribution}' describes a jitter that is not there: give a jitter, or leave the distribution out"
+
+
+def _fraction(name: str, value: float) -> list[Impossible]:
+    if value > 1:
+        return [Impossible(name, f"{100 * value:g}% is more than 100%: use at most 100%")]
+    if not value >= 0:
+        return [Impossible(name, f"{100 * value:g}% is not a fraction: use 0 to 100%")]
+    return []
+
+
+def _correlation(name: str, value: float) -> list[Impossible]:
+    if value == 1:
+        return [Impossible(name, "100% would repeat the first packet's fate for ever: use at most 99%")]
+    return _fraction(name, value)
+
+
+def _combinations(link: Link) -> list[Impossible]:
+    found = []
+    if link.jitter > link.delay:
+        text = f"a jitter of {_ms(link.jitter)} is above the delay of {_ms(link.delay)}: "
+        text += f"use a jitter of at most {_ms(link.delay)} or a delay of at least {_ms(link.jitter)}"
+        found.append(Impossible("jitter", text))
+    if link.jitter == 0:
+        if link.distribution != "normal":
+            found.append(Impossible("distribution", no_jitter(link.distribution)))
+        if link.jitter_correlation > 0:
+            text = "correlates a jitter that is not there: give a jitter, or leave the correlation out"
+            found.append(Impossible("jitter_correlation", text))
+    if link.loss_correlation > 0 and link.bursts is not None:
+        text = "bursts have a memory of their own: give loss and loss_correlation, or bursts"
+        found.append(Impossible("loss_correlation", text))
+    elif link.loss_correlation > 0 and link.loss == 0:
+        text = "correlates a loss that is not there: give a loss, or leave the correlation out"
+        found.append(Impossible("loss_correlation", text))
+    if link.bursts is not None:
+        if link.loss > 0:
+            average = f"; these bursts lose {100 * link.bursts.loss:.3g}%" if not _bursts(link.bursts) else ""
+            text = f"a loss beside bursts has no meaning: give one of the two{average}"
+            found.append(Impossible("loss", text))
+        found += _bursts(link.bursts)
+    if link.reorder > 0 and link.delay == 0:
+        text = "reordered packets skip the delay, and there is none: use a delay of at least 1ms"
+        found.append(Impossible("reorder", text))
+    return found
+
+
+def _bursts(bursts: GilbertElliott) -> list[Impossible]:
+    found = []
+    for name in ("p", "r", "bad_loss", "good_loss"):
+        found += [Impossible(f"bursts.{each.figure}", each.text) for each in _fraction(name, getattr(bursts, name))]
+    if not found and bursts.p + bursts.r == 0:
+        found.append(Impossible("bursts.r", "with p and r both 0 the link never changes its state: use r above 0"))
+    return found
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:g}ms"
