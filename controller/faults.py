@@ -6,10 +6,11 @@ process made can be healed by another. Whoever changes it holds a lock from read
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from controller import runstate
 from controller.lab import Lab
 from testbed.errors import InputError
 from testbed.faults import UNDOING
-from testbed.network.link import Link, Pair
+from testbed.network.link import Link, Pair, link_from
 from testbed.network.state import NetworkState
 from testbed.scenario.schema import FaultPart
 
 SETTING = "set "
-"""Handles that begin so are new figures for a link, not faults: `heal` leaves them."""
+"""Handles that begin so are new figures for a link, not faults: they lie under the faults, and `heal` leaves them."""
 
 
 class Conditions:
@@ -39,8 +40,8 @@ class Conditions:
         return {pair: state.effective(pair) for pair in state.links}
 
     def handles(self) -> list[str]:
-        """Return what is in force, by the handles that undo it."""
-        return list(_read(self._path))
+        """Return the faults in force, by the handles that undo them."""
+        return [handle for handle in _read(self._path) if not handle.startswith(SETTING)]
 
     def add(self, part: FaultPart, handle: str) -> dict[Pair, Link]:
         """Put a partition or degradation in force; return the links that changed. Raises what the shaper raises."""
@@ -49,13 +50,21 @@ class Conditions:
                 raise InputError(f"'{handle}' is in force already: undo it first")
             return self._apply(conditions, {**conditions, handle: _written(part)})
 
-    def set(self, part: FaultPart) -> dict[Pair, Link]:
-        """Give links new figures, under whatever faults are in force on them."""
+    def set(self, pairs: Iterable[Pair], change: Callable[[Pair, Link], Link]) -> dict[Pair, Link]:
+        """Let links have new figures, under whatever faults are in force on them; return the links that changed.
+
+        ``change`` is given each link without its faults. What it returns holds for the rest of the run: what faults
+        do later, and the restart of a device, starts from it.
+        """
         with self._changing() as conditions:
-            settings = {key: value for key, value in conditions.items() if key.startswith(SETTING)}
-            others = {key: value for key, value in conditions.items() if key not in settings}
-            handle = f"{SETTING}{len(settings)}"
-            return self._apply(conditions, {**settings, handle: _written(part), **others})
+            links = self._settled(conditions)
+            settings = {
+                f"{SETTING}{source} {destination}": dataclasses.asdict(
+                    change((source, destination), links[source, destination])
+                )
+                for source, destination in pairs
+            }
+            return self._apply(conditions, {**conditions, **settings})
 
     def undo(self, handle: str) -> dict[Pair, Link]:
         """Take one back; one that has been healed meanwhile is no error."""
@@ -75,7 +84,8 @@ class Conditions:
             yield _read(self._path)
 
     def _apply(self, before: dict[str, Any], after: dict[str, Any]) -> dict[Pair, Link]:
-        changed = self._state(after).changed(self._state(before))
+        then, now = self._state(before), self._state(after)
+        changed = {pair: link for pair in now.links if (link := now.effective(pair)) != then.effective(pair)}
         if changed:
             self._lab.shaper.set(changed)
         draft = self._path.with_suffix(f".{os.getpid()}")
@@ -83,10 +93,20 @@ class Conditions:
         draft.replace(self._path)
         return changed
 
-    def _state(self, conditions: dict[str, Any]) -> NetworkState:
-        experiment = self._lab.experiment
-        state = NetworkState(experiment.links, first=experiment.devices[0].name)
+    def _settled(self, conditions: dict[str, Any]) -> dict[Pair, Link]:
+        """Return the links as the scenario and the settings made since have them, without faults."""
+        links = dict(self._lab.experiment.links)
         for handle, written in conditions.items():
+            if handle.startswith(SETTING):
+                source, destination = handle.removeprefix(SETTING).split(" ")
+                links[source, destination] = link_from(written)
+        return links
+
+    def _state(self, conditions: dict[str, Any]) -> NetworkState:
+        state = NetworkState(self._settled(conditions), first=self._lab.experiment.devices[0].name)
+        for handle, written in conditions.items():
+            if handle.startswith(SETTING):
+                continue
             part = FaultPart.model_validate(written)
             if part.partition is not None:
                 state = state.partition(part.partition, handle)

@@ -10,7 +10,7 @@ import requests
 
 from controller.shaping.plan import Endpoint
 from testbed.errors import HostError, InputError
-from testbed.network.link import Link, Pair
+from testbed.network.link import Link, Pair, link_from
 from testbed.trace.outcome import LinkMeasurement
 
 __all__ = ["Endpoint", "Shaper"]
@@ -70,7 +70,8 @@ class Shaper:
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
         """Measure these links between the devices themselves; a few seconds for a lab."""
         answer = self._request("POST", "/probe", {"pairs": [list(pair) for pair in pairs]}, timeout=120)
-        return [LinkMeasurement(**{**each, "requested": Link(**each["requested"])}) for each in answer["measurements"]]
+        found = answer["measurements"]
+        return [LinkMeasurement(**{**each, "requested": link_from(each["requested"])}) for each in found]
 
     def show(self) -> dict[str, Any]:
         """Return ``backend``, ``links`` and ``devices``; of each device where the kernel differs, read back now."""

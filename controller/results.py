@@ -28,7 +28,7 @@ from ruamel.yaml import YAML
 import testbed
 from testbed.errors import InputError
 from testbed.methods.base import Plan
-from testbed.network.link import Link
+from testbed.network.link import link_from
 from testbed.scenario.expand import experiments
 from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.experiment import Experiment
@@ -245,7 +245,7 @@ def _fidelity(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_link(item: dict[str, Any]) -> LinkMeasurement:
-    return LinkMeasurement(**{**item, "requested": Link(**item["requested"])})
+    return LinkMeasurement(**{**item, "requested": link_from(item["requested"])})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

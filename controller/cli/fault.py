@@ -8,6 +8,7 @@ import click
 from pydantic import ValidationError
 
 from controller import runstate
+from controller.cli.linkoptions import link_options, read
 from controller.faults import Conditions, inflict
 from controller.lab import Lab
 from testbed.errors import InputError
@@ -77,33 +78,24 @@ def partition(groups: tuple[str, ...], run_id: str | None) -> None:
 @click.argument("source")
 @click.argument("destination", required=False)
 @click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
-@click.option("--preset", help="A named set of figures, e.g. 4g.")
-@click.option("--rate", help="e.g. 1mbit")
-@click.option("--delay", help="One-way, e.g. 100ms")
-@click.option("--loss", help="e.g. 5%")
 @_run_option
+@link_options
 def degrade(
     source: str,
     destination: str | None,
     one_way: bool,
-    preset: str | None,
-    rate: str | None,
-    delay: str | None,
-    loss: str | None,
+    figures: dict[str, str],
     run_id: str | None,
 ) -> None:
     """Make links worse: the one between SOURCE and DESTINATION, or all of SOURCE."""
-    given = {"preset": preset, "rate": rate, "delay": delay, "loss": loss}
-    figures: dict[str, object] = {key: value for key, value in given.items() if value is not None}
-    if not figures:
-        raise InputError("changes nothing: give at least one of --preset, --rate, --delay and --loss")
+    worse = read(figures)
     if destination is None:
         target: dict[str, object] = {"device": source}
     elif one_way:
         target = {"from": source, "to": destination}
     else:
         target = {"between": [source, destination]}
-    _inflict(run_id, {"degrade": {**target, **figures}})
+    _inflict(run_id, {"degrade": {**target, **worse}})
 
 
 @fault.command()

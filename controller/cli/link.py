@@ -8,30 +8,25 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import click
+from pydantic import ValidationError
 
 from controller import runstate
+from controller.cli.linkoptions import link_options, read
 from controller.cli.table import table
+from controller.faults import Conditions
 from controller.lab import Lab
+from controller.report import formats
+from controller.report.grouping import describe
 from testbed.errors import InputError, TestbedError
-from testbed.network.link import Link, Pair
-from testbed.scenario import quantities
+from testbed.network import checks
+from testbed.network.link import Link, Pair, link_from
+from testbed.network.overlay import overlay
+from testbed.network.presets import PRESETS
+from testbed.scenario.loading import explain
+from testbed.scenario.schema import LinkPart
 
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-
-
-class _Quantity(click.ParamType[float]):
-    """A quantity with its unit, as in a scenario."""
-
-    def __init__(self, kind: str) -> None:
-        self.name = kind
-        self._parse = getattr(quantities, f"parse_{kind}")
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            return float(self._parse(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 @click.group()
@@ -67,8 +62,8 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
     else:
         click.echo(f"backend {shown['backend']}")
         table(
-            ["source", "destination", "rate", "delay", "loss", "state"],
-            [[*pair, *_figures(each), "up" if each.up else "down"] for pair, each in chosen.items()],
+            ["source", "destination", "figures"],
+            [[*pair, describe(asdict(each))] for pair, each in chosen.items()],
         )
     wrong = [f"{name}: {text}" for name, device in shown["devices"].items() for text in device["differences"]]
     if wrong:
@@ -78,43 +73,54 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
 @link.command(name="set")
 @click.argument("source")
 @click.argument("destination")
-@click.option("--rate", type=_Quantity("rate"), help="e.g. 10mbit; 0 for as fast as the host")
-@click.option("--delay", type=_Quantity("duration"), help="One-way, e.g. 20ms")
-@click.option("--loss", type=_Quantity("fraction"), help="e.g. 1%")
+@click.option("--unlimited", is_flag=True, help="Take the rate away: as fast as the host.")
 @click.option("--up/--down", "up", default=None, help="Let packets through again, or drop them all silently.")
 @click.option("--both", is_flag=True, help="Also from DESTINATION to SOURCE.")
 @_run_option
+@link_options
 def change(
     source: str,
     destination: str,
-    rate: float | None,
-    delay: float | None,
-    loss: float | None,
+    unlimited: bool,
     up: bool | None,
     both: bool,
+    figures: dict[str, str],
     run_id: str | None,
 ) -> None:
     """Change the link from SOURCE to DESTINATION while it is used; what is not given stays as it is.
 
-    No other link notices. Faults of the run that touch the same link later start from the scenario's figures.
+    No other link notices. The figures hold for the rest of the run: faults that touch the link later, and devices that
+    restart, start from them. A fault that is in force on the link goes on hiding what it changes.
     """
-    given: dict[str, Any] = {"delay": delay, "loss": loss, "up": up}
-    figures = {key: value for key, value in given.items() if value is not None}
-    if rate is not None:
-        figures["rate"] = rate or None
-    if not figures:
-        raise InputError("changes nothing: give at least one of --rate, --delay, --loss, --up and --down")
-    shaper = Lab.open(runstate.choose(run_id)).shaper
-    links = _links(shaper.show())
+    direct: dict[str, Any] = ({"rate": None} if unlimited else {}) | ({} if up is None else {"up": up})
+    part = _part(read(figures) if figures or not direct else {})
+    lab = Lab.open(runstate.choose(run_id))
     pairs = [(source, destination), *([(destination, source)] if both else [])]
     for pair in pairs:
-        _choose(links, *pair)
-    changed = {pair: replace(links[pair], **figures) for pair in pairs}
-    shaper.set(changed)
-    for pair, each in changed.items():
-        rate_text, delay_text, loss_text = _figures(each)
-        state = "" if each.up else ", down"
-        click.echo(f"{pair[0]} -> {pair[1]}: rate {rate_text}, delay {delay_text}, loss {loss_text}{state}")
+        _choose(lab.experiment.links, *pair)
+    first = lab.experiment.devices[0].name
+
+    def changed(pair: Pair, link: Link) -> Link:
+        wanted = replace(overlay(link, part, pair[0] == first), **direct)
+        if problems := checks.problems(wanted):
+            raise InputError("; ".join(f"{pair[0]} -> {pair[1]}: {problem.text}" for problem in problems))
+        return wanted
+
+    conditions = Conditions(lab)
+    conditions.set(pairs, changed)
+    links = conditions.links()
+    for pair in pairs:
+        click.echo(f"{pair[0]} -> {pair[1]}: {describe(asdict(links[pair]))}")
+
+
+def _part(figures: dict[str, Any]) -> LinkPart:
+    try:
+        part = LinkPart.model_validate(figures)
+    except ValidationError as error:
+        raise InputError("; ".join(f"{problem}" for problem in explain(error, LinkPart))) from None
+    if part.preset is not None and part.preset not in PRESETS:
+        raise InputError(f"there is no preset '{part.preset}': use one of {', '.join(PRESETS)}")
+    return part
 
 
 @link.command()
@@ -138,22 +144,19 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
     else:
         rows = []
         for each in measured:
-            rate, delay, loss = _figures(each.requested)
             rows.append(
                 [
                     each.source,
                     each.destination,
-                    rate,
-                    "-" if each.rate is None else f"{each.rate / 1e6:.4g}mbit",
-                    delay,
-                    "-" if each.delay is None else f"{each.delay * 1e3:.3f}ms",
-                    loss if each.requested.up else "down",
-                    "-" if each.loss is None else f"{each.loss * 100:.3g}%",
+                    describe(asdict(each.requested)),
+                    formats.rate(each.rate) if each.rate is not None else formats.NONE,
+                    formats.seconds(each.delay),
+                    formats.share(each.loss),
                     str(each.packets),
                     each.problem or "",
                 ]
             )
-        header = ["source", "destination", "rate", "found", "delay", "found", "loss", "found", "packets", "problem"]
+        header = ["source", "destination", "requested", "rate", "delay", "loss", "packets", "problem"]
         table(header, rows)
     problems = sum(each.problem is not None for each in measured)
     if problems:
@@ -165,7 +168,7 @@ def _links(shown: dict[str, Any]) -> dict[Pair, Link]:
     for entry in shown["links"]:
         fields = dict(entry)
         pair = (fields.pop("source"), fields.pop("destination"))
-        links[pair] = Link(**fields)
+        links[pair] = link_from(fields)
     return links
 
 
@@ -177,8 +180,3 @@ def _choose(links: Iterable[Pair], source: str | None, destination: str | None) 
         ends = f"from {source}" + (f" to {destination}" if destination else "")
         raise InputError(f"there is no link {ends}; the devices are {', '.join(names)}")
     return chosen
-
-
-def _figures(each: Link) -> tuple[str, str, str]:
-    rate = "unlimited" if each.rate is None else quantities.format_rate(each.rate)
-    return rate, quantities.format_duration(each.delay), quantities.format_fraction(each.loss)

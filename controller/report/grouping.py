@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,42 @@ class LinkGroup:
 
 
 def describe(link: Mapping[str, Any] | None) -> str:
-    """Write rate, one-way delay and loss of a link."""
+    """Write everything that is asked of a link, given as a mapping with the fields of `Link`."""
     if link is None:
         return formats.NONE
     if not link.get("up", True):
         return "cut"
-    parts = [formats.rate(link["rate"]), formats.seconds(link["delay"])]
-    return ", ".join(parts + ([f"{formats.share(link['loss'])} loss"] if link["loss"] else []))
+    parts = [formats.rate(link["rate"]), _delay(link), *_losses(link)]
+    for key, text in (("duplicate", "duplicated"), ("reorder", "reordered"), ("corrupt", "corrupted")):
+        if link.get(key):
+            parts.append(f"{_fraction(link[key])} {text}")
+    if link.get("limit") is not None:
+        parts.append(f"queue of {link['limit']}")
+    return ", ".join(parts)
+
+
+def _delay(link: Mapping[str, Any]) -> str:
+    text = formats.seconds(link["delay"])
+    if not link.get("jitter"):
+        return text
+    kind = "" if link["distribution"] == "normal" else f" {link['distribution']}"
+    correlated = f" correlated {_fraction(link['jitter_correlation'])}" if link.get("jitter_correlation") else ""
+    return f"{text} ± {formats.seconds(link['jitter'])}{kind}{correlated}"
+
+
+def _losses(link: Mapping[str, Any]) -> Iterator[str]:
+    if link.get("loss"):
+        correlated = f" correlated {_fraction(link['loss_correlation'])}" if link.get("loss_correlation") else ""
+        yield f"{_fraction(link['loss'])} loss{correlated}"
+    if (bursts := link.get("bursts")) is not None:
+        yield f"bursts of loss p {_fraction(bursts['p'])} r {_fraction(bursts['r'])}"
+    if link.get("message_loss"):
+        yield f"{_fraction(link['message_loss'])} of casts lost"
+
+
+def _fraction(value: float) -> str:
+    """Write what was asked for exactly, not rounded as what was measured."""
+    return f"{value * 100:.6g}%"
 
 
 def group_links(rows: Sequence[Mapping[str, Any]]) -> list[LinkGroup]:

@@ -15,7 +15,7 @@ from cheroot import wsgi
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.errors import InputError, TestbedError
-from testbed.network.link import Link, Pair
+from testbed.network.link import Link, Pair, link_from
 
 PORT = 8700
 _LARGEST_REQUEST = 16 << 20
@@ -27,7 +27,7 @@ def links_from(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
     for entry in entries:
         fields = dict(entry)
         pair = (fields.pop("source"), fields.pop("destination"))
-        links[pair] = Link(**fields)
+        links[pair] = link_from(fields)
     return links
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Pair = tuple[str, str]
 """(source device, destination device): a link is directed."""
@@ -74,3 +75,9 @@ class Link:
     def transmission_time(self, wire_bytes: float) -> float:
         """Return the seconds that the sender is busy putting bytes on the wire."""
         return 0.0 if self.rate is None else wire_bytes * 8 / self.rate
+
+
+def link_from(figures: Mapping[str, Any]) -> Link:
+    """Return the link that ``dataclasses.asdict`` was given; raises TypeError for figures that there are not."""
+    bursts = figures.get("bursts")
+    return Link(**{**figures, "bursts": None if bursts is None else GilbertElliott(**bursts)})

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
@@ -340,7 +341,7 @@ def _links(
 
 
 def _link(link: Link | None) -> dict[str, Any] | None:
-    return None if link is None else {"rate": link.rate, "delay": link.delay, "loss": link.loss, "up": link.up}
+    return None if link is None else asdict(link)
 
 
 def _measured(found: LinkMeasurement | None) -> dict[str, Any] | None:
