@@ -11,16 +11,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from controller import faults
+from controller import faults, verification
 from controller.fidelity import HostMonitor
 from controller.lab import Lab
 from controller.reaper import guard
-from testbed.errors import HostError, TestbedError
+from testbed.errors import TestbedError
 from testbed.faults import FaultScript, Strike
 from testbed.network.link import Link, Pair
 from testbed.scenario.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
-from testbed.trace.outcome import LinkMeasurement, Outcome
+from testbed.trace.outcome import Outcome
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,8 @@ def emulate(
     ``load_data`` is called while containers start. With ``keep`` the lab stays up afterwards.
 
     Raises:
-        HostError: the lab cannot be had, or a link is outside its tolerance and not accepted so.
+        HostError: the lab cannot be had; `controller.verification.LinksError` when a link is outside its tolerance
+            and not accepted so.
 
     """
     began = time.monotonic()
@@ -71,7 +72,7 @@ def emulate(
         with _lab(prepared, on_stage, keep) as lab:
             on_stage("measuring the links")
             links = lab.shaper.probe(list(prepared.experiment.links))
-            _check(links, accept_links)
+            verification.check(links, accept_links)
             on_stage("handing out the work")
             execution = _Execution(lab, prepared, dataset.result(), weights, on_event)
             outcome = execution.run(on_stage)
@@ -96,16 +97,6 @@ def _lab(prepared: Prepared, on_stage: Callable[[str], None], keep: bool) -> Ite
             if not keep:
                 on_stage("removing the containers")
                 lab.down()
-
-
-def _check(links: list[LinkMeasurement], accept_links: bool) -> None:
-    bad = [link for link in links if link.problem]
-    if bad and not accept_links:
-        listed = "; ".join(f"{link.source} -> {link.destination}: {link.problem}" for link in bad[:5])
-        raise HostError(
-            f"{len(bad)} of {len(links)} links are not what the scenario asks for ({listed}); "
-            "use a less loaded host, lower rates, or --accept-links to run all the same"
-        )
 
 
 def deployment(lab: Lab, prepared: Prepared, device: str) -> dict[str, Any]:

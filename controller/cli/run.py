@@ -99,7 +99,11 @@ def run(
             console.print(
                 f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.experiment.repetition}"
             )
-        outcome = _run_one(each, runtime, console, start, accept_links=accept_links, keep=keep)
+        try:
+            outcome = _run_one(each, runtime, console, start, accept_links=accept_links, keep=keep)
+        except TestbedError as error:
+            _explain(console, error)
+            raise
         runs.append(_keep(each, outcome, _folder(each, out, single=len(prepared) == 1)))
         if not as_json:
             _show(console, runs[-1])
@@ -142,6 +146,13 @@ def _run_one(
             accept_links=accept_links,
             keep=keep,
         )
+
+
+def _explain(console: Console, error: TestbedError) -> None:
+    from controller.verification import LinksError, table
+
+    if isinstance(error, LinksError):
+        console.print(table(error.measurements))
 
 
 def _load_data(prepared: Prepared) -> Dataset:

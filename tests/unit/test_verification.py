@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from controller.verification import LinksError, check, nearest_rate, table
+from testbed.network.link import Link
+from testbed.trace.outcome import LinkMeasurement
+
+FINE = [
+    LinkMeasurement(source, destination, Link(rate=50e6, delay=0.005), 49.6e6, 0.00508, 0.0, 30)
+    for source, destination in (("a", "b"), ("b", "a"))
+]
+SLOW = LinkMeasurement(
+    "a", "c", Link(rate=5e9, delay=0.001), 2.31e9, 0.00104, 0.0, 30, problem="carries 2310 mbit instead of 5000 mbit"
+)
+LATE = LinkMeasurement("c", "a", Link(delay=0.001), None, 0.0024, 0.0, 30, problem="delays by 2.40 ms instead of 1 ms")
+
+
+def test_links_within_tolerance_or_accepted_pass() -> None:
+    check(FINE, accept=False)
+    check([*FINE, SLOW], accept=True)
+
+
+def test_a_rate_above_what_the_host_carries_is_refused_by_name_with_one_that_works() -> None:
+    with pytest.raises(LinksError) as refusal:
+        check([*FINE, SLOW, LATE], accept=False)
+    assert refusal.value.exit_code == 3
+    text = str(refusal.value)
+    assert "2 of 4 links" in text
+    assert "the rate of a -> c, 5gbit, is above what this host was measured to carry: use at most 2.1gbit" in text
+    assert "--accept-links" in text
+
+
+def test_other_problems_blame_the_load() -> None:
+    with pytest.raises(LinksError, match="use a less loaded host"):
+        check([*FINE, LATE], accept=False)
+
+
+def test_the_table_shows_what_is_wrong_first() -> None:
+    console = Console(width=140, record=True, file=None, quiet=False)
+    with console.capture() as captured:
+        console.print(table([*FINE, SLOW]))
+    lines = [line.strip() for line in captured.get().splitlines() if line.strip()]
+    assert lines[0].split() == ["Link", "Requested", "Measured", "What", "is", "wrong"]
+    assert lines[2].startswith("a → c")
+    assert "5 gbit, 1 ms" in lines[2]
+    assert "2.31 gbit" in lines[2]
+    assert lines[2].endswith("carries 2310 mbit instead of 5000 mbit")
+    assert lines[3].startswith("a ↔ b")
+
+
+@pytest.mark.parametrize(("carried", "advised"), [(2.31e9, 2.1e9), (987e6, 930e6), (1e6, 950e3)])
+def test_what_is_advised_is_carried(carried: float, advised: float) -> None:
+    assert nearest_rate(carried) == pytest.approx(advised)
