@@ -1,4 +1,8 @@
-"""Best-effort broadcast over UDP: a message in datagrams, lost when one of them is."""
+"""Best-effort broadcast over UDP: a message in datagrams, lost when one of them is.
+
+The links lose datagrams. That a receiver loses a whole message, as radio studies have it (`Link.message_loss`), is
+decided here, by a draw that the simulator makes as well.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,40 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import select
 import socket
 import struct
 import termios
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from agent.receiving import Arrival, Inbox
 from agent.settings import Address
+from testbed.network.broadcast import audience
+from testbed.network.framing import CAST_CHUNK, CAST_HEADER
 from testbed.wire import WireError, decode
 
 _PREFIX = struct.Struct("<4s8sQQHH")
 """Magic, mark of the run, sender's incarnation, number of the cast, number of the chunk, number of chunks."""
+assert _PREFIX.size == CAST_HEADER
 _MAGIC = b"CAST"
-CHUNK = 1500 - 28 - _PREFIX.size
-"""Bytes of a message in one datagram: what an Ethernet frame holds beside IP, UDP and our prefix."""
 _MOST_CHUNKS = 0xFFFF
 _MOST_PARTIAL = 32
 """Messages that may be incomplete at a time; older ones are lost."""
+_LOOK_SECONDS = 0.02
+"""Between looks whether anything still waits in the kernel, which usually says by itself when the last has left."""
+
+# linux/net_tstamp.h: have the kernel note when a datagram is handed to the interface, without giving it back.
+_SO_TIMESTAMPING = 37
+_REPORT = struct.pack("I", 1 << 4 | 1 << 11)
+_NOTE = [(socket.SOL_SOCKET, _SO_TIMESTAMPING, struct.pack("I", 1 << 1))]
+_STAMP = struct.Struct("@qq")
+
+Lost = Callable[[str, int], bool]
+"""Whether this device loses a cast, by its sender and its number."""
 
 
 def mark(token: str) -> bytes:
@@ -44,14 +61,18 @@ class _Partial:
 class Caster:
     """Sends and receives casts; the receiving side is a thread."""
 
-    def __init__(self, name: str, listen: Address, broadcast: Address | None, token: str, limit: int) -> None:
+    def __init__(
+        self, name: str, listen: Address, broadcast: Address | None, token: str, limit: int, lost: Lost
+    ) -> None:
         self._name = name
+        self._lost = lost
         self._broadcast = broadcast
         self._mark = mark(token)
         self._limit = limit
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPING, _REPORT)
         self._socket.bind(listen)
         self._partial: OrderedDict[tuple[str, int, int], _Partial] = OrderedDict()
         self._closed = False
@@ -66,26 +87,56 @@ class Caster:
         with contextlib.suppress(OSError):  # it is not connected, but its reader wakes up all the same
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def send(self, peers: Collection[str], body: bytes, incarnation: int, number: int) -> int:
-        """Transmit once; return the bytes sent when the last datagram has left. Blocks: not for an event loop.
+    def send(self, peers: Collection[str], body: bytes, incarnation: int, number: int) -> tuple[int, float]:
+        """Transmit once; return the bytes sent, and the monotonic instant at which the last datagram had left.
+
+        Blocks until then: not for an event loop.
 
         Raises:
             ValueError: when the message is too large for a cast, or the deployment named no broadcast address.
         """
         if self._broadcast is None:
             raise ValueError("the deployment names no broadcast address")
-        audience = json.dumps(sorted(peers)).encode()
-        whole = len(audience).to_bytes(4, "little") + audience + body
-        count = -(-len(whole) // CHUNK)
+        whole = audience(peers) + body
+        count = -(-len(whole) // CAST_CHUNK)
         if count > _MOST_CHUNKS:
-            raise ValueError(f"a cast of {len(body)} bytes is too large; at most {_MOST_CHUNKS * CHUNK} travel at once")
+            raise ValueError(
+                f"a cast of {len(body)} bytes is too large; at most {_MOST_CHUNKS * CAST_CHUNK} travel at once"
+            )
         view = memoryview(whole)
+        self._departure()  # of an earlier cast that was not waited for
         for index in range(count):
             prefix = _PREFIX.pack(_MAGIC, self._mark, incarnation, number, index, count)
-            self._socket.sendmsg([prefix, view[index * CHUNK : (index + 1) * CHUNK]], [], 0, self._broadcast)
-        while not self._closed and _queued(self._socket):
-            time.sleep(0.0002)
-        return len(whole)
+            chunk = view[index * CAST_CHUNK : (index + 1) * CAST_CHUNK]
+            self._socket.sendmsg([prefix, chunk], _NOTE if index == count - 1 else [], 0, self._broadcast)
+        return len(whole), self._left()
+
+    def _left(self) -> float:
+        """Wait until the datagrams have left; return when the last one did."""
+        news = select.poll()
+        news.register(self._socket, 0)
+        while not self._closed:
+            news.poll(_LOOK_SECONDS * 1000)
+            left = self._departure()
+            if left is not None:
+                return left
+            if not _queued(self._socket):
+                break  # it was dropped, or the kernel notes nothing
+        return time.monotonic()
+
+    def _departure(self) -> float | None:
+        """Return the instant that the kernel has noted, if it has noted one."""
+        left = None
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                _, notes, _, _ = self._socket.recvmsg(0, 256, socket.MSG_ERRQUEUE | socket.MSG_DONTWAIT)
+                for level, kind, data in notes:
+                    if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPING):
+                        seconds, nanoseconds = _STAMP.unpack_from(data)
+                        ago = time.time() - seconds - nanoseconds * 1e-9
+                        # A clock that was set in between would make nonsense of the difference.
+                        left = time.monotonic() - (ago if 0 <= ago < 1 else 0.0)
+        return left
 
     def _listen(self, inbox: Inbox) -> None:
         with self._socket:
@@ -99,7 +150,7 @@ class Caster:
         if len(datagram) < _PREFIX.size:
             return
         magic, run, incarnation, number, index, count = _PREFIX.unpack_from(datagram)
-        if magic != _MAGIC or run != self._mark or index >= count or count * CHUNK > self._limit + CHUNK:
+        if magic != _MAGIC or run != self._mark or index >= count or count * CAST_CHUNK > self._limit + CAST_CHUNK:
             return
         key = (source, incarnation, number)
         partial = self._partial.setdefault(key, _Partial(time.monotonic(), count))
@@ -123,8 +174,8 @@ class Caster:
             envelope = decode(whole[4 + length :])
         except (WireError, ValueError, RecursionError):
             return
-        size = len(whole)
-        if envelope.message.sender == self._name or not inbox.reserve(size):
+        size, sender = len(whole), envelope.message.sender
+        if sender == self._name or self._lost(sender, envelope.sequence) or not inbox.reserve(size):
             return
         new = False
         try:

@@ -98,6 +98,7 @@ def application(runner: Runner) -> Flask:
         ("POST", "/start", views.start),
         ("POST", "/stop", views.stop),
         ("PUT", "/speed", views.set_speed),
+        ("PUT", "/links", views.set_links),
         ("GET", "/events", views.events),
         ("GET", "/weights", views.weights),
         ("GET", "/metrics", views.metrics),
@@ -142,6 +143,10 @@ class _Views:
 
     def set_speed(self) -> Response:
         self._runner.pace.set(_number(_body(_SMALL), "factor", 1e-6, 1e6))
+        return self.done()
+
+    def set_links(self) -> Response:
+        self._runner.set_message_loss(_body(JSON_LIMIT))
         return self.done()
 
     def events(self) -> Response:

@@ -50,6 +50,8 @@ class Deployment:
     plan: Plan
     peers: Mapping[str, Peer]
     broadcast: Address | None
+    message_loss: Mapping[str, float]
+    """Fraction of each peer's casts that this device loses whole, to begin with."""
 
 
 def read(body: bytes | bytearray, settings: Settings) -> Deployment:
@@ -75,6 +77,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
             for name, text in document.peers.items()
             if all(pair in problem.links for pair in _ways(settings.device, name))
         }
+        message_loss = {name: problem.links[name, settings.device].message_loss for name in peers}
         broadcast = None if document.broadcast is None else address(document.broadcast, CAST_PORT)
     except ValidationError as error:
         first = error.errors()[0]
@@ -84,7 +87,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
         raise Refused(400, f"deployment: {error}") from error
     except StopIteration as error:
         raise Refused(400, f"deployment: its scenario has no device '{settings.device}'") from error
-    return Deployment(method, problem, document.plan, peers, broadcast)
+    return Deployment(method, problem, document.plan, peers, broadcast, message_loss)
 
 
 def _ways(device: str, peer: str) -> tuple[Pair, Pair]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent.casting import Caster
+from agent.casting import Caster, Lost
 from agent.events import EventLog
 from agent.pacing import Charge, DeviceTime, Measured, Pace, Processor, fixed, slowed
 from agent.receiving import Arrival, Inbox
@@ -45,6 +45,7 @@ class RealDevice:
         origin: float,
         log: EventLog,
         pace: Pace | None = None,
+        lost: Lost = lambda _sender, _number: False,
     ) -> None:
         self.name = settings.device
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
@@ -65,7 +66,8 @@ class RealDevice:
         self._sequence = count()
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         self._casts = asyncio.Lock()
-        self._caster = Caster(self.name, settings.cast, broadcast, self._token, settings.message_limit)
+        self._cast_number = count()
+        self._caster = Caster(self.name, settings.cast, broadcast, self._token, settings.message_limit, lost)
         self._caster.start(self.inbox)
         self._closed = False
 
@@ -186,22 +188,26 @@ class RealDevice:
         )
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
-        """Transmit once to all; return when the last datagram has left."""
-        body = encode(message, self.name, self._incarnation, number := next(self._sequence))
+        """Transmit once to all; return when the last datagram has left. Raises ValueError where there is no link."""
+        for peer in peers:
+            if peer not in self._peers:
+                raise ValueError(f"there is no link from {self.name} to {peer}")
+        body = encode(message, self.name, self._incarnation, number := next(self._cast_number))
         called = self._time.now()
         async with self._casts:
             await asyncio.sleep(called - time.monotonic())
             start = time.monotonic()
-            size = await asyncio.to_thread(self._caster.send, peers, body, self._incarnation, number)
-            duration = time.monotonic() - start
+            size, left = await asyncio.to_thread(self._caster.send, peers, body, self._incarnation, number)
+        self._time.hear(left)
         self.totals.sent(size)
-        self.record(
+        self._record_at(
+            left,
             "cast",
             peers=sorted(peers),
             message=message.kind,
             bytes=size,
             start=start - self._origin,
-            duration=duration,
+            duration=left - start,
         )
 
     async def receive(self) -> Message:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import selectors
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVarTuple
 
@@ -19,11 +20,13 @@ from agent.receiving import DataApplication
 from agent.settings import Settings
 from testbed import tensors
 from testbed.errors import TestbedError
+from testbed.network.broadcast import heard
 from testbed.trace.events import Event
 
 if TYPE_CHECKING:
     import torch
 
+    from agent.casting import Lost
     from agent.deployment import Deployment
     from agent.device import RealDevice
     from testbed.data.dataset import Dataset
@@ -53,6 +56,7 @@ class Runner:
         self._make_room = make_room
         self._lock = threading.RLock()
         self._deployment: Deployment | None = None
+        self._message_loss: dict[str, float] = {}
         self._dataset: Dataset | None = None
         self._weights: dict[str, torch.Tensor] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -70,6 +74,7 @@ class Runner:
             _import_torch()
             self._deployment = deployment.read(body, self.settings)
             self._make_room(len(self._deployment.peers))
+            self._message_loss = dict(self._deployment.message_loss)
             self._dataset = self._weights = self.error = None
             self.device = self._data.inbox = None
             self.log.reopen()
@@ -96,6 +101,22 @@ class Runner:
         with self._lock:
             self.needs_ready("a shard")
             self._weights = weights
+
+    def set_message_loss(self, body: bytearray) -> None:
+        """Lose another fraction of some devices' casts, from now on: JSON such as ``{"message_loss": {"a": 0.2}}``."""
+        with self._lock:
+            if self._deployment is None:
+                raise Refused(409, "links come after a deployment")
+            self._message_loss = {**self._message_loss, **_fractions(body, self._deployment.peers)}
+
+    def _loses(self, deployment: Deployment) -> Lost:
+        """Return what decides whether this device loses a cast, with the links as they are at that moment."""
+        seed, name = deployment.problem.seed, self.settings.device
+
+        def lost(sender: str, number: int) -> bool:
+            return not heard(seed, sender, name, number, self._message_loss.get(sender, 0.0))
+
+        return lost
 
     def weights(self) -> bytes:
         """Return what the program exposes, as it is between two pieces of work."""
@@ -161,7 +182,8 @@ class Runner:
 
         settings, problem = self.settings, deployment.problem
         spec = problem.device(settings.device)
-        device = RealDevice(settings, spec, deployment.peers, deployment.broadcast, origin, self.log, self.pace)
+        lost = self._loses(deployment)
+        device = RealDevice(settings, spec, deployment.peers, deployment.broadcast, origin, self.log, self.pace, lost)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, _Loop)
         loop.went_off = device.hear
@@ -189,6 +211,22 @@ class Runner:
     def _record(self, instant: float, origin: float, state: str, error: str | None = None) -> None:
         fields: dict[str, Any] = {"state": state} if error is None else {"state": state, "error": error}
         self.log.append(Event(instant - origin, self.settings.device, "state", fields).to_json())
+
+
+def _fractions(body: bytearray, peers: Collection[str]) -> dict[str, float]:
+    try:
+        document = json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, 'the body is JSON such as {"message_loss": {"device": 0.2}}') from error
+    given = document.get("message_loss") if isinstance(document, dict) and len(document) == 1 else None
+    if not isinstance(given, dict):
+        raise Refused(400, "the body holds 'message_loss' alone: fractions by sender")
+    for sender, fraction in given.items():
+        if sender not in peers:
+            raise Refused(400, f"'{sender}' is no peer of this device")
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise Refused(400, f"the message loss from '{sender}' is a fraction from 0 to 1")
+    return {sender: float(fraction) for sender, fraction in given.items()}
 
 
 class _Loop(asyncio.SelectorEventLoop):

@@ -75,6 +75,10 @@ class Agent:
         """Let the device compute at this share of its own speed from now on, also what it is computing right now."""
         self._request("PUT", "/speed", json={"factor": factor})
 
+    def set_message_loss(self, fractions: Mapping[str, float]) -> None:
+        """Let the device lose these fractions, by sender, of the casts it would hear, from now on."""
+        self._request("PUT", "/links", json={"message_loss": dict(fractions)})
+
     def events(self, after: int = 0) -> Iterator[Event]:
         """Yield the events from number ``after`` on as they are recorded, until the program is over.
 

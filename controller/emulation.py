@@ -167,6 +167,7 @@ class _Execution:
     def _deploy(self, name: str) -> None:
         agent = self._lab.agent(name)
         agent.deploy(deployment(self._lab, self._prepared, name))
+        faults.Conditions(self._lab).tell(name)
         if name == self._lead:
             agent.put_data(self._dataset)
             if self._weights is not None:

@@ -10,12 +10,13 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from controller import runstate
+from controller.agents import AgentGone
 from controller.lab import Lab
 from testbed.errors import InputError
 from testbed.faults import UNDOING
@@ -91,7 +92,28 @@ class Conditions:
         draft = self._path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(after))
         draft.replace(self._path)
+        luck = {pair: link for pair, link in changed.items() if link.message_loss != then.effective(pair).message_loss}
+        self._tell(luck)
         return changed
+
+    def tell(self, name: str) -> None:
+        """Tell a device what its links are like right now: it was just deployed as the scenario says, or was paused."""
+        asked = self._lab.experiment.links
+        incoming = {pair: link for pair, link in self.links().items() if pair[1] == name}
+        if any(link.message_loss or asked[pair].message_loss for pair, link in incoming.items()):
+            self._tell(incoming)
+
+    def _tell(self, links: Mapping[Pair, Link]) -> None:
+        """Tell the receivers which fraction of casts they lose whole: the one thing of a link that agents do."""
+        by_receiver: dict[str, dict[str, float]] = {}
+        for (source, destination), link in links.items():
+            by_receiver.setdefault(destination, {})[source] = link.message_loss
+        for name, fractions in by_receiver.items():
+            agent = self._lab.agent(name)
+            # One that is dead, or whose program is not there yet, is told when it is deployed.
+            with suppress(AgentGone):
+                if agent.health()["state"] != "idle":
+                    agent.set_message_loss(fractions)
 
     def _settled(self, conditions: dict[str, Any]) -> dict[Pair, Link]:
         """Return the links as the scenario and the settings made since have them, without faults."""
@@ -142,6 +164,7 @@ def inflict(lab: Lab, part: FaultPart, handle: str) -> dict[Pair, Link]:
             lab.pause(str(part.pause))
         case "resume":
             lab.resume(str(part.resume))
+            Conditions(lab).tell(str(part.resume))
         case "heal":
             return Conditions(lab).heal()
         case _:

@@ -350,6 +350,26 @@ def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> Non
         device.kill()
 
 
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"loss", "JSON such as"),
+        (b"[]", "alone"),
+        (b'{"message_loss": {"a": 0.5}, "delay": 1}', "alone"),
+        (b'{"message_loss": 0.5}', "fractions by sender"),
+        (b'{"message_loss": {"z": 0.5}}', "'z' is no peer"),
+        (b'{"message_loss": {"a": 1.5}}', "from 0 to 1"),
+        (b'{"message_loss": {"a": true}}', "from 0 to 1"),
+    ],
+)
+def test_links_that_cannot_be(pair: list[LoopbackDevice], body: bytes, complaint: str) -> None:
+    pair[1].agent.deploy(deployment(pair[1], pair, "nothing"))
+    refused = ask(pair[1], "PUT", "/links", data=body)
+    assert refused.status_code == 400
+    assert complaint in refused.json()["error"]
+    pair[1].agent.set_message_loss({"a": 0.5})
+
+
 # Requests that are refused
 
 

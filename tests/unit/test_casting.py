@@ -1,0 +1,97 @@
+"""What a device hears of others' casts: whole messages, each once, lost as the links say."""
+
+import json
+import socket
+import struct
+import time
+
+import pytest
+
+from agent.casting import Caster
+from agent.receiving import Arrival, Inbox
+from testbed.network.broadcast import audience, heard
+from testbed.network.framing import CAST_CHUNK
+from testbed.wire import Message, encode
+
+
+@pytest.fixture
+def pair():
+    """A sender, and what a receiver named "b" has heard; its luck can be set."""
+    arrivals: list[Arrival] = []
+    fraction = {"a": 0.0}
+    address = ("127.0.0.1", _free_port())
+    inbox = Inbox(["a"], 1 << 20, arrivals.append)
+    receiver = Caster("b", address, None, "token", 1 << 20, lambda s, n: not heard(3, s, "b", n, fraction[s]))
+    receiver.start(inbox)
+    sender = Caster("a", ("127.0.0.1", 0), address, "token", 1 << 20, lambda s, n: False)
+    yield sender, arrivals, fraction
+    sender.close()
+    receiver.close()
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(arrivals: list[Arrival], count: int) -> None:
+    deadline = time.monotonic() + 3
+    while len(arrivals) < count and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def cast(sender: Caster, number: int, peers=("b",), padding: int = 0) -> tuple[int, float]:
+    return sender.send(peers, encode(Message("m", {"number": number}, padding=padding), "a", 1, number), 1, number)
+
+
+def test_a_message_of_many_datagrams_arrives_whole_and_its_departure_is_noted(pair):
+    sender, arrivals, _ = pair
+    before = time.monotonic()
+    size, left = cast(sender, 0, padding=5 * CAST_CHUNK)
+    assert before <= left <= time.monotonic()
+    wait_for(arrivals, 1)
+    [arrival] = arrivals
+    assert arrival.size == size > 5 * CAST_CHUNK
+    assert arrival.envelope.message.padding == 5 * CAST_CHUNK
+
+
+def test_whole_casts_are_lost_by_the_same_draw_everywhere_and_live(pair):
+    sender, arrivals, fraction = pair
+    fraction["a"] = 0.5
+    for number in range(100):
+        cast(sender, number)
+    time.sleep(0.2)
+    fraction["a"] = 0.0
+    cast(sender, 100)
+    expected = [number for number in range(100) if heard(3, "a", "b", number, 0.5)] + [100]
+    wait_for(arrivals, len(expected))
+    assert [arrival.envelope.message["number"] for arrival in arrivals] == expected
+    assert 35 < len(expected) < 66
+
+
+def test_casts_for_others_and_foreign_datagrams_are_not_heard(pair):
+    sender, arrivals, _ = pair
+    cast(sender, 0, peers=["c"])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as foreign:
+        address = sender._broadcast
+        assert address is not None
+        for junk in (b"", b"CAST", bytes(200), struct.pack("<4s8sQQHH", b"CAST", bytes(8), 1, 1, 0, 1)):
+            foreign.sendto(junk, address)
+    cast(sender, 1)
+    wait_for(arrivals, 1)
+    assert [arrival.envelope.message["number"] for arrival in arrivals] == [1]
+
+
+def test_what_is_too_large_or_has_no_address_is_refused(pair):
+    sender, _, _ = pair
+    with pytest.raises(ValueError, match="too large"):
+        sender.send(["b"], bytes(0x10000 * CAST_CHUNK), 1, 0)
+    lonely = Caster("a", ("127.0.0.1", 0), None, "token", 1 << 20, lambda s, n: False)
+    with pytest.raises(ValueError, match="no broadcast address"):
+        lonely.send(["b"], b"", 1, 0)
+    lonely.close()
+
+
+def test_the_audience_is_what_the_sender_names():
+    assert json.loads(audience({"x", "b"})[4:]) == ["b", "x"]
