@@ -12,29 +12,29 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from testbed.network.overlay import FIGURES, given
+from testbed.network import checks
+from testbed.network.overlay import FIGURES, given, overlay
 from testbed.network.presets import PRESETS
-from testbed.scenario.schema import DegradePart, FaultPart, TriggerPart
+from testbed.scenario.quantities import format_speed
+from testbed.scenario.schema import FaultPart, FlapPart, TriggerPart
 from testbed.scenario.source import Key, Problem
+from testbed.speeds import MIN_FACTOR
 
 if TYPE_CHECKING:
     from testbed.scenario.experiment import Experiment
 
 Phase = Literal["strike", "undo"]
 UNDOING = {"kill": "restart", "pause": "resume"}
-"""What takes back a fault of a device; partitions and degradations are undone by their handle."""
+"""What takes back a fault of a device; partitions, degradations, flaps and throttles are undone by their handle."""
 
 
 def target(part: FaultPart) -> str:
     """Say what a fault strikes: a device, the groups of a partition, a link, or all."""
     if part.partition is not None:
         return " | ".join(",".join(group) for group in part.partition)
-    if part.degrade is not None:
-        worse = part.degrade
-        if worse.between is not None:
-            return " <-> ".join(worse.between)
-        return worse.device or f"{worse.from_} -> {worse.to}"
-    return str(getattr(part, part.action))
+    if (links := part.degrade or part.flap) is not None:
+        return links.target()
+    return part.throttle.device if part.throttle is not None else str(getattr(part, part.action))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Strike:
 
     @property
     def handle(self) -> str:
-        """Name of the fault, by which its partition or degradation is undone."""
+        """Name of the fault, by which its partition, degradation, outage or throttle is undone."""
         return f"fault-{self.index}"
 
     @property
@@ -60,7 +60,9 @@ class Strike:
 
     @property
     def operation(self) -> str:
-        """What to do: kill, restart, pause, resume, partition, degrade, heal, or undo (by the handle)."""
+        """What to do: kill, restart, pause, resume, partition, degrade, flap (the links go down), heal, throttle,
+        unthrottle (all throttles of the device), or undo (by the handle; for a flap the links come up).
+        """
         return self.action if self.phase == "strike" else UNDOING.get(self.action, "undo")
 
     def fields(self, detail: str | None = None) -> dict[str, Any]:
@@ -80,6 +82,25 @@ class FaultRecord:
     actual: float | None = None
     undo_intended: float | None = None
     undo_actual: float | None = None
+
+
+@dataclass(frozen=True)
+class _Flap:
+    """How far a flap has come. Its turns count from its first, so they do not drift."""
+
+    part: FlapPart
+    began: float
+    ends: float
+    turns: int = 0
+
+    def comes_up(self) -> float:
+        return min(self.ends, self.began + self.turns * (self.part.down + self.part.up) + self.part.down)
+
+    def goes_down(self) -> float | None:
+        """Return when the present turn begins; None when there are no more."""
+        when = self.began + self.turns * (self.part.down + self.part.up)
+        over = when >= self.ends or (self.part.times is not None and self.turns >= self.part.times)
+        return None if over else when
 
 
 def _matches(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) -> bool:
@@ -106,6 +127,7 @@ class FaultScript:
         self._records: list[FaultRecord] = []
         self._deadlines: list[tuple[float, int, int, Strike]] = []
         self._triggers: dict[int, TriggerPart] = {}
+        self._flaps: dict[int, _Flap] = {}
         for part in faults:
             self.append(part)
 
@@ -132,7 +154,8 @@ class FaultScript:
     def _intend(self, strike: Strike) -> None:
         record = self._records[strike.index]
         if strike.phase == "strike":
-            self._records[strike.index] = replace(record, intended=strike.intended)
+            if record.actual is None:
+                self._records[strike.index] = replace(record, intended=strike.intended)
         else:
             self._records[strike.index] = replace(record, undo_intended=strike.intended)
 
@@ -172,14 +195,36 @@ class FaultScript:
     def done(self, strike: Strike, actual: float) -> None:
         """Note that a strike has taken effect, and schedule what counts from it."""
         index = strike.index
+        if strike.part.flap is not None:
+            self._turn(strike, strike.part.flap, actual)
         if strike.phase == "undo":
             self._records[index] = replace(self._records[index], undo_actual=actual)
             return
+        if self._records[index].actual is not None:
+            return  # a further turn of a flap
         self._records[index] = replace(self._records[index], actual=actual)
-        if strike.part.for_ is not None:
+        if strike.part.for_ is not None and strike.part.flap is None:
             self._schedule(index, "undo", actual + strike.part.for_)
+        if strike.part.heal is not None:
+            self._flaps = {key: replace(flap, ends=actual) for key, flap in self._flaps.items()}
+            self._deadlines = [each for each in self._deadlines if each[1] not in self._flaps]
+            heapq.heapify(self._deadlines)
         if index + 1 < len(self._parts) and (wait := self._parts[index + 1].after) is not None:
             self._schedule(index + 1, "strike", actual + wait)
+
+    def _turn(self, strike: Strike, part: FlapPart, actual: float) -> None:
+        """Schedule what follows as the links of a flap have gone down or come up."""
+        index = strike.index
+        if index not in self._flaps:
+            ends = float("inf") if strike.part.for_ is None else actual + strike.part.for_
+            self._flaps[index] = _Flap(part, actual, ends)
+        flap = self._flaps[index]
+        if strike.phase == "strike":
+            self._schedule(index, "undo", flap.comes_up())
+            return
+        flap = self._flaps[index] = replace(flap, turns=flap.turns + 1)
+        if (when := flap.goes_down()) is not None:
+            self._schedule(index, "strike", when)
 
     def records(self) -> list[FaultRecord]:
         """Return what was intended and what happened, in the order of the file."""
@@ -206,18 +251,16 @@ def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
     """Return every device that a fault names, with the key that names it."""
     named: list[tuple[Key, str]] = [
         ((action,), getattr(part, action))
-        for action in ("kill", "restart", "pause", "resume")
+        for action in ("kill", "restart", "pause", "resume", "unthrottle")
         if getattr(part, action) is not None
     ]
     for number, group in enumerate(part.partition or ()):
         named += [(("partition", number, place), name) for place, name in enumerate(group)]
-    if part.degrade is not None:
-        named += [
-            (("degrade", key), name)
-            for key, name in (("from", part.degrade.from_), ("to", part.degrade.to), ("device", part.degrade.device))
-            if name is not None
-        ]
-        named += [(("degrade", "between", place), name) for place, name in enumerate(part.degrade.between or ())]
+    for action, links in (("degrade", part.degrade), ("flap", part.flap)):
+        if links is not None:
+            named += [((action, *key), name) for key, name in links.named()]
+    if part.throttle is not None:
+        named.append((("throttle", "device"), part.throttle.device))
     if part.when is not None:
         named.append((("when", "device"), part.when.device))
     return named
@@ -245,6 +288,8 @@ def problems(
             *_time_problems(index, part, experiment.scenario.time_limit),
             *_partition_problems(part, names),
             *_degrade_problems(part, experiment),
+            *_link_problems(part, experiment),
+            *_throttle_problems(part, experiment),
             *_mending_problems(part, faults),
         ]
         if part.when is not None:
@@ -283,21 +328,36 @@ def _degrade_problems(part: FaultPart, experiment: Experiment) -> Wrong:
         yield ("degrade",), f"changes nothing: give at least one of preset, {', '.join(FIGURES)}"
     if worse.preset is not None and worse.preset not in PRESETS:
         yield ("degrade", "preset"), f"there is no preset '{worse.preset}': use one of {', '.join(PRESETS)}"
-    for pair in _links_meant(worse):
-        if pair not in experiment.links:
-            yield ("degrade",), f"there is no link from '{pair[0]}' to '{pair[1]}' to degrade"
+        return
+    # By identity: a mesh of a thousand devices has a million links, but few values.
+    for link in {id(link): link for pair, link in experiment.links.items() if worse.touches(pair)}.values():
+        # Which direction a preset has is of no matter here: presets state nothing that could clash.
+        for figure, text in checks.problems(overlay(link, worse, from_first=True)):
+            key = figure.partition(".")[0]
+            yield ("degrade", key) if getattr(worse, key) is not None else ("degrade",), text
 
 
-def _links_meant(worse: DegradePart) -> list[tuple[str, str]]:
-    if worse.between is not None:
-        return [worse.between]
-    return [(str(worse.from_), str(worse.to))] if worse.from_ is not None else []
+def _link_problems(part: FaultPart, experiment: Experiment) -> Wrong:
+    for action, links in (("degrade", part.degrade), ("flap", part.flap)):
+        if links is not None and links.device is None:
+            pair = links.between or (str(links.from_), str(links.to))
+            if pair not in experiment.links:
+                yield (action,), f"there is no link from '{pair[0]}' to '{pair[1]}' to {action}"
+
+
+def _throttle_problems(part: FaultPart, experiment: Experiment) -> Wrong:
+    if part.throttle is None or part.throttle.speed is None:
+        return
+    own = next(device.speed for device in experiment.devices if device.name == part.throttle.device)
+    if part.throttle.speed < own * MIN_FACTOR:
+        lowest = format_speed(own * MIN_FACTOR)
+        yield ("throttle", "speed"), f"is less than a millionth of the device's own speed: use at least {lowest}"
 
 
 def _mending_problems(part: FaultPart, faults: Sequence[FaultPart]) -> Wrong:
-    for mending, breaking in (("restart", "kill"), ("resume", "pause")):
+    for mending, breaking in (("restart", "kill"), ("resume", "pause"), ("unthrottle", "throttle")):
         name = getattr(part, mending)
-        if name is not None and not any(getattr(other, breaking) == name for other in faults):
+        if name is not None and not any(other.action == breaking and target(other) == name for other in faults):
             yield (mending,), f"no fault of this scenario {breaking}s '{name}': nothing to {mending}"
 
 

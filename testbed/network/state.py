@@ -1,4 +1,4 @@
-"""What faults have done to the links so far, as a value: each change returns a new state."""
+"""What faults and a trace have done to the links so far, as a value: each change returns a new state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from testbed.network.link import Link, Pair
 from testbed.network.overlay import overlay
 
 if TYPE_CHECKING:
-    from testbed.scenario.schema import DegradePart
+    from testbed.scenario.schema import DegradePart, FlapPart, LinkPart
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Partition:
     groups: Mapping[str, int]
     """Device -> group; the devices not named form one more."""
 
-    def separates(self, pair: Pair) -> bool:
+    def touches(self, pair: Pair) -> bool:
         """Return whether the two devices cannot reach each other."""
         return self.groups.get(pair[0], -1) != self.groups.get(pair[1], -1)
 
@@ -33,27 +33,39 @@ class Degradation:
 
     def touches(self, pair: Pair) -> bool:
         """Return whether this directed link is among those meant."""
-        part = self.part
-        if part.device is not None:
-            return part.device in pair
-        if part.between is not None:
-            return pair in (part.between, part.between[::-1])
-        return pair == (part.from_, part.to)
+        return self.part.touches(pair)
+
+
+@dataclass(frozen=True)
+class Outage:
+    """Links that drop everything: the down phase of a flap."""
+
+    part: FlapPart
+
+    def touches(self, pair: Pair) -> bool:
+        """Return whether this directed link is among those meant."""
+        return self.part.touches(pair)
+
+
+Impairment = Partition | Degradation | Outage
 
 
 @dataclass(frozen=True)
 class NetworkState:
     """The links of a run and what is wrong with them right now.
 
-    Impairments pile up: a link is down while any partition separates its ends, and of several degradations of one
-    link the latest decides about each key it gives. Each goes by the handle that its maker chose.
+    Impairments pile up: a link is down while any partition separates its ends or any outage is on it, and of several
+    degradations of one link the latest decides about each key it gives. Each goes by the handle that its maker chose.
+    What a trace says of a link stands below all of them.
     """
 
     links: Mapping[Pair, Link]
     first: str = ""
     """First device of the scenario: presets have a direction, down is away from it."""
-    impairments: Mapping[str, Partition | Degradation] = field(default_factory=dict)
+    impairments: Mapping[str, Impairment] = field(default_factory=dict)
     """In the order in which they were made."""
+    traced: Mapping[Pair, Link] = field(default_factory=dict)
+    """Links whose own figures a trace has changed."""
 
     def partition(self, groups: Sequence[Sequence[str]], handle: str) -> NetworkState:
         """Cut the groups off from each other and from the devices not named, which form one more group."""
@@ -64,7 +76,19 @@ class NetworkState:
         """Lay the properties given over those of the links named."""
         return self._with(handle, Degradation(part))
 
-    def _with(self, handle: str, impairment: Partition | Degradation) -> NetworkState:
+    def cut(self, part: FlapPart, handle: str) -> NetworkState:
+        """Take the links named down, as a flap does."""
+        return self._with(handle, Outage(part))
+
+    def set(self, pairs: Iterable[Pair], part: LinkPart) -> NetworkState:
+        """Give links other figures of their own, under whatever impairments are in force on them."""
+        new = {
+            pair: overlay(self.traced.get(pair) or self.links[pair], part, from_first=pair[0] == self.first)
+            for pair in pairs
+        }
+        return replace(self, traced={**self.traced, **new})
+
+    def _with(self, handle: str, impairment: Impairment) -> NetworkState:
         if handle in self.impairments:
             raise ValueError(f"'{handle}' is in force already: undo it first, or choose another handle")
         return replace(self, impairments={**self.impairments, handle: impairment})
@@ -79,35 +103,38 @@ class NetworkState:
 
     def effective(self, pair: Pair) -> Link:
         """Return the directed link as it is now; raise KeyError where there is none."""
-        link = self.links[pair]
+        link = self.traced.get(pair) or self.links[pair]
         for impairment in self.impairments.values():
-            if isinstance(impairment, Partition):
-                if impairment.separates(pair):
-                    link = replace(link, up=False)
-            elif impairment.touches(pair):
+            if not impairment.touches(pair):
+                continue
+            if isinstance(impairment, Degradation):
                 link = overlay(link, impairment.part, from_first=pair[0] == self.first)
+            else:
+                link = replace(link, up=False)
         return link
 
     def changed(self, since: NetworkState) -> dict[Pair, Link]:
         """Return the effective links that differ from an earlier state of the same network, in its order."""
+        found = {}
+        for pair in self._suspects(since):
+            link = self.effective(pair)
+            if link != since.effective(pair):
+                found[pair] = link
+        return found
+
+    def _suspects(self, since: NetworkState) -> Iterable[Pair]:
+        """Return the links that may differ, in order: there may be a million, and most changes are to one."""
         differing = [
             impairment
             for one, other in ((self, since), (since, self))
             for handle, impairment in one.impairments.items()
             if other.impairments.get(handle) is not impairment
         ]
-        found = {}
-        for pair in self._touched(differing):
-            link = self.effective(pair)
-            if link != since.effective(pair):
-                found[pair] = link
-        return found
-
-    def _touched(self, impairments: Iterable[Partition | Degradation]) -> list[Pair]:
-        cuts = [each for each in impairments if isinstance(each, Partition)]
-        worse = [each for each in impairments if isinstance(each, Degradation)]
-        return [
+        traced = {
             pair
-            for pair in self.links
-            if any(cut.separates(pair) for cut in cuts) or any(each.touches(pair) for each in worse)
-        ]
+            for pair in self.traced.keys() | since.traced.keys()
+            if self.traced.get(pair) is not since.traced.get(pair)
+        }
+        if not differing:
+            return sorted(traced)
+        return [pair for pair in self.links if pair in traced or any(each.touches(pair) for each in differing)]

@@ -335,6 +335,7 @@ class Channel:
             if parcel.start < now:
                 parcel.remaining *= (parcel.end - now) / (parcel.end - parcel.start)
                 self.progress = now
+                self._blocked_since = None
             elif parcel.begun == parcel.start:
                 parcel.begun = -1.0
             parcel.due = -1.0

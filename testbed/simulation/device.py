@@ -281,7 +281,7 @@ class SimulatedDevice:
                 self._processor.popleft()
                 work.future.set_exception(error)
                 continue
-            work.remaining = work.cost.flops / self.host.spec.speed
+            work.remaining = work.cost.flops / self.host.speed
             self._go_on(work)
             return
 
@@ -302,6 +302,17 @@ class SimulatedDevice:
         self._loop.thaw(self)
         if self._processor:
             self._go_on(self._processor[0])
+
+    def change_speed(self, factor: float) -> None:
+        """Do what is left of the work under way at so many times the speed so far."""
+        if not self._processor:
+            return
+        work = self._processor[0]
+        if self.host.paused:
+            work.remaining /= factor
+        elif work.ends > self._loop.now:  # it is not over, nor only just about to begin
+            work.remaining = (work.ends - self._loop.now) / factor
+            self._go_on(work)
 
     def kill(self) -> None:
         """End the program wherever it is; nothing that it still does has any effect."""

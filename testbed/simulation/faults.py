@@ -59,7 +59,15 @@ class FaultExecution:
             world.set_network(world.network.partition(part.partition, strike.handle))
         elif strike.operation == "degrade" and part.degrade is not None:
             world.set_network(world.network.degrade(part.degrade, strike.handle))
+        elif strike.operation == "flap" and part.flap is not None:
+            world.set_network(world.network.cut(part.flap, strike.handle))
         elif strike.operation == "heal":
             world.set_network(world.network.heal())
+        elif strike.operation == "throttle" and part.throttle is not None:
+            world.set_speeds(world.speeds.throttle(part.throttle, strike.handle))
+        elif strike.operation == "unthrottle" and part.unthrottle is not None:
+            world.set_speeds(world.speeds.unthrottle(part.unthrottle))
+        elif part.throttle is not None:
+            world.set_speeds(world.speeds.undo(strike.handle))
         else:
             world.set_network(world.network.undo(strike.handle))

@@ -18,6 +18,8 @@ class Host:
 
     name: str
     spec: DeviceSpec
+    speed: float = field(init=False)
+    """FLOP/s right now."""
     device: SimulatedDevice | None = None
     """What its present program sees; None while it is off or boots."""
     booting: int | None = None
@@ -29,6 +31,9 @@ class Host:
     """What arrived while it was paused, and what to do about it then."""
     overdue: list[tuple[Callable[[Any], None], Any]] = field(default_factory=list)
     """Time-outs that passed while it was paused; what arrived comes first."""
+
+    def __post_init__(self) -> None:
+        self.speed = self.spec.speed
 
     def condition(self) -> str:
         """Say how the machine is and, where a program runs, what that waits for."""

@@ -17,7 +17,8 @@ from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.host import Host
 from testbed.simulation.loop import OWNER, Stillness, TimeLimit, VirtualLoop
 from testbed.simulation.medium import Medium
-from testbed.trace.events import TESTBED, Event
+from testbed.speeds import Speeds
+from testbed.trace.events import TESTBED, Event, link_fields
 
 BOOT_SECONDS = 2.0
 """From the restart of a device to the start of its program: kernel or container, Python, torch."""
@@ -54,6 +55,7 @@ class World:
         self.loop.set_exception_handler(self._lost_error)
         self.hosts = {spec.name: Host(spec.name, spec) for spec in devices}
         self.network = NetworkState(links, first=next(iter(self.hosts)))
+        self.speeds = Speeds.of(host.spec for host in self.hosts.values())
         self.events: list[Event] = []
         self.watch: Callable[[Event], None] | None = None
         """Sees every event right after it is written, and may strike at once."""
@@ -191,15 +193,21 @@ class World:
         for (source, target), link in changed.items():
             self.record(
                 "link",
-                source=source,
-                destination=target,
-                rate=link.rate,
-                delay=link.delay,
-                loss=link.loss,
-                up=link.up,
+                **link_fields(source, target, link),
             )
             if (source, target) in self._channels:
                 self._channels[source, target].refresh(link)
+
+    def set_speeds(self, state: Speeds) -> None:
+        """Change the devices' speeds at once, also for what they are computing, and log those that change."""
+        changed = state.changed(self.speeds)
+        self.speeds = state
+        for name, factor in changed.items():
+            self.record("speed", target=name, factor=factor, speed=state.speed(name))
+            host = self.hosts[name]
+            before, host.speed = host.speed, state.speed(name)
+            if host.device is not None:
+                host.device.change_speed(host.speed / before)
 
     def why_still(self) -> str:
         """Say what each device waits for."""

@@ -8,7 +8,12 @@ from typing import Any
 
 from testbed.trace.events import Event
 
-MENDING = {"restart": ("kill",), "resume": ("pause",), "heal": ("partition", "degrade")}
+MENDING = {
+    "restart": ("kill",),
+    "resume": ("pause",),
+    "heal": ("partition", "degrade", "flap"),
+    "unthrottle": ("throttle",),
+}
 """Faults that undo others, with what they undo."""
 
 

@@ -11,9 +11,12 @@ compute  span, batch?, micro?, start, duration, flops, busy, deficit, late?     
 send     peer, message, bytes, start, duration, queued, encode                     device, when acknowledged
 receive  peer, message, bytes, start, duration, decode                             device, when fully there
 cast     peers, message, bytes, start, duration                                    device, when it has left
+host     waited, interval                                                          device, every second
 state    state (up, started, finished, failed, stopped), error?                    runtime
 fault    action, target, phase (strike | undo), intended, detail?                  runtime, device "testbed"
-link     source, destination, rate, delay, loss, up                                runtime, device "testbed"
+link     source, destination, rate, delay, loss, up, other figures that it has?    runtime, device "testbed"
+speed    target, factor (share of its own speed), speed                            runtime, device "testbed"
+trace    what, value, intended                                                     runtime, device "testbed"
 step     step, loss, samples                                                       method, a training step done
 evaluate step, accuracy, loss                                                      method, on the test data
 request  request, latency                                                          method, an inference done
@@ -23,7 +26,8 @@ log      text                                                                   
 
 ``start`` is a ``time``; all durations are seconds. For compute, ``busy`` is what the host really needed and
 ``deficit`` by how much that exceeded the charged time (0 when the pacing could hide it), ``late`` by how much the host
-made the work late in all, the deficit and what it began or woke up too late included. For send, ``queued`` is the
+made the work late in all, the deficit and what it began or woke up too late included. For host, ``waited`` is how long
+threads of the device, but for the one that computes, were ready and had no processor, in the last ``interval``. For send, ``queued`` is the
 wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive, from
 the first to the last byte.
 """
@@ -32,11 +36,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from testbed.network.link import Link
 
 TESTBED = "testbed"
 """The ``device`` of events that no device wrote."""
+
+
+def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
+    """Return the fields of a ``link`` event: those that any link has, and what else there is to say of this one."""
+    plain = {"rate": link.rate, "delay": link.delay, "loss": link.loss, "up": link.up}
+    others = {name: value for name, value in asdict(link).items() if value != getattr(Link, name)}
+    return {"source": source, "destination": destination, **plain, **others}
 
 
 @dataclass(frozen=True, slots=True)

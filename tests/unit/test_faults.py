@@ -159,3 +159,104 @@ def test_possible_faults_have_no_problems():
         {"restart": "b", "after": "1s"},
     )
     assert problems(fine, spans, batches=5) == []
+
+
+def play(script, until, late=0.0):
+    """Let a script strike as soon as things are due, each so much late; return (operation, intended)."""
+    done = []
+    while (deadline := script.next_deadline()) is not None and deadline <= until:
+        for strike in script.due(deadline):
+            done.append((strike.operation, round(strike.intended, 9)))
+            script.done(strike, strike.intended + late)
+    return done
+
+
+FLAP = {"between": ["a", "b"], "down": "1s", "up": "2s"}
+
+
+def test_flap_goes_down_and_up_so_often():
+    script = FaultScript(faults({"flap": {**FLAP, "times": 2}, "at": "5s"}, {"kill": "a", "after": "100s"}))
+    turns = [("flap", 5), ("undo", 6), ("flap", 8), ("undo", 9)]
+    assert play(script, 1000) == [*turns, ("kill", 105)]
+    record = script.records()[0]
+    assert (record.target, record.intended, record.actual, record.undo_actual) == ("a <-> b", 5, 5, 9)
+
+
+def test_flap_does_not_drift():
+    script = FaultScript(faults({"flap": {**FLAP, "times": 100}, "at": 0}))
+    turns = play(script, 1000, late=0.125)
+    assert turns[0] == ("flap", 0)
+    assert turns[-1] == ("undo", 0.125 + 99 * 3 + 1)
+
+
+def test_flap_ends_with_the_links_up():
+    script = FaultScript(faults({"flap": FLAP, "at": 0, "for": "3.5s"}))
+    assert play(script, 1000) == [("flap", 0), ("undo", 1), ("flap", 3), ("undo", 3.5)]
+    without_end = FaultScript(faults({"flap": FLAP, "at": 0}))
+    assert len(play(without_end, 3000)) == 2001
+
+
+def test_heal_ends_a_flap():
+    script = FaultScript(faults({"flap": FLAP, "at": 0}, {"heal": "all", "at": "3.5s"}))
+    assert play(script, 1000) == [("flap", 0), ("undo", 1), ("flap", 3), ("heal", 3.5)]
+
+
+def test_throttle_is_undone_by_its_handle():
+    script = FaultScript(faults({"throttle": {"device": "a", "slowdown": 4}, "at": "1s", "for": "2s"}))
+    assert play(script, 10) == [("throttle", 1), ("undo", 3)]
+    assert script.records()[0].target == "a"
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "said"),
+    [
+        ({"flap": {**FLAP, "between": ["a", "c"]}}, ("flap",), "there is no link from 'a' to 'c' to flap"),
+        ({"throttle": {"device": "a", "speed": "1flops"}}, ("throttle", "speed"), "use at least 1kflops"),
+        ({"unthrottle": "a"}, ("unthrottle",), "no fault of this scenario throttles 'a'"),
+        (
+            {"degrade": {"between": ["a", "b"], "jitter": "6ms"}},
+            ("degrade", "jitter"),
+            "a jitter of 6ms is above the delay of 5ms",
+        ),
+        ({"degrade": {"device": "a", "rate": "1kbit"}}, ("degrade", "rate"), "use at least 8kbit"),
+        ({"degrade": {"device": "a"}}, ("degrade",), "changes nothing"),
+    ],
+)
+def test_impossible_faults_of_links_and_speeds(part, key, said):
+    scenario = Scenario.model_validate(
+        {
+            "name": "small",
+            "devices": {"a": {}, "b": {}, "c": {}},
+            "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1},
+            "faults": [{**part, "at": "1s"}],
+        }
+    )
+    devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
+    link = Link(rate=1e6, delay=0.005)
+    experiment = Experiment(scenario, devices, {("a", "b"): link, ("b", "a"): link}, {})
+    (problem,) = problems(experiment, lambda _: ())
+    assert problem.key == ("faults", 0, *key)
+    assert said in problem.text
+
+
+def test_names_of_the_new_faults_are_looked_at():
+    (flap, throttle) = faults(
+        {"flap": {"from": "a", "to": "b", "down": "1s", "up": "1s"}, "at": 0},
+        {"throttle": {"device": "c", "slowdown": 2}, "at": 0},
+    )
+    assert devices_named(flap) == [(("flap", "from"), "a"), (("flap", "to"), "b")]
+    assert devices_named(throttle) == [(("throttle", "device"), "c")]
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"throttle": {"device": "a"}, "at": 0}, "exactly one of 'speed' and 'slowdown'"),
+        ({"flap": {**FLAP, "times": 2}, "at": 0, "for": "1s"}, "give one of the two"),
+        ({"unthrottle": "a", "at": 0, "for": "1s"}, "takes no 'for'"),
+        ({"flap": {"between": ["a", "b"], "down": 0, "up": "1s"}, "at": 0}, "greater than 0"),
+    ],
+)
+def test_shapes_of_the_new_faults(part, said):
+    with pytest.raises(ValueError, match=said):
+        faults(part)

@@ -6,7 +6,7 @@ import pytest
 
 from testbed.network.link import Link
 from testbed.network.state import NetworkState
-from testbed.scenario.schema import DegradePart
+from testbed.scenario.schema import DegradePart, FlapPart, LinkPart
 
 BASE = Link(rate=50e6, delay=0.005, loss=0.0)
 MESH = NetworkState(dict.fromkeys(permutations("abcd", 2), BASE), first="a")
@@ -75,3 +75,25 @@ def test_change_that_changes_nothing_touches_no_pair():
     assert MESH.degrade(degrade(device="a", delay="5ms"), "x").changed(MESH) == {}
     with pytest.raises(KeyError):
         MESH.effective(("a", "z"))
+
+
+def flap(**keys):
+    return FlapPart.model_validate({"down": "1s", "up": "1s", **keys})
+
+
+def test_outage_takes_links_down_until_it_is_undone():
+    down = MESH.cut(flap(between=["a", "b"]), "x")
+    assert {pair for pair in MESH.links if not down.effective(pair).up} == {("a", "b"), ("b", "a")}
+    assert down.undo("x").changed(down) == {("a", "b"): BASE, ("b", "a"): BASE}
+    assert set(MESH.cut(flap(device="d"), "x").changed(MESH)) == {p for p in MESH.links if "d" in p}
+
+
+def test_trace_stands_below_impairments():
+    slow = MESH.set([("a", "b")], LinkPart.model_validate({"rate": "1mbit"}))
+    assert slow.changed(MESH) == {("a", "b"): Link(1e6, 0.005)}
+    both = slow.degrade(degrade(between=["a", "b"], delay="1s"), "x")
+    assert both.effective(("a", "b")) == Link(1e6, 1.0)
+    slower = both.set([("a", "b"), ("b", "a")], LinkPart.model_validate({"rate": "2mbit", "loss": "1%"}))
+    assert slower.changed(both) == {("a", "b"): Link(2e6, 1.0, loss=0.01), ("b", "a"): Link(2e6, 1.0, loss=0.01)}
+    assert slower.heal().effective(("a", "b")) == Link(2e6, 0.005, loss=0.01)
+    assert slower.set([("a", "b")], LinkPart()).changed(slower) == {}
