@@ -1,0 +1,108 @@
+"""Channels that carry one transmission at a time: who transmits when. Pure; it is told the time.
+
+A cell's devices share one channel. A device that casts over a slow link has a channel of its own for that, so that its
+casts take as long as the rate says, to the last byte.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a station reaches one address: over which channels, all of them at once, and how fast."""
+
+    channels: tuple[Hashable, ...]
+    rate: float
+    """bit/s on the wire"""
+
+
+@dataclass(eq=False, slots=True)
+class Transmission(Generic[T]):
+    """One packet, from when its sender had it ready to when its last bit has left."""
+
+    station: Hashable
+    address: Hashable
+    size: int
+    """Bytes on the wire"""
+    item: T
+    channels: tuple[Hashable, ...] = ()
+    """Occupied from ``start`` to ``end``."""
+    start: float = 0.0
+    end: float = 0.0
+
+
+class Media(Generic[T]):
+    """All channels: transmissions in the order in which they became ready, each as soon as its channels are free.
+
+    A station hears whatever goes on in its channels and waits; nothing collides.
+    """
+
+    def __init__(self) -> None:
+        self._ways: dict[Hashable, Mapping[Hashable, Way]] = {}
+        self._free: dict[Hashable, float] = {}
+        self._order: dict[Transmission[T], None] = {}
+        self._ends: list[tuple[float, int, Transmission[T]]] = []
+        self._ties = 0
+
+    def set_ways(self, station: Hashable, ways: Mapping[Hashable, Way], now: float) -> None:
+        """Say how a station reaches whom, from now on; what is on the air stays as it was."""
+        self._ways[station] = ways
+        self._reschedule(now)
+
+    def offer(self, station: Hashable, address: Hashable, now: float, size: int, item: T) -> None:
+        """Take a packet that is ready to be transmitted."""
+        made = Transmission(station, address, size, item)
+        self._order[made] = None
+        self._schedule(made, now)
+
+    @property
+    def next_end(self) -> float:
+        """When the next transmission ends; infinite when there is none."""
+        return self._ends[0][0] if self._ends else math.inf
+
+    def finished(self, now: float) -> list[Transmission[T]]:
+        """Return, and forget, the transmissions that have ended by now, in the order of their ends."""
+        over = []
+        while self._ends and self._ends[0][0] <= now:
+            made = heapq.heappop(self._ends)[2]
+            del self._order[made]
+            over.append(made)
+        return over
+
+    def forget(self, station: Hashable, now: float) -> None:
+        """Forget a station that is gone; what it had not begun to transmit leaves its channels to the others."""
+        self._ways.pop(station, None)
+        for made in [each for each in self._order if each.station == station]:
+            del self._order[made]
+        self._reschedule(now)
+
+    def waiting(self, station: Hashable) -> int:
+        """Return how many packets of a station have not left it."""
+        return sum(made.station == station for made in self._order)
+
+    def _schedule(self, made: Transmission[T], now: float) -> None:
+        way = self._ways.get(made.station, {}).get(made.address)
+        made.channels = way.channels if way else ()
+        made.start = max([now, *(self._free.get(channel, now) for channel in made.channels)])
+        made.end = made.start + (made.size * 8 / way.rate if way else 0.0)
+        for channel in made.channels:
+            self._free[channel] = made.end
+        self._ties += 1
+        heapq.heappush(self._ends, (made.end, self._ties, made))
+
+    def _reschedule(self, now: float) -> None:
+        """Give what has not begun its time anew."""
+        on_air = [each for each in self._ends if each[2].start <= now]
+        self._free = {channel: end for end, _, made in sorted(on_air) for channel in made.channels}
+        self._ends = [each for each in on_air if each[2] in self._order]
+        heapq.heapify(self._ends)
+        for made in [each for each in self._order if each.start > now]:
+            self._schedule(made, now)

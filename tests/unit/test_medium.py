@@ -1,0 +1,91 @@
+"""Channels that carry one transmission at a time, against times computed by hand."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.shaping.medium import Media, Way
+
+CELL = ("cell", 0)
+SECOND = 1000
+"""Bytes that take a second."""
+RATE = SECOND * 8.0
+AT_ONCE = {"all": Way((CELL,), RATE)}
+
+
+def media(*stations: str, way: Way = AT_ONCE["all"]) -> Media[str]:
+    made: Media[str] = Media()
+    for station in stations:
+        made.set_ways(station, {"all": way}, 0.0)
+    return made
+
+
+def ends(made: Media[str], until: float = math.inf) -> list[tuple[str, float]]:
+    return [(each.item, each.end) for each in made.finished(until)]
+
+
+def test_transmissions_of_a_cell_follow_each_other_in_the_order_of_their_sending():
+    made = media("a", "b")
+    made.offer("a", "all", 0.0, SECOND, "first")
+    made.offer("b", "all", 0.1, 2 * SECOND, "second")
+    made.offer("a", "all", 0.2, SECOND, "third")
+    assert made.next_end == 1.0
+    assert made.finished(0.99) == []
+    assert ends(made, 1.0) == [("first", 1.0)]
+    assert ends(made) == [("second", 3.0), ("third", 4.0)]
+    made.offer("b", "all", 9.0, SECOND, "after silence")
+    assert ends(made) == [("after silence", 10.0)]
+    assert made.next_end == math.inf
+
+
+def test_channels_are_independent_and_a_gateway_needs_all_of_its_own():
+    made = media("a")
+    made.set_ways("b", {"all": Way(("other",), RATE)}, 0.0)
+    made.set_ways("gate", {"all": Way((CELL, "other"), RATE), "wire": Way((), RATE)}, 0.0)
+    made.offer("a", "all", 0.0, SECOND, "a")
+    made.offer("b", "all", 0.0, 3 * SECOND, "b")
+    made.offer("gate", "all", 0.0, SECOND, "gate")
+    made.offer("gate", "wire", 0.0, SECOND, "wire")
+    made.offer("a", "all", 0.0, SECOND, "a again")
+    assert ends(made) == [("a", 1.0), ("wire", 1.0), ("b", 3.0), ("gate", 4.0), ("a again", 5.0)]
+
+
+def test_another_rate_holds_for_what_has_not_begun():
+    made = media("a", "b")
+    made.offer("a", "all", 0.0, SECOND, "on air")
+    made.offer("a", "all", 0.0, SECOND, "waits")
+    made.set_ways("a", {"all": Way((CELL,), RATE / 4)}, 0.5)
+    made.offer("b", "all", 0.6, SECOND, "b")
+    assert ends(made) == [("on air", 1.0), ("waits", 5.0), ("b", 6.0)]
+
+
+def test_a_station_that_is_gone_leaves_the_channel_to_the_others():
+    made = media("a", "b")
+    made.offer("a", "all", 0.0, SECOND, "on air")
+    made.offer("a", "all", 0.0, 5 * SECOND, "never")
+    made.offer("b", "all", 0.0, SECOND, "b")
+    assert made.waiting("a") == 2
+    made.forget("a", 0.5)
+    assert made.waiting("a") == 0
+    assert ends(made) == [("b", 2.0)]
+
+
+def test_what_is_for_an_address_without_a_way_leaves_at_once():
+    made = media("a")
+    made.offer("a", "all", 0.0, SECOND, "slow")
+    made.offer("a", "elsewhere", 0.5, SECOND, "free")
+    assert ends(made, 0.5) == [("free", 0.5)]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5), st.integers(1, 3000)), max_size=30))
+def test_no_two_overlap_and_the_channel_never_idles_while_somebody_waits(sends):
+    made = media("a", "b", "c")
+    free, now, expected = 0.0, 0.0, []
+    for number, (station, gap, size) in enumerate(sends):
+        now += gap
+        made.offer(station, "all", now, size, str(number))
+        free = max(free, now) + size * 8 / RATE
+        expected.append((str(number), free))
+        made.set_ways("c", {"all": Way((CELL,), RATE)}, now)  # that nothing changes must change nothing
+    assert [(item, round(end, 9)) for item, end in ends(made)] == [(item, round(end, 9)) for item, end in expected]
