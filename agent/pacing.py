@@ -177,6 +177,11 @@ class Processor:
             return result  # type: ignore[return-value]
 
     @property
+    def threads(self) -> list[int]:
+        """The kernel's numbers of the threads that compute."""
+        return [self._thread.native_id] if self._thread.native_id is not None else []
+
+    @property
     def waiting(self) -> int:
         """Pieces of work that have not begun."""
         return self._queue.qsize()

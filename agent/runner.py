@@ -18,6 +18,7 @@ from agent.http import Refused
 from agent.pacing import Pace, precise_sleep
 from agent.receiving import DataApplication
 from agent.settings import Settings
+from agent.waiting import WaitingTime
 from testbed import tensors
 from testbed.errors import TestbedError
 from testbed.network.broadcast import heard
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _Arguments = TypeVarTuple("_Arguments")
 
+WATCH_SECONDS = 1.0
+"""Between two records of what the host kept a device waiting for."""
 STOP_SECONDS = 3.0
 """How long a program may take to end once it is cancelled."""
 
@@ -200,7 +203,10 @@ class Runner:
         try:
             await asyncio.sleep(origin - time.monotonic())
             self._record(time.monotonic(), origin, "started")
+            watch = asyncio.create_task(_watch(device))
             await deployment.method.program(device, job)
+            watch.cancel()
+            await asyncio.wait([watch])
         except BaseException:
             self._data.inbox = None
             raise
@@ -211,6 +217,24 @@ class Runner:
     def _record(self, instant: float, origin: float, state: str, error: str | None = None) -> None:
         fields: dict[str, Any] = {"state": state} if error is None else {"state": state, "error": error}
         self.log.append(Event(instant - origin, self.settings.device, "state", fields).to_json())
+
+
+async def _watch(device: RealDevice) -> None:
+    """Record now and then, and at the end, for how long the host kept the device waiting."""
+    waiting, since = WaitingTime(without=device.processor.threads), time.monotonic()
+
+    def record() -> None:
+        nonlocal since
+        now = time.monotonic()
+        device.record("host", waited=waiting.since_last(), interval=now - since)
+        since = now
+
+    try:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            record()
+    finally:
+        record()
 
 
 def _fractions(body: bytearray, peers: Collection[str]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from controller import faults, verification
-from controller.fidelity import HostMonitor
+from controller.fidelity import HostMonitor, since
 from controller.lab import Lab
 from controller.reaper import guard
 from testbed.errors import TestbedError
@@ -75,10 +75,11 @@ def emulate(
             verification.check(links, accept_links)
             on_stage("handing out the work")
             execution = _Execution(lab, prepared, dataset.result(), weights, on_event)
+            before = lab.shaper.statistics(reset=True)
             outcome = execution.run(on_stage)
             outcome.links = links
             outcome.host = lab.facts()
-            outcome.fidelity |= lab.shaper.statistics()
+            outcome.fidelity |= since(before, lab.shaper.statistics())
             if keep:
                 on_stage(f"the lab stays up: testbed down {lab.run_id}")
     outcome.wall_seconds = time.monotonic() - began

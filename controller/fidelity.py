@@ -1,9 +1,11 @@
-"""How much the host itself may have bent a run: its processors, sampled while the run goes on."""
+"""How much the host itself may have bent a run: its processors and the shaper's queues, while the run goes on."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,20 @@ SATURATED = 0.95
 """Share of all processors busy from which a sample counts as saturated: work was then waiting for work."""
 
 
-def _ticks() -> tuple[float, float]:
-    """Return (busy, total) clock ticks of all processors since boot, from /proc/stat."""
-    fields = [float(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    idle = fields[3] + fields[4]
-    total = sum(fields[:8])
-    return total - idle, total
+@dataclass(frozen=True)
+class _Ticks:
+    """Clock ticks of all processors since boot."""
+
+    busy: float
+    stolen: float
+    total: float
+
+    @staticmethod
+    def now() -> _Ticks:
+        """Read them from /proc/stat."""
+        fields = [float(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        idle, total = fields[3] + fields[4], sum(fields[:8])
+        return _Ticks(total - idle, fields[7], total)
 
 
 class HostMonitor:
@@ -25,6 +35,7 @@ class HostMonitor:
 
     def __init__(self) -> None:
         self._samples: list[float] = []
+        self._first = self._last = _Ticks(0.0, 0.0, 0.0)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="host-monitor", daemon=True)
 
@@ -40,16 +51,31 @@ class HostMonitor:
             self._thread.join()
         if not self._samples:
             return {}
+        stolen, total = self._last.stolen - self._first.stolen, self._last.total - self._first.total
         return {
             "host_cores": os.cpu_count(),
             "host_load": sum(self._samples) / len(self._samples),
             "host_saturated": sum(sample >= SATURATED for sample in self._samples) / len(self._samples),
+            "host_stolen": stolen / total if total > 0 else 0.0,
         }
 
     def _sample(self) -> None:
-        busy, total = _ticks()
+        self._first = self._last = _Ticks.now()
         while not self._stopped.wait(SAMPLE_SECONDS):
-            now_busy, now_total = _ticks()
-            if now_total > total:
-                self._samples.append((now_busy - busy) / (now_total - total))
-            busy, total = now_busy, now_total
+            now, last = _Ticks.now(), self._last
+            if now.total > last.total:
+                self._samples.append((now.busy - last.busy) / (now.total - last.total))
+            self._last = now
+
+
+def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shaper's statistics with only those packets dropped that were between the two readings.
+
+    What the measurement of the links before the run did to their queues is none of the run's business.
+    """
+    earlier = before.get("queues", {})
+    queues = {
+        name: {kind: max(0, count - earlier.get(name, {}).get(kind, 0)) for kind, count in counts.items()}
+        for name, counts in after.get("queues", {}).items()
+    }
+    return {**after, "queues": queues}

@@ -50,8 +50,9 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "bytes_received": ("bytes", "by all devices together"),
     "compute_share": ("share", "of the duration, mean over the devices of the plan"),
     "idle_share": ("share", "of the duration, mean over the devices of the plan"),
-    "compute_deficit": ("seconds", "by which the host was too slow for the pacing, over all devices"),
+    "compute_deficit": ("seconds", "by which the host made computations late, over all devices"),
     "deficit_share": ("share", "of the undisturbed steps' time, of the worst device"),
+    "waited_share": ("share", "of the same time, that messages waited for a processor of the host; worst device"),
     "trusted": ("truth", "whether the verdict holds nothing against the run"),
     "status": ("word", "finished, failed, timed out or interrupted"),
 }
@@ -60,7 +61,7 @@ FIGURES: dict[str, tuple[Kind, str]] = {
 _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
 DEVICE_FIGURES: dict[str, Kind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
-    **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share"], "share"),
+    **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"], "share"),
     **dict.fromkeys(["bytes_sent", "bytes_received"], "bytes"),
     **dict.fromkeys(["messages_sent", "messages_received", "flops"], "number"),
 }

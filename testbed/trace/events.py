@@ -24,12 +24,12 @@ recovery phase (detected | resumed), step, missing?, partition?                 
 log      text                                                                      anybody
 ======== ========================================================================= ===========================
 
-``start`` is a ``time``; all durations are seconds. For compute, ``busy`` is what the host really needed and
-``deficit`` by how much that exceeded the charged time (0 when the pacing could hide it), ``late`` by how much the host
-made the work late in all, the deficit and what it began or woke up too late included. For host, ``waited`` is how long
-threads of the device, but for the one that computes, were ready and had no processor, in the last ``interval``. For send, ``queued`` is the
-wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive, from
-the first to the last byte.
+``start`` is a ``time``; all durations are seconds. For compute, ``busy`` is what the host really needed, ``deficit``
+by how much that exceeded the charged time (0 when the pacing could hide it), ``late`` by how much the host made the
+work late in all: the deficit, and what it began or woke up too late. For host, ``waited`` is how long threads of the
+device, but for the one that computes, were ready and had no processor, in the last ``interval``. For send, ``queued``
+is the wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive,
+from the first to the last byte.
 """
 
 from __future__ import annotations

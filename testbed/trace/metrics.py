@@ -53,8 +53,10 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     messages, bytes_sent       sum over all devices; a cast counts once
     bytes_received             sum over all devices
     compute_share, idle_share  mean over the devices of the plan
-    compute_deficit            seconds by which the host was too slow for the pacing, summed over the devices
+    compute_deficit            seconds by which the host made computations late, summed over the devices
     deficit_share              the same within the steady phase, as a share of its time, of the worst device
+    waited_share               share of the steady phase that the threads which move messages waited for a processor of
+                               the host, of the worst device
     trusted                    true when the verdict holds nothing against the run
     ========================== ====================================================================================
 
@@ -93,9 +95,12 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "bytes_received": sum(device["bytes_received"] for device in devices.values()),
         **_shares(devices, {assignment.device for assignment in plan.assignments}),
         "compute_deficit": sum(device["deficit"] for device in devices.values()),
-        "deficit_share": max((device["deficit_share"] for device in devices.values()), default=0.0),
+        **{
+            name: max((device[name] for device in devices.values()), default=0.0)
+            for name in ("deficit_share", "waited_share")
+        },
     }
-    judgement = verdict(outcome, experiment, plan, devices, struck, recovered)
+    judgement = verdict(outcome, experiment, plan, devices, struck, recovered, end)
     figures["trusted"] = judgement["trusted"]
     figures["series"] = {
         "steps": steps,
@@ -256,7 +261,8 @@ def _devices(
             row["units"] = [held[spec.name].first, held[spec.name].last]
         row |= _activity(charted[spec.name], end)
         row |= _work(own[spec.name])
-        row["deficit_share"] = _deficit_share(own[spec.name], phase)
+        row["deficit_share"] = _share(_deficit(own[spec.name], phase), phase)
+        row["waited_share"] = _share(_waited(own[spec.name], phase), phase)
         table[spec.name] = row
     return table
 
@@ -284,25 +290,39 @@ def _work(own: Sequence[Event]) -> dict[str, Any]:
         "bytes_received": sum(fields.get("bytes", 0) for fields in received),
         "flops": sum(fields.get("flops", 0.0) for fields in computed),
         "busy": sum(fields.get("busy", 0.0) for fields in computed),
-        "deficit": sum(fields.get("deficit", 0.0) for fields in computed),
+        "deficit": sum(_late(fields) for fields in computed),
     }
 
 
-def _deficit_share(own: Sequence[Event], phase: Sequence[Interval]) -> float:
-    """Return the share of a phase by which the host made a device later than its speed would."""
-    seconds = total(phase)
-    return _deficit(own, phase) / seconds if seconds > 0 else 0.0
+def _share(seconds: float, phase: Sequence[Interval]) -> float:
+    return seconds / total(phase) if total(phase) > 0 else 0.0
+
+
+def _late(computed: Mapping[str, Any]) -> float:
+    """Return by how much the host made a computation late; older logs tell only what it needed too much."""
+    return float(computed.get("late", computed.get("deficit", 0.0)))
+
+
+def _waited(own: Sequence[Event], phase: Sequence[Interval]) -> float:
+    """Return the seconds that threads of a device waited for the host within a phase, evenly over each interval."""
+    waited = 0.0
+    for event in own:
+        if event.event == "host" and event.fields["interval"] > 0:
+            span = event.fields["interval"]
+            within = total(clip(phase, event.time - span, event.time))
+            waited += event.fields["waited"] * within / span
+    return waited
 
 
 def _deficit(own: Sequence[Event], phase: Sequence[Interval]) -> float:
-    """Return the seconds of deficit of the computations that ended within a phase, given in order and disjoint."""
+    """Return by how many seconds the host made computations late that ended within a phase, in order and disjoint."""
     starts = [start for start, _ in phase]
     lost = 0.0
     for event in own:
         if event.event == "compute":
             place = bisect_left(starts, event.time) - 1
             if place >= 0 and event.time <= phase[place][1]:
-                lost += event.fields.get("deficit", 0.0)
+                lost += _late(event.fields)
     return lost
 
 

@@ -144,9 +144,8 @@ def test_a_trusted_run() -> None:
         "events",
         "faults",
         "links",
-        "pacing",
-        "recovery",
         "host",
+        "recovery",
     }
 
 
@@ -163,12 +162,13 @@ def test_a_simulation_is_a_prediction() -> None:
         ({"status": "timed out"}, "the run timed out"),
         ({"status": "interrupted"}, "the run was interrupted"),
         ({"links": []}, "no link was measured"),
-        ({"fidelity": {"host_saturated": 0.9}}, "all processors were busy for 90% of the run"),
+        ({"fidelity": {"host_stolen": 0.1}}, "a hypervisor kept 10.0% of the processors' time for others"),
         (
-            {"fidelity": {"queues": {"a": {"queue_dropped": 2}, "b": {"queue_dropped": 1}}}},
-            "3 packets overflowed a queue at a",
+            {"fidelity": {"queues": {"a": {"queue_dropped": 2, "sender_drops": 5}, "b": {"user_dropped": 1}}}},
+            "the emulation dropped 3 packets for want of time, most at a",
         ),
-        ({"fidelity": {"lateness": {"p99": 0.02}}}, "delayed by 20.00 ms more than asked"),
+        ({"fidelity": {"lateness": {"p50": 0.0, "p99": 0.02}}}, "delayed by 20.00 ms more than asked"),
+        ({"fidelity": {"lateness": {"mean": 0.5, "p99": 1e-4}}}, "late packets (at most 3%)"),
         ({"events": []}, "no events from a, b"),
     ],
 )
@@ -184,15 +184,33 @@ def test_a_link_out_of_tolerance_names_itself() -> None:
     assert "link a -> b is out of tolerance: rate 0.5 mbit" in figures(links=[bad])["verdict"]["summary"]
 
 
-def test_pacing_that_the_host_could_not_keep() -> None:
+@pytest.mark.parametrize("key", ["deficit", "late"])
+def test_pacing_that_the_host_could_not_keep(key: str) -> None:
     events = [
-        Event(event.time, event.device, event.event, {**event.fields, "deficit": 0.1})
-        if event.event == "compute"
-        else event
+        Event(event.time, event.device, event.event, {**event.fields, key: 0.1}) if event.event == "compute" else event
         for event in recorded.events()
     ]
     # a computes twice a step of one second.
-    assert "the host made a lose 20.0% of the time (at most 5%)" in figures(events=events)["verdict"]["reasons"]
+    assert figures(events=events)["verdict"]["reasons"] == [
+        "the host added up to 20.0% to the time of a: 20.0% computing late, 0.0% waiting for a processor, 0.0% late "
+        "packets (at most 3%); its processors were busy for 40% of the time, all of them at once for 2%"
+    ]
+
+
+def test_messages_that_waited_for_a_processor() -> None:
+    # Half a second of waiting in each of two intervals of a second; only the first half of the second one counts.
+    waits = [Event(time, "b", "host", {"waited": 0.5, "interval": 1.0}) for time in (2.0, 3.0)]
+    found = figures(events=sorted([*recorded.events(), *waits], key=lambda event: event.time))
+    steady = [row for row in found["series"]["steps"] if row["steady"]]
+    within = sum(max(0.0, min(row["time"], 3.0) - max(row["time"] - row["seconds"], 1.0)) for row in steady)
+    assert within > 0
+    share = 0.5 * within / sum(row["seconds"] for row in steady)
+    assert found["devices"]["b"]["waited_share"] == found["waited_share"] == pytest.approx(share)
+
+
+def test_a_busy_host_that_did_no_damage_is_trusted() -> None:
+    fidelity = {"host_load": 0.9, "host_saturated": 0.8, "queues": {"a": {"sender_drops": 7, "queue_dropped": 0}}}
+    assert figures(fidelity=fidelity)["trusted"]
 
 
 def test_a_recovery_that_the_host_prolonged() -> None:

@@ -39,10 +39,10 @@ def test_the_end_of_a_run_at_either_width(tmp_path: Path, width: int) -> None:
 
 
 def test_reasons_against_a_run_stand_in_its_verdict(tmp_path: Path) -> None:
-    text = printed(run(tmp_path, status="failed", error="a[b] died", fidelity={"host_saturated": 0.9}), 80)
+    text = printed(run(tmp_path, status="failed", error="a[b] died", fidelity={"host_stolen": 0.9}), 80)
     assert "✘ not trusted" in text
     assert "the run failed: a[b] died" in text
-    assert "all processors were busy for 90%" in text
+    assert "a hypervisor kept 90.0%" in text
 
 
 def test_a_run_in_which_nothing_happened_prints(tmp_path: Path) -> None:
