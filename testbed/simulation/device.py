@@ -13,6 +13,7 @@ from testbed.network.broadcast import audience
 from testbed.network.framing import cast_wire_bytes
 from testbed.simulation.channel import Cast, Channel, Parcel
 from testbed.simulation.host import Host
+from testbed.simulation.medium import occupy
 from testbed.trace.events import Event
 from testbed.wire import Message
 
@@ -191,7 +192,7 @@ class SimulatedDevice:
         rate = self._world.cast_rate(self.name)
         seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
         called = self._loop.now
-        start, end = self._world.medium(self.name).occupy(called, seconds)
+        start, end = occupy(self._world.cast_media(self.name), called, seconds)
         cast = Cast(sent, size, self._casts, start)
         self._casts += 1
         self._loop.at(end, self._spread, (channels, cast))

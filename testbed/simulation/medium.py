@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class Medium:
     """A radio channel, or one device's own transmitter: whoever asks first transmits first, nobody interrupts.
@@ -10,16 +12,19 @@ class Medium:
     for its casts.
     """
 
-    __slots__ = ("_free_at",)
+    __slots__ = ("free_at",)
 
     def __init__(self) -> None:
-        self._free_at = 0.0
+        self.free_at = 0.0
+        """When the last transmission reserved so far ends."""
 
-    def occupy(self, now: float, seconds: float) -> tuple[float, float]:
-        """Reserve the next free stretch for a transmission that is ready at ``now``; return its start and end.
 
-        To be called at the very instant at which the sender is ready: reservations are served in the order of calls.
-        """
-        start = self._free_at if self._free_at > now else now
-        self._free_at = start + seconds
-        return start, self._free_at
+def occupy(media: Collection[Medium], now: float, seconds: float) -> tuple[float, float]:
+    """Reserve the next stretch in which all of the media are free; return its start and end.
+
+    To be called at the very instant at which the sender is ready: reservations are served in the order of calls.
+    """
+    start = max([now, *(medium.free_at for medium in media)])
+    for medium in media:
+        medium.free_at = start + seconds
+    return start, start + seconds

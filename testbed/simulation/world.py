@@ -10,6 +10,7 @@ from typing import Any
 
 from testbed.hardware import DeviceSpec
 from testbed.network.broadcast import broadcast_rate
+from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair
 from testbed.network.state import NetworkState
 from testbed.simulation.channel import Channel
@@ -46,6 +47,7 @@ class World:
         program: Program,
         lead: str,
         *,
+        cells: Iterable[Cell] = (),
         seed: int = 0,
         time_limit: float = float("inf"),
         on_event: Callable[[Event], None] | None = None,
@@ -64,7 +66,8 @@ class World:
         self._seed = seed
         self._on_event = on_event
         self._channels: dict[Pair, Channel] = {}
-        self._media = {name: Medium() for name in self.hosts}
+        self._cells = [(cell, Medium()) for cell in cells]
+        self._cast_media: dict[str, list[Medium]] = {}
         self._cast_rates: dict[str, float | None] = {}
         self._end: asyncio.Future[None] = self.loop.create_future()
 
@@ -97,15 +100,22 @@ class World:
         self._channels[source, target], self._channels[target, source] = there, back
         return there
 
-    def medium(self, name: str) -> Medium:
-        """Return what the casts of a device occupy."""
-        return self._media[name]
+    def shared_medium(self, pair: Pair) -> Medium | None:
+        """Return the channel of the cell that the two are in, None where they have their link for themselves."""
+        return next((medium for cell, medium in self._cells if cell.carries(pair)), None)
+
+    def cast_media(self, name: str) -> list[Medium]:
+        """Return what a cast of a device occupies: the channels of its cells, or else its own transmitter."""
+        if name not in self._cast_media:
+            self._cast_media[name] = [medium for cell, medium in self._cells if name in cell.devices] or [Medium()]
+        return self._cast_media[name]
 
     def cast_rate(self, name: str) -> float | None:
         """Return the bit/s at which a device casts, right now."""
         if name not in self._cast_rates:
             links = [self.network.effective(pair) for pair in self.network.links if pair[0] == name]
-            self._cast_rates[name] = broadcast_rate(links, self.hosts[name].spec.uplink)
+            cells = [cell.rate for cell, _ in self._cells if name in cell.devices]
+            self._cast_rates[name] = broadcast_rate(links, self.hosts[name].spec.uplink, *cells)
         return self._cast_rates[name]
 
     def start(self) -> None:

@@ -8,6 +8,7 @@ from worlds import events, idle, world
 
 from testbed.device import Device
 from testbed.network.broadcast import audience, broadcast_rate, heard
+from testbed.network.cell import Cell
 from testbed.network.framing import cast_wire_bytes
 from testbed.network.link import Link
 from testbed.wire import Message
@@ -131,6 +132,32 @@ def test_casts_of_one_device_follow_each_other_and_what_is_heard_is_each_receive
     first, second = events(run, "cast")
     assert second["start"] == pytest.approx(first["start"] + first["duration"])
     assert [each.tolist() for each in found] == [[1, 1], [1, 1]]
+
+
+def test_the_devices_of_a_cell_take_turns_and_a_gateway_waits_for_both_of_its_cells():
+    async def lead(device: Device):
+        await device.cast(["gate"], Message("m", padding=3000))
+        await device.sleep(9)
+
+    async def other(device: Device):
+        await device.sleep(0.001)
+        await device.cast(["gate"], Message("m", padding=3000))
+
+    async def gate(device: Device):
+        await device.sleep(0.002)
+        await device.cast(["a", "b", "x"], Message("m", padding=3000))
+
+    cells = [Cell(("a", "b", "gate"), 250e3), Cell(("x", "gate"), 500e3)]
+    run = world({"a": lead, "b": other, "x": other, "gate": gate}, link=Link(delay=0.01), cells=cells)
+    run.run()
+    found = {event.device: event.fields for event in run.events if event.event == "cast"}
+    seconds = {name: cast_wire_bytes(cast["bytes"]) * 8 / 250e3 for name, cast in found.items()}
+    assert found["a"]["start"] == 0
+    assert found["b"]["start"] == pytest.approx(seconds["a"])
+    assert found["b"]["duration"] == pytest.approx(seconds["b"])
+    assert (found["x"]["start"], found["x"]["duration"]) == (0.001, pytest.approx(seconds["x"] / 2))
+    assert found["gate"]["start"] == pytest.approx(seconds["a"] + seconds["b"])
+    assert found["gate"]["duration"] == pytest.approx(seconds["gate"])
 
 
 def test_who_is_no_neighbour_cannot_be_told():
