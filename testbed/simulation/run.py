@@ -52,6 +52,7 @@ def simulate(
         experiment.links,
         program,
         plan.lead,
+        cells=experiment.cells,
         seed=problem.seed,
         time_limit=limit,
         on_event=on_event,
