@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from testbed.network import checks
 from testbed.network.overlay import FIGURES, given, overlay
 from testbed.network.presets import PRESETS
+from testbed.replay import traced_links
 from testbed.scenario.quantities import format_speed
 from testbed.scenario.schema import FaultPart, FlapPart, TriggerPart
 from testbed.scenario.source import Key, Problem
@@ -329,8 +331,10 @@ def _degrade_problems(part: FaultPart, experiment: Experiment) -> Wrong:
     if worse.preset is not None and worse.preset not in PRESETS:
         yield ("degrade", "preset"), f"there is no preset '{worse.preset}': use one of {', '.join(PRESETS)}"
         return
+    traced = traced_links(experiment.links, experiment.changes, experiment.devices[0].name)
+    states = chain(experiment.links.items(), ((pair, link) for _, pair, link in traced))
     # By identity: a mesh of a thousand devices has a million links, but few values.
-    for link in {id(link): link for pair, link in experiment.links.items() if worse.touches(pair)}.values():
+    for link in {id(link): link for pair, link in states if worse.touches(pair)}.values():
         # Which direction a preset has is of no matter here: presets state nothing that could clash.
         for figure, text in checks.problems(overlay(link, worse, from_first=True)):
             key = figure.partition(".")[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from testbed.hardware import PROFILES, DeviceSpec
@@ -15,10 +15,12 @@ from testbed.network.link import Link, Pair
 from testbed.network.overlay import overlay
 from testbed.network.presets import PRESETS
 from testbed.network.topology import directed_pairs
+from testbed.replay import Change
 from testbed.scenario.experiment import Experiment
 from testbed.scenario.loading import nearest, put, validate
 from testbed.scenario.schema import DevicePart, LinkPart, Scenario
 from testbed.scenario.source import Key, Problem, parse_key
+from testbed.scenario.trace import changes
 from testbed.seeds import derive
 
 _MAX_NAME = 31
@@ -64,7 +66,9 @@ def _experiment(scenario: Scenario, point: dict[str, object], repetition: int) -
     links = _links(scenario, names)
     seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
     single = scenario.model_copy(update={"sweep": {}, "repetitions": 1, "seed": seed})
-    return Experiment(single, devices, links, point, repetition, _cells(scenario, names))
+    return Experiment(
+        single, devices, links, point, repetition, _cells(scenario, names), _changes(scenario, devices, links)
+    )
 
 
 def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
@@ -204,6 +208,19 @@ def _preset_problems(part: LinkPart, key: Key) -> list[Problem]:
     if part.preset is None or part.preset in PRESETS:
         return []
     return [Problem((*key, "preset"), f"there is no preset '{part.preset}': {nearest(part.preset, PRESETS)}")]
+
+
+def _changes(scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]) -> tuple[Change, ...]:
+    names = {device.name: None for device in devices}
+
+    def wrong(name: str) -> str | None:
+        return None if name in names else next(no_such_devices([((), name)], scenario, names))[1]
+
+    assert not isinstance(scenario.trace, str), "loading has put the file's lines in its place"
+    found, problems = changes(scenario.trace, devices, links, wrong)
+    if problems:
+        raise scenario.source.error(problems)
+    return found
 
 
 def no_such_devices(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from testbed.hardware import DeviceSpec
 from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair
+from testbed.replay import Change
 from testbed.scenario.schema import Scenario
 
 
@@ -24,3 +25,5 @@ class Experiment:
     repetition: int = 0
     cells: tuple[Cell, ...] = ()
     """Radio cells; a pair of devices is in one at most."""
+    changes: tuple[Change, ...] = ()
+    """Of links and speeds, as the scenario's trace has them, in the order of time."""

@@ -25,6 +25,9 @@ _MAX_BYTES = 1 << 20
 _MAX_VALUES = 100_000
 """More than any scenario has; stops a file whose aliases unfold without end."""
 
+MAX_CHANGES = 10_000
+"""Entries of a trace: they all travel with the scenario."""
+
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
     """Read and validate a scenario file.
@@ -47,7 +50,42 @@ def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
         scenario = Scenario.model_validate(tree)
     except ValidationError as error:
         raise source.error(explain(error, Scenario)) from None
+    return _with_trace(scenario, source)
+
+
+def _with_trace(scenario: Scenario, source: Source) -> Scenario:
+    """Return the located scenario with the lines of its trace's file in it, so that it needs the file no more."""
+    if isinstance(scenario.trace, str):
+        file = source.folder / scenario.trace
+        lines = _trace_lines(file, source.where(("trace",)))
+        places: dict[Key, str] = {("trace", index): f"{file}:{number}" for index, number in enumerate(lines)}
+        scenario = scenario.model_copy(update={"trace": tuple(lines.values())})
+        source = source.override(places)
+    if len(scenario.trace) > MAX_CHANGES:
+        text = f"has {len(scenario.trace)} entries, more than {MAX_CHANGES}: shorten or thin it out"
+        raise source.error([Problem(("trace",), text)])
     return scenario.located(source)
+
+
+def _trace_lines(file: Path, named: str) -> dict[int, str]:
+    """Return the lines of a CSV file that say something, by their numbers; ``named`` is where the file is named."""
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise InputError(f"{file}: is larger than 1 MiB: a trace has at most {MAX_CHANGES} entries")
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: is not text (byte {error.start} is not UTF-8): a trace is a CSV file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{named}: trace: {file} cannot be read: {reason}") from None
+    lines = {number: line.strip() for number, line in enumerate(text.splitlines(), 1)}
+    lines = {number: line for number, line in lines.items() if line and not line.startswith("#")}
+    header = next(iter(lines), 0)
+    if header and [cell.strip().lower() for cell in lines[header].split(",")] == ["time", "what", "value"]:
+        del lines[header]
+    if not lines:
+        raise InputError(f"{file}: holds no entries: write lines such as 12.5,link a->b rate,10mbit")
+    return lines
 
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) -> list[Problem]:

@@ -342,6 +342,11 @@ class Scenario(Part):
     network: NetworkPart = Field(default_factory=lambda: NetworkPart(), description="which devices are linked, and how")
     workload: WorkloadPart = Field(description="what the devices do together, and for how long")
     faults: tuple[FaultPart, ...] = Field((), description="what breaks and mends, and when")
+    trace: str | tuple[str, ...] = Field(
+        (),
+        description="how links and speeds change over time: a CSV file, relative to the scenario file, or its lines, "
+        "each `time,what,value`",
+    )
     repetitions: int = Field(1, ge=1, description="runs of each point, each with its own seed")
     sweep: dict[str, tuple[Any, ...]] = Field(
         default_factory=dict, description="dotted key of this file -> values; all combinations run"
@@ -352,6 +357,15 @@ class Scenario(Part):
     time_limit: Duration = Field(
         600.0, gt=0, description="the run fails when it is not over by then", json_schema_extra={"default": "10min"}
     )
+
+    @field_validator("trace", mode="before")
+    @classmethod
+    def _file_or_lines(cls, value: object) -> object:
+        lines = [value] if isinstance(value, str) else value
+        if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
+            raise ValueError("is neither the name of a CSV file nor a list of its lines, each as text")
+        return value
+
     _source: Source = PrivateAttr(default_factory=lambda: Source("the scenario"))
 
     @property

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from testbed.errors import TestbedError
 from testbed.faults import FaultScript
 from testbed.methods.base import Job, Method, Plan, Problem
+from testbed.replay import TraceScript
 from testbed.scenario.experiment import Experiment
 from testbed.seeds import derive
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.faults import FaultExecution
 from testbed.simulation.loop import Stillness, TimeLimit
+from testbed.simulation.replay import Replay
 from testbed.simulation.world import ProgramError, World
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome
@@ -68,6 +70,7 @@ def simulate(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(problem.seed, "torch"))
             try:
+                Replay(world, TraceScript(experiment.changes)).start()
                 world.start()
                 faults.start()
                 world.run()

@@ -107,3 +107,39 @@ def test_flap_of_a_device_leaves_others_alone():
     at_c = events(run, "receive", "c")[0]["time"]
     assert at_c == pytest.approx(on_wire(run, "m") * 8 / LINK.rate + LINK.delay)
     assert events(run, "receive", "b")[0]["time"] > at_c + 1
+
+
+def test_rate_of_a_trace_counts_from_its_very_instant():
+    async def lead(device: Device):
+        await device.send("b", Message("m", padding=4_000_000))
+
+    run = world({"a": lead, "b": idle}, trace=["1,link a->b rate,4mbit", "3,link a->b rate,8mbit"])
+    run.run()
+    # Half as fast for 2 s.
+    assert events(run, "receive")[0]["time"] == pytest.approx(on_wire(run, "m") * 8 / LINK.rate + 1 + LINK.delay)
+    assert [(event["time"], event["what"], event["value"]) for event in events(run, "trace")] == [
+        (1, "link a->b rate", "4mbit"),
+        (3, "link a->b rate", "8mbit"),
+    ]
+    assert [event["rate"] for event in events(run, "link")] == [4e6, 8e6]
+
+
+def test_trace_begins_before_any_device_does():
+    async def lead(device: Device):
+        await device.compute(lambda: None, Cost(1e6), Span("forward"))
+        await device.send("b", Message("m"))
+
+    run = world({"a": lead, "b": idle}, trace=["0,device a speed,2mflops", "0,link a<->b delay,1s"])
+    run.run()
+    assert events(run, "compute")[0]["duration"] == pytest.approx(0.5)
+    assert events(run, "send")[0]["duration"] == pytest.approx(2 + on_wire(run, "m") * 8 / LINK.rate)
+    assert [event["time"] for event in events(run, "trace")] == [0, 0]
+
+
+def test_trace_changes_the_speed_of_what_is_being_computed_under_a_throttle():
+    trace = ["1,device a speed,500kflops", "3,device a slowdown,1"]
+    faults = [{"throttle": {"device": "a", "slowdown": 2}, "at": "2s", "for": "2s"}]
+    run = world({"a": computing()}, trace=trace, faults=faults)
+    run.run()
+    # Seconds of work done until 1, 2, 3 and 4 s: 1, 1.5, 1.75, 2.25; the rest at full speed.
+    assert events(run, "compute")[0]["duration"] == pytest.approx(4 + 1.75)

@@ -7,8 +7,11 @@ from testbed.faults import FaultScript
 from testbed.hardware import DeviceSpec
 from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
+from testbed.replay import TraceScript
 from testbed.scenario.schema import FaultPart
+from testbed.scenario.trace import parse
 from testbed.simulation.faults import FaultExecution
+from testbed.simulation.replay import Replay
 from testbed.simulation.world import World
 
 LINK = Link(rate=8e6, delay=0.01)
@@ -29,12 +32,15 @@ class Closing(World):
         return self._waited
 
 
-def world(programs: Mapping[str, Any], link: Link = LINK, faults=(), speed: float = 1e6, **options: Any) -> World:
-    """Make a world and switch it on, with its faults scheduled."""
+def world(
+    programs: Mapping[str, Any], link: Link = LINK, faults=(), trace=(), speed: float = 1e6, **options: Any
+) -> World:
+    """Make a world and switch it on, with its faults and its trace scheduled."""
     names = list(programs)
     links = {(a, b): link for a in names for b in names if a != b}
     specs = [DeviceSpec(name, speed, 1e9) for name in names]
     made = Closing(specs, links, lambda device: programs[device.name](device), names[0], seed=1, **options)
+    Replay(made, TraceScript([parse(line) for line in trace])).start()
     made.start()
     FaultExecution(made, FaultScript([FaultPart.model_validate(fault) for fault in faults])).start()
     return made

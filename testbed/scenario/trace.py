@@ -1,0 +1,133 @@
+"""The lines of a trace, ``time,what,value``: how links and devices' speeds change over time.
+
+0, link source->worker1 rate, 10mbit
+12.5, link source<->worker1 delay, 40ms
+13, device worker1 speed, 200mflops
+14, device worker1 slowdown, 1
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from testbed.hardware import DeviceSpec
+from testbed.network import checks
+from testbed.network.link import Link, Pair
+from testbed.network.overlay import FIGURES
+from testbed.replay import Change, traced_links
+from testbed.scenario.loading import explain, nearest
+from testbed.scenario.quantities import parse_duration
+from testbed.scenario.schema import LinkPart, ThrottlePart
+from testbed.scenario.source import Key, Problem
+from testbed.speeds import MIN_FACTOR, slowed
+
+KEYS = tuple(name for name in FIGURES if name != "bursts")
+"""What a trace may change of a link."""
+_SPEEDS = ("speed", "slowdown")
+_LINK = re.compile(r"link\s+([\w-]*[\w])\s*(<?->)\s*([\w-]+)\s+(\w+)")
+_DEVICE = re.compile(r"device\s+([\w-]+)\s+(\w+)")
+_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
+_TOLD = 10
+"""Problems named; a trace that is wrong is often wrong in every line."""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def parse(line: str) -> Change:
+    """Read one line; raise ValueError saying what is wrong and what would be right."""
+    try:
+        cells = [cell.strip() for cell in next(csv.reader([line], skipinitialspace=True), [])]
+    except csv.Error as error:
+        raise ValueError(f"is not a line of CSV: {error}") from None
+    if len(cells) != 3:
+        raise ValueError(f"has {len(cells)} values: a line is time,what,value, as in 12.5,link a->b rate,10mbit")
+    written, what, value = cells
+    time = float(written) if _NUMBER.fullmatch(written) else parse_duration(written)
+    if match := _LINK.fullmatch(what):
+        source, arrow, target, key = match.groups()
+        if key not in KEYS:
+            raise ValueError(f"a trace cannot change '{key}' of a link: {nearest(key, KEYS)}")
+        pairs = ((source, target),) if arrow == "->" else ((source, target), (target, source))
+        return Change(time, what, value, pairs, _valid(LinkPart, {key: value}))
+    if match := _DEVICE.fullmatch(what):
+        device, key = match.groups()
+        if key not in _SPEEDS:
+            raise ValueError(f"a trace cannot change '{key}' of a device: {nearest(key, _SPEEDS)}")
+        return Change(time, what, value, speed=_valid(ThrottlePart, {"device": device, key: value}))
+    raise ValueError(
+        f"'{what}' is neither a link nor a device: write 'link a->b rate' (or a<->b for both directions) "
+        "or 'device a speed'"
+    )
+
+
+def _valid(model: type[M], values: Mapping[str, object]) -> M:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(explain(error, model)[0].text) from None
+
+
+def changes(
+    lines: Sequence[str],
+    devices: Sequence[DeviceSpec],
+    links: Mapping[Pair, Link],
+    no_such_device: Callable[[str], str | None],
+) -> tuple[tuple[Change, ...], list[Problem]]:
+    """Read a whole trace; return its changes and what is wrong with them, each problem at key ("trace", index).
+
+    ``no_such_device`` says what is wrong with a name, None where it is right.
+    """
+    found: list[Change] = []
+    problems: list[Problem] = []
+
+    def wrong(index: int, text: str) -> None:
+        problems.append(Problem(("trace", index), text))
+
+    own = {device.name: device.speed for device in devices}
+    read: dict[int, Change] = {}
+    latest = 0.0
+    for index, line in enumerate(lines):
+        try:
+            change = read[index] = parse(line)
+        except ValueError as error:
+            wrong(index, str(error))
+            continue
+        if change.time < latest:
+            text = f"runs backwards: {change.time:g}s is before the {latest:g}s of a line above: sort the lines by time"
+            wrong(index, text)
+        latest = max(latest, change.time)
+        for text in _unknown(change, own, links, no_such_device):
+            wrong(index, text)
+    found = list(read.values())
+    if not problems:
+        for index, pair, link in traced_links(links, found, next(iter(own))):
+            for _, text in checks.problems(link):
+                wrong(index, f"makes a link from {pair[0]} to {pair[1]} that cannot be: {text}")
+    return tuple(found), _first(problems)
+
+
+def _unknown(
+    change: Change, own: Mapping[str, float], links: Collection[Pair], no_such_device: Callable[[str], str | None]
+) -> list[str]:
+    """Return what is wrong with the names of a change, or with a speed that no device can have."""
+    names = {name for pair in change.pairs for name in pair} | ({change.speed.device} if change.speed else set())
+    texts = [text for name in sorted(names) if (text := no_such_device(name)) is not None]
+    if texts:
+        return texts
+    if change.speed is not None and slowed(1.0, change.speed, own[change.speed.device]) < MIN_FACTOR:
+        return ["is less than a millionth of the device's own speed: use more"]
+    return [f"there is no link from '{pair[0]}' to '{pair[1]}'" for pair in change.pairs if pair not in links][:1]
+
+
+def _first(problems: list[Problem]) -> list[Problem]:
+    if len(problems) <= _TOLD:
+        return problems
+    last = problems[_TOLD - 1]
+    key: Key = last.key
+    more = f"{last.text}; and {len(problems) - _TOLD} more like these"
+    return [*problems[: _TOLD - 1], Problem(key, more)]
