@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import tempfile
 from collections.abc import Callable
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, get_args
 
-from controller.shaping import receiver, sender
+from controller.shaping import netem, receiver, sender
 from controller.shaping.delayline import DelayLine, Impairment
 from controller.shaping.namespaces import Namespace, command, read_proc
 from controller.shaping.nfqueue import open_socket
-from controller.shaping.plan import Plan, ReceiverLine, SenderClass, burst
+from controller.shaping.plan import Access, Plan, ReceiverLine, SenderClass
 from testbed.errors import HostError, InputError
-from testbed.network.link import Link
+from testbed.network.link import Distribution, Link
 from testbed.seeds import derive
 
 
@@ -22,6 +26,9 @@ class Backend(Protocol):
     name: str
     priority: str
     """How the kernel schedules what makes packets wait."""
+
+    def problem(self, plan: Plan) -> str | None:
+        """Say what of a plan this backend cannot do in the device's namespace, and what would help."""
 
     def build(self, device: str, plan: Plan) -> None:
         """Set up everything."""
@@ -56,10 +63,18 @@ class Userspace:
         self._line = DelayLine()
         self.priority = self._line.priority
 
+    def problem(self, plan: Plan) -> str | None:
+        """Duplicates arrive on the loopback, where a strict filter of reverse paths would drop them."""
+        duplicates = any(line.link.up and line.link.duplicate for line in plan.receivers)
+        strict = max(_setting(f"ipv4/conf/{name}/rp_filter") for name in ("all", "lo")) == 1
+        if duplicates and strict:
+            return "packets cannot be duplicated where net.ipv4.conf.all.rp_filter or .lo.rp_filter is 1: set both to 0"
+        return None
+
     def build(self, device: str, plan: Plan) -> None:
         """Set up everything."""
-        self._line.open(device, open_socket())
-        self._line.set(device, self._impairments(device, plan, None))
+        self._line.open(device, open_socket(), _injector())
+        self._line.set(device, self._impairments(device, plan, None), _rate_and_limit(plan.downlink))
         self._restore(plan)
         jump = receiver.jump(plan)
         shown = command([self._iptables, "-w", "-S", "INPUT"])
@@ -69,8 +84,9 @@ class Userspace:
     def change(self, device: str, old: Plan, new: Plan) -> None:
         """Alter only what differs."""
         # The queue must be served before a rule leads packets into it.
-        if impairments := self._impairments(device, new, old):
-            self._line.set(device, impairments)
+        impairments = self._impairments(device, new, old)
+        if impairments or old.downlink != new.downlink:
+            self._line.set(device, impairments, _rate_and_limit(new.downlink))
         if receiver.chain_rules(old) != receiver.chain_rules(new):
             self._restore(new)
 
@@ -79,19 +95,19 @@ class Userspace:
 
     def _impairments(self, device: str, plan: Plan, old: Plan | None) -> list[Impairment]:
         before = {line.number: line for line in old.receivers} if old else {}
+        # Whether packets' sizes are needed depends on there being a downlink.
+        every = old is not None and old.downlink is None and plan.downlink is not None
         return [
-            Impairment(
-                line.number, line.limit, line.link.delay, line.link.loss, derive(self._seed(), device, line.number)
-            )
+            Impairment(line.number, line.limit, line.link, str(derive(self._seed(), device, line.number)))
             for line in plan.receivers
-            if line.impaired and before.get(line.number) != line
+            if line.queued and (every or before.get(line.number) != line)
         ]
 
     def differences(self, plan: Plan) -> list[str]:
         """Read back, and say where the kernel holds something else than the plan."""
         problems = receiver.chain_differences(plan, command([self._iptables, "-w", "-S"]))
         served = {row["queue"] for row in kernel_queues()}
-        wanted = {line.number for line in plan.receivers if line.impaired}
+        wanted = {line.number for line in plan.receivers if line.queued}
         return problems + [f"netfilter queue {number} is served by nobody" for number in wanted - served]
 
     def forget(self, device: str) -> None:
@@ -118,32 +134,77 @@ def kernel_queues() -> list[dict[str, int]]:
     return [dict(zip(columns, map(int, line.split()), strict=False)) for line in text.splitlines()]
 
 
+def _setting(name: str) -> int:
+    """Read one of ``/proc/sys/net`` of the calling thread's namespace."""
+    return int(Path("/proc/sys/net", name).read_text())
+
+
+def _injector() -> socket.socket:
+    """Open a packet socket on the loopback of the calling thread's namespace, for sending only."""
+    try:
+        made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        made.bind(("lo", 0))
+    except OSError as error:
+        raise HostError(f"no packet socket can be opened: {error.strerror} (needs CAP_NET_RAW)") from error
+    return made
+
+
+def _rate_and_limit(access: Access | None) -> tuple[float, int] | None:
+    return None if access is None else (access.rate, access.limit)
+
+
+def _interfaces() -> set[str]:
+    return {entry["ifname"] for entry in json.loads(command(["ip", "-j", "link", "show"]))}
+
+
 class Netem:
     """The kernel's own emulator, behind an intermediate device that takes what arrives."""
 
     name = "netem"
     priority = "kernel"
 
+    def __init__(self) -> None:
+        self._tables = tempfile.TemporaryDirectory(prefix="testbed-tc-")
+        for distribution in get_args(Distribution):
+            Path(self._tables.name, f"{distribution}.dist").write_text(netem.table(distribution))
+
+    def problem(self, plan: Plan) -> str | None:
+        """Say what of a plan netem cannot do, and what would help."""
+        return next(filter(None, (netem.problem(line.link, plan.downlink) for line in plan.receivers)), None)
+
     def build(self, device: str, plan: Plan) -> None:
         """Set up everything."""
-        present = {entry["ifname"] for entry in json.loads(command(["ip", "-j", "link", "show"]))}
-        if receiver.IFB in present:
-            command(["ip", "link", "delete", receiver.IFB])
+        present = _interfaces()
+        if netem.IFB in present:
+            for name in present:
+                if name.startswith(netem.IFB):
+                    command(["ip", "link", "delete", name])
             command(["tc", "qdisc", "del", "dev", plan.interface, "ingress"])
-        command(["ip", "link", "add", receiver.IFB, "type", "ifb"])
-        command(["ip", "link", "set", receiver.IFB, "up"])
-        command(["tc", "-batch", "-"], "\n".join(receiver.netem_build(plan)) + "\n")
+        self._add(netem.devices(plan))
+        self._tc(netem.build(plan))
 
     def change(self, device: str, old: Plan, new: Plan) -> None:
         """Alter only what differs."""
-        if lines := receiver.netem_change(old, new):
-            command(["tc", "-batch", "-"], "\n".join(lines) + "\n")
+        if netem.devices(new) > {netem.IFB}:
+            self._add(netem.devices(new) - _interfaces())
+        self._tc(netem.change(old, new))
+
+    @staticmethod
+    def _add(devices: set[str]) -> None:
+        for name in sorted(devices):
+            command(["ip", "link", "add", name, "type", "ifb"])
+            command(["ip", "link", "set", name, "up"])
+
+    def _tc(self, lines: list[str]) -> None:
+        if lines:
+            command(["tc", "-batch", "-"], "\n".join(lines) + "\n", {**os.environ, "TC_LIB_DIR": self._tables.name})
 
     def differences(self, plan: Plan) -> list[str]:
         """Read back, and say where the kernel holds something else than the plan."""
-        return receiver.netem_differences(
+        return netem.differences(
             plan,
-            json.loads(command(["tc", "-j", "qdisc", "show", "dev", receiver.IFB])),
+            command(["tc", "class", "show", "dev", netem.IFB]),
+            json.loads(command(["tc", "-j", "qdisc", "show"])),
             json.loads(command(["tc", "-j", "filter", "show", "dev", plan.interface, "parent", "ffff:"])),
         )
 
@@ -151,7 +212,8 @@ class Netem:
         """Nothing is kept here: the tree went with the namespace."""
 
     def close(self) -> None:
-        """Do nothing: nothing is kept here."""
+        """Remove the tables of distributions."""
+        self._tables.cleanup()
 
     def statistics(self) -> dict[str, Any]:
         """Return nothing: the kernel counts for itself."""
@@ -167,8 +229,10 @@ _MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_
 
 _TRIAL = Plan(
     "trial",
-    (SenderClass(0x11, ("198.18.0.1",), 1_000_000, burst(1_000_000), 300),),
-    (ReceiverLine(1, "198.18.0.1", Link(delay=0.001, loss=0.1), 1000),),
+    None,
+    None,
+    (SenderClass(0x11, ("198.18.0.1",), 1_000_000, 300),),
+    (ReceiverLine(1, "198.18.0.1", Link(delay=0.001, loss=0.1), 1000, queued=True),),
 )
 
 
@@ -212,7 +276,11 @@ def _with_interface(work: Callable[[], str]) -> str:
 
 def netem_works() -> str:
     """Build a small netem tree in the calling thread's namespace; raises HostError when the kernel refuses."""
-    Netem().build("trial", _TRIAL)
+    trial = Netem()
+    try:
+        trial.build("trial", _TRIAL)
+    finally:
+        trial.close()
     return "tc"
 
 

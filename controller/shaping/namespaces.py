@@ -11,7 +11,7 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -98,13 +98,15 @@ def _in_thread(work: Callable[[], T]) -> T:
     return results[0]
 
 
-def command(arguments: Sequence[str], text: str = "") -> str:
+def command(arguments: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None) -> str:
     """Run a program with ``text`` as its input, in the namespace of the calling thread; return what it prints.
 
     Raises HostError with what the program complained about when its exit status is not zero.
     """
     try:
-        done = subprocess.run(arguments, input=text, capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(
+            arguments, input=text, capture_output=True, text=True, check=False, timeout=30, env=environment
+        )
     except FileNotFoundError as error:
         raise HostError(
             f"'{arguments[0]}' is not installed where the links are shaped: install iproute2 and iptables"

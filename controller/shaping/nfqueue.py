@@ -1,6 +1,7 @@
 """NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h), as bytes: pure but for opening the socket.
 
-Packets are asked for without their content; a message then names a queue, a packet and perhaps when it arrived.
+Packets are asked for without their content, or with so much of it as is needed; a message then names a queue, a
+packet, and perhaps when it arrived.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ _VERDICT_BATCH = _SUBSYSTEM | 3
 
 _ATTRIBUTE_VERDICT = 2
 _ATTRIBUTE_TIMESTAMP = 4
+_ATTRIBUTE_PAYLOAD = 10
 _CONFIG_COMMAND, _CONFIG_PARAMETERS, _CONFIG_MAXLEN = 1, 2, 3
 _COMMAND_BIND = 1
-_COPY_META = 1
+_COPY_META, _COPY_PACKET = 1, 2
+WHOLE = 0xFFFF
+"""Bytes to ask for when all of a packet is needed."""
 
 _HEADER = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
 _STAMP = struct.Struct(">QQ")
 _FIRST_ATTRIBUTE = 20
+IDENTITY = 4
+"""Bytes that name a packet."""
 
 
 def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
@@ -57,23 +63,17 @@ def _attribute(kind: int, value: bytes) -> bytes:
     return _ATTRIBUTE.pack(4 + len(value), kind) + value + bytes(-len(value) % 4)
 
 
-def bind(queue: int, limit: int, sequence: int) -> list[bytes]:
-    """Return the messages (sequence numbers from the given one on) that bind a queue and bound its length."""
-    return [
-        _message(_CONFIG, queue, _NLM_F_ACK, sequence + index, attributes)
-        for index, attributes in enumerate(
-            [
-                _attribute(_CONFIG_COMMAND, struct.pack(">BBH", _COMMAND_BIND, 0, socket.AF_INET)),
-                _attribute(_CONFIG_PARAMETERS, struct.pack(">IB", 0, _COPY_META)),
-                _attribute(_CONFIG_MAXLEN, struct.pack(">I", limit)),
-            ]
-        )
-    ]
+def bind(queue: int, sequence: int) -> bytes:
+    """Return the message that binds a queue to the socket it is sent on."""
+    command = struct.pack(">BBH", _COMMAND_BIND, 0, socket.AF_INET)
+    return _message(_CONFIG, queue, _NLM_F_ACK, sequence, _attribute(_CONFIG_COMMAND, command))
 
 
-def set_limit(queue: int, limit: int, sequence: int) -> bytes:
-    """Return the message that bounds the length of a queue that is bound already."""
-    return _message(_CONFIG, queue, _NLM_F_ACK, sequence, _attribute(_CONFIG_MAXLEN, struct.pack(">I", limit)))
+def configure(queue: int, limit: int, content: int, sequence: int) -> bytes:
+    """Return the message that bounds a queue's length, and asks for so many bytes of each packet's content."""
+    parameters = struct.pack(">IB", content, _COPY_PACKET if content else _COPY_META)
+    attributes = _attribute(_CONFIG_PARAMETERS, parameters) + _attribute(_CONFIG_MAXLEN, struct.pack(">I", limit))
+    return _message(_CONFIG, queue, _NLM_F_ACK, sequence, attributes)
 
 
 def verdict_prefix(queue: int, verdict: int, batch: bool = False) -> bytes:
@@ -89,6 +89,24 @@ def verdict_prefix(queue: int, verdict: int, batch: bool = False) -> bytes:
         _attribute(_ATTRIBUTE_VERDICT, struct.pack(">II", verdict, 0)),
     )
     return message[:-4]
+
+
+def accept_altered(queue: int, identity: bytes | bytearray, packet: bytes) -> bytes:
+    """Return the verdict that lets a packet go with another content."""
+    verdict = struct.pack(">I", ACCEPT) + identity
+    attributes = _attribute(_ATTRIBUTE_VERDICT, verdict) + _attribute(_ATTRIBUTE_PAYLOAD, packet)
+    return _message(_VERDICT, queue, 0, 0, attributes)
+
+
+def content(data: bytearray, length: int) -> bytes:
+    """Return what a message of type `PACKET` holds of the packet, from its IP header on."""
+    at = _FIRST_ATTRIBUTE
+    while at + 4 <= length:
+        size, kind = _ATTRIBUTE.unpack_from(data, at)
+        if kind == _ATTRIBUTE_PAYLOAD:
+            return bytes(data[at + 4 : at + size])
+        at += max(4, (size + 3) & ~3)
+    return b""
 
 
 def packet_queue(data: bytearray) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
+from controller.shaping.impairments import FURTHEST
 from testbed.network.link import Link, Pair
 
 FRAME = 1514
@@ -19,6 +20,8 @@ QUEUE_SECONDS = 0.05
 
 DEFAULT_CLASS = 1
 BROADCAST_CLASS = 2
+ACCESS_CLASS = 3
+"""What all links of a device share in one direction: its uplink, or its downlink."""
 FIRST_PEER_CLASS = 0x10
 
 DOWN = Link(up=False)
@@ -33,6 +36,10 @@ class Endpoint:
     """A process in the device's network namespace, as the shaper's process namespace numbers it."""
     address: str
     """Of the interface that carries the data network."""
+    uplink: float | None = None
+    """bit/s that it sends to all others together, None without a limit."""
+    downlink: float | None = None
+    """bit/s that it receives from all others together."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,18 @@ class SenderClass:
     addresses: tuple[str, ...]
     rate: int
     """bit/s"""
-    burst: int
-    """Bytes"""
     limit: int
     """Packets that may wait"""
+
+
+@dataclass(frozen=True)
+class Access:
+    """The rate that a device's links share in one direction."""
+
+    rate: int
+    """bit/s"""
+    limit: int
+    """Packets of one link that may wait for it"""
 
 
 @dataclass(frozen=True)
@@ -59,11 +74,8 @@ class ReceiverLine:
     link: Link
     limit: int
     """Packets that may be on their way at once."""
-
-    @property
-    def impaired(self) -> bool:
-        """Whether packets have to be delayed, lost or altered, beyond being let through or dropped."""
-        return self.link.up and (self.link.delay > 0 or self.link.loss > 0)
+    queued: bool
+    """Whether packets have to be delayed, lost, altered or counted, beyond being let through or dropped."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +83,14 @@ class Plan:
     """All that the shaper does to one device's data interface."""
 
     interface: str
+    uplink: Access | None
+    downlink: Access | None
     senders: tuple[SenderClass, ...]
     receivers: tuple[ReceiverLine, ...]
 
 
 def plan(
-    device: str,
+    endpoint: Endpoint,
     interface: str,
     broadcast: str | None,
     peers: Mapping[str, tuple[int, str]],
@@ -87,25 +101,46 @@ def plan(
     ``peers`` maps every device's name to its number (from 1, handed out by counting) and its address. A pair
     without a link cannot talk: its packets are dropped where they arrive.
     """
+    device, uplink = endpoint.name, endpoint.uplink
     senders, receivers = [], []
     for peer, (number, address) in sorted(peers.items(), key=lambda item: item[1][0]):
         if peer == device:
             continue
         if (device, peer) in links:
-            senders.append(_sender(FIRST_PEER_CLASS + number, (address,), links[device, peer]))
+            senders.append(_sender(FIRST_PEER_CLASS + number, (address,), links[device, peer], uplink))
         incoming = links.get((peer, device), DOWN)
-        receivers.append(ReceiverLine(number, address, incoming, line_limit(incoming)))
+        queued = incoming.up and (impaired(incoming) or endpoint.downlink is not None)
+        receivers.append(ReceiverLine(number, address, incoming, line_limit(incoming), queued))
     outgoing = [link for (source, _), link in links.items() if source == device]
+    incoming_links = [line.link for line in receivers]
     if broadcast and outgoing:
         # As on a radio, one transmission for all goes at the rate of the slowest that shall hear it.
         slowest = min(outgoing, key=lambda link: math.inf if link.rate is None else link.rate)
-        senders.insert(0, _sender(BROADCAST_CLASS, (broadcast,), slowest))
-    return Plan(interface, tuple(senders), tuple(receivers))
+        senders.insert(0, _sender(BROADCAST_CLASS, (broadcast,), slowest, uplink))
+    return Plan(
+        interface,
+        _access(uplink, outgoing),
+        _access(endpoint.downlink, incoming_links),
+        tuple(senders),
+        tuple(receivers),
+    )
 
 
-def _sender(number: int, addresses: tuple[str, ...], link: Link) -> SenderClass:
+def impaired(link: Link) -> bool:
+    """Say whether a link does anything to packets beyond letting them through at its rate."""
+    return any((link.delay, link.loss, link.bursts, link.duplicate, link.corrupt))
+
+
+def _sender(number: int, addresses: tuple[str, ...], link: Link, uplink: float | None) -> SenderClass:
     rate = CEILING if link.rate is None else round(link.rate)
-    return SenderClass(number, addresses, rate, burst(rate), queue_limit(link))
+    limit = queue_limit(replace(link, rate=min(each for each in (rate, uplink) if each is not None)))
+    return SenderClass(number, addresses, rate, limit)
+
+
+def _access(rate: float | None, links: Iterable[Link]) -> Access | None:
+    if rate is None:
+        return None
+    return Access(round(rate), queue_limit(Link(rate=rate, delay=max((link.delay for link in links), default=0.0))))
 
 
 def burst(rate: float) -> int:
@@ -118,11 +153,13 @@ def burst(rate: float) -> int:
 
 
 def queue_limit(link: Link) -> int:
-    """Return how many full frames may wait at the sender: bandwidth times delay of a round trip, and some more.
+    """Return how many full frames may wait at the sender, where the link does not say itself.
 
-    At least 300, because a socket with the kernel's default buffer can have so many small packets waiting without
-    having been told that it is too fast.
+    Bandwidth times delay of a round trip, and some more. At least 300, because a socket with the kernel's default
+    buffer can have so many small packets waiting without having been told that it is too fast.
     """
+    if link.limit is not None:
+        return link.limit
     rate = CEILING if link.rate is None else link.rate
     return min(20_000, max(300, math.ceil(rate / 8 * (2 * link.delay + QUEUE_SECONDS) / FRAME)))
 
@@ -130,5 +167,6 @@ def queue_limit(link: Link) -> int:
 def line_limit(link: Link) -> int:
     """Return how many packets the delay line must hold: it is the wire, not a queue, and must never overflow."""
     rate = CEILING if link.rate is None else link.rate
+    longest = link.delay + FURTHEST * link.jitter
     smallest_frame = 60
-    return min(200_000, max(1000, math.ceil(1.2 * rate / 8 * link.delay / smallest_frame)))
+    return min(200_000, max(1000, math.ceil(1.2 * rate / 8 * longest / smallest_frame)))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from controller.shaping.plan import CEILING, DEFAULT_CLASS, Plan, SenderClass, burst
-
-_RATE = re.compile(r"^class htb 1:([0-9a-f]+) .*?\brate (\d+)([KMGT]?)bit ceil (\d+)([KMGT]?)bit", re.MULTILINE)
-_FACTOR = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+from controller.shaping import htb
+from controller.shaping.plan import Plan, SenderClass
 
 
 def build(plan: Plan) -> list[str]:
@@ -19,8 +16,9 @@ def build(plan: Plan) -> list[str]:
     """
     device = plan.interface
     return [
-        f"qdisc replace dev {device} root handle 1: htb default {DEFAULT_CLASS:x}",
-        f"class add dev {device} parent 1: classid 1:{DEFAULT_CLASS:x} {_htb(CEILING, burst(CEILING))}",
+        # HTB cannot be replaced by HTB, as it must be where an earlier attempt ended half way.
+        f"qdisc replace dev {device} root handle 2: pfifo",
+        *htb.root(device, plan.uplink),
         *(line for one in plan.senders for line in _add(device, one)),
     ]
 
@@ -31,6 +29,8 @@ def change(old: Plan, new: Plan) -> list[str]:
     before = {one.number: one for one in old.senders}
     after = {one.number: one for one in new.senders}
     lines: list[str] = []
+    if old.uplink != new.uplink:
+        lines.append(htb.change_access(device, new.uplink))
     for number in before.keys() - after.keys():
         lines += _remove(device, before[number])
     for number, one in after.items():
@@ -40,12 +40,6 @@ def change(old: Plan, new: Plan) -> list[str]:
         elif previous != one:
             lines += _alter(device, previous, one)
     return lines
-
-
-def _htb(rate: int, burst_bytes: int) -> str:
-    # The quantum only orders borrowing; given explicitly it spares the kernel's guess from the rate, and its warning.
-    quantum = min(60_000, max(1514, burst_bytes))
-    return f"htb rate {rate}bit ceil {rate}bit burst {burst_bytes} cburst {burst_bytes} quantum {quantum}"
 
 
 def _handles(one: SenderClass) -> list[tuple[str, str]]:
@@ -60,7 +54,7 @@ def _filter(device: str, one: SenderClass, handle: str, address: str) -> str:
 
 def _add(device: str, one: SenderClass) -> list[str]:
     return [
-        f"class add dev {device} parent 1: classid 1:{one.number:x} {_htb(one.rate, one.burst)}",
+        htb.leaf("add", device, one.number, one.rate),
         f"qdisc add dev {device} parent 1:{one.number:x} handle {one.number:x}: pfifo limit {one.limit}",
         *(_filter(device, one, handle, address) for handle, address in _handles(one)),
     ]
@@ -76,8 +70,8 @@ def _remove(device: str, one: SenderClass) -> list[str]:
 
 def _alter(device: str, old: SenderClass, new: SenderClass) -> list[str]:
     lines = []
-    if (old.rate, old.burst) != (new.rate, new.burst):
-        lines.append(f"class change dev {device} parent 1: classid 1:{new.number:x} {_htb(new.rate, new.burst)}")
+    if old.rate != new.rate:
+        lines.append(htb.leaf("change", device, new.number, new.rate))
     if old.limit != new.limit:
         lines.append(
             f"qdisc change dev {device} parent 1:{new.number:x} handle {new.number:x}: pfifo limit {new.limit}"
@@ -89,30 +83,18 @@ def _alter(device: str, old: SenderClass, new: SenderClass) -> list[str]:
     return lines
 
 
-def parse_rates(shown: str) -> dict[int, int]:
-    """Read ``tc class show``: class number -> bit/s, in the precision in which it is printed (three digits)."""
-    return {
-        int(number, 16): int(ceiling) * _FACTOR[ceiling_unit]
-        for number, _, _, ceiling, ceiling_unit in _RATE.findall(shown)
-    }
-
-
 def differences(
     plan: Plan, classes: str, qdiscs: list[Mapping[str, Any]], filters: list[Mapping[str, Any]]
 ) -> list[str]:
     """Compare a plan with what ``tc class show``, ``tc -j qdisc show`` and ``tc -j filter show`` say."""
-    found = parse_rates(classes)
     limits = {entry["handle"]: entry["options"].get("limit") for entry in qdiscs if entry.get("kind") == "pfifo"}
     flows = {
         entry["options"]["match"]["value"].rjust(8, "0"): entry["options"].get("flowid")
         for entry in filters
         if "match" in entry.get("options", {})
     }
-    problems = []
+    problems = htb.differences(classes, plan.uplink, ((one.number, one.rate) for one in plan.senders))
     for one in plan.senders:
-        rate = found.get(one.number)
-        if rate is None or abs(rate - one.rate) > 0.002 * one.rate:
-            problems.append(f"class 1:{one.number:x} has a rate of {rate} bit/s instead of {one.rate}")
         if limits.get(f"{one.number:x}:") != one.limit:
             problems.append(f"queue {one.number:x}: holds {limits.get(f'{one.number:x}:')} packets, not {one.limit}")
         for address in one.addresses:

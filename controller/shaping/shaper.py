@@ -27,8 +27,16 @@ from controller.shaping.namespaces import (
 from controller.shaping.plan import Endpoint, Plan
 from controller.shaping.probes import Site, measure
 from testbed.errors import HostError, InputError
+from testbed.network.checks import problems
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
+
+
+def _refuse(links: Mapping[Pair, Link]) -> None:
+    """Raise InputError for links that no backend can have."""
+    for (source, destination), link in links.items():
+        if found := problems(link):
+            raise InputError(f"link {source} -> {destination}: {'; '.join(each.text for each in found)}")
 
 
 @dataclass
@@ -77,7 +85,7 @@ class Shaping:
         A device that is attached already in the same namespace is only changed; one that restarted is built anew.
         """
         with self._lock:
-            self._links.update(links)
+            _refuse(links)
             fresh = list(endpoints)
             for found in self._pool.map(self._find, fresh):
                 name = found.endpoint.name
@@ -90,10 +98,10 @@ class Shaping:
                 if previous:
                     previous.namespace.close()
                 self._devices[name] = found
-            unknown = {name for pair in self._links for name in pair} - self._numbers.keys()
+            unknown = {name for pair in links for name in pair} - self._numbers.keys()
             if unknown and not fresh:
                 raise InputError(f"no such device is attached: {', '.join(sorted(unknown))}")
-            self._apply(self._devices)
+            self._change(self._devices, links)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links and nothing else."""
@@ -104,8 +112,8 @@ class Shaping:
                         raise InputError(
                             f"no device '{name}' is attached; there are {', '.join(sorted(self._numbers))}"
                         )
-            self._links.update(links)
-            self._apply({name for pair in links for name in pair})
+            _refuse(links)
+            self._change({name for pair in links for name in pair}, links)
 
     def _find(self, endpoint: Endpoint) -> Attached:
         namespace = Namespace.of_process(endpoint.pid)
@@ -116,11 +124,17 @@ class Shaping:
             raise
         return Attached(endpoint, namespace, interface)
 
-    def _apply(self, names: Iterable[str]) -> None:
+    def _change(self, names: Iterable[str], links: Mapping[Pair, Link]) -> None:
         """Bring the interfaces of these devices in line with the links; devices that are gone are let go."""
-        alive = [name for name in sorted(names) if name in self._devices and self._exists(name)]
+        alive = [self._devices[name] for name in sorted(names) if name in self._devices and self._exists(name)]
+        before, self._links = self._links, {**self._links, **links}
+        for attached in alive:
+            wanted = self._plan(attached)
+            if problem := attached.namespace.run(lambda wanted=wanted: self._backend.problem(wanted)):  # type: ignore[misc]
+                self._links = before
+                raise HostError(f"links to {attached.endpoint.name}: {problem}")
         # Each to its end before an error is raised: a half-changed lab is worse than a late message.
-        outcomes = [self._pool.submit(self._apply_one, self._devices[name]) for name in alive]
+        outcomes = [self._pool.submit(self._apply_one, attached) for attached in alive]
         errors = [error for outcome in outcomes if (error := outcome.exception()) is not None]
         for error in errors:
             raise error
@@ -150,7 +164,7 @@ class Shaping:
 
     def _plan(self, attached: Attached) -> Plan:
         return planning.plan(
-            attached.endpoint.name,
+            attached.endpoint,
             attached.interface.name,
             attached.interface.broadcast,
             {name: (self._numbers[name], other.endpoint.address) for name, other in self._devices.items()},

@@ -7,35 +7,52 @@ import struct
 
 import pytest
 
-from controller.shaping import nfqueue, receiver, sender, tolerance
-from controller.shaping.delayline import Lateness
-from controller.shaping.plan import Plan, burst, line_limit, plan, queue_limit
+from controller.shaping import netem, nfqueue, receiver, sender, tolerance
+from controller.shaping.lateness import Lateness
+from controller.shaping.plan import Endpoint, Plan, burst, line_limit, plan, queue_limit
 from controller.shaping.probes import rounds
-from testbed.network.link import Link
+from testbed.network.link import GilbertElliott, Link
 
+A = Endpoint("a", 1, "198.18.0.2")
 PEERS = {"a": (1, "198.18.0.2"), "b": (2, "198.18.0.3"), "c": (3, "198.18.0.4")}
 
 
 def plan_of_a(**outgoing: Link) -> Plan:
     links = {("a", peer): link for peer, link in outgoing.items()}
     links |= {("b", "a"): Link(delay=0.02, loss=0.01), ("c", "a"): Link()}
-    return plan("a", "eth1", "198.18.255.255", PEERS, links)
+    return plan(A, "eth1", "198.18.255.255", PEERS, links)
+
+
+CEILING = "htb rate 32000000000bit ceil 32000000000bit burst 4000000 cburst 4000000 quantum 1514"
+BORROWS = "htb rate 1000bit burst 1 ceil"
 
 
 def test_sender_tree_word_for_word() -> None:
     assert sender.build(plan_of_a(b=Link(rate=50e6, delay=0.005))) == [
+        "qdisc replace dev eth1 root handle 2: pfifo",
         "qdisc replace dev eth1 root handle 1: htb default 1",
-        "class add dev eth1 parent 1: classid 1:1 "
-        "htb rate 32000000000bit ceil 32000000000bit burst 4000000 cburst 4000000 quantum 60000",
-        "class add dev eth1 parent 1: classid 1:2 "
-        "htb rate 50000000bit ceil 50000000bit burst 6250 cburst 6250 quantum 6250",
+        f"class add dev eth1 parent 1: classid 1:1 {CEILING}",
+        f"class add dev eth1 parent 1: classid 1:3 {CEILING}",
+        f"class add dev eth1 parent 1:3 classid 1:2 {BORROWS} 50000000bit cburst 6250 quantum 1514",
         "qdisc add dev eth1 parent 1:2 handle 2: pfifo limit 300",
         "filter add dev eth1 parent 1: protocol ip prio 1 handle 800::2 u32 match ip dst 198.18.255.255/32 flowid 1:2",
-        "class add dev eth1 parent 1: classid 1:12 "
-        "htb rate 50000000bit ceil 50000000bit burst 6250 cburst 6250 quantum 6250",
+        f"class add dev eth1 parent 1:3 classid 1:12 {BORROWS} 50000000bit cburst 6250 quantum 1514",
         "qdisc add dev eth1 parent 1:12 handle 12: pfifo limit 300",
         "filter add dev eth1 parent 1: protocol ip prio 1 handle 800::12 u32 match ip dst 198.18.0.3/32 flowid 1:12",
     ]
+
+
+def test_an_uplink_is_set_and_lifted_in_one_class() -> None:
+    limited = Endpoint("a", 1, "198.18.0.2", uplink=5e6)
+    with_it, without = (plan(each, "eth1", None, PEERS, {("a", "b"): Link(rate=50e6)}) for each in (limited, A))
+    shared = "class change dev eth1 parent 1: classid 1:3 htb"
+    assert sender.change(without, with_it)[0] == (
+        f"{shared} rate 5000000bit ceil 5000000bit burst 1500 cburst 1500 quantum 1514"
+    )
+    assert sender.change(with_it, without)[0] == f"{shared} {CEILING.removeprefix('htb ')}"
+    # Nothing may pile up that the uplink takes long to send.
+    slow = plan(limited, "eth1", None, PEERS, {("a", "b"): Link()})
+    assert slow.senders[0].limit == 300
 
 
 def test_a_broadcast_goes_at_the_rate_of_the_slowest_link() -> None:
@@ -47,8 +64,7 @@ def test_a_change_touches_one_leaf() -> None:
     old = plan_of_a(b=Link(rate=50e6), c=Link(rate=50e6))
     new = plan_of_a(b=Link(rate=80e6), c=Link(rate=50e6))
     assert sender.change(old, new) == [
-        "class change dev eth1 parent 1: classid 1:12 "
-        "htb rate 80000000bit ceil 80000000bit burst 10000 cburst 10000 quantum 10000",
+        f"class change dev eth1 parent 1:3 classid 1:12 {BORROWS} 80000000bit cburst 10000 quantum 1514",
         "qdisc change dev eth1 parent 1:12 handle 12: pfifo limit 331",
     ]
     assert sender.change(old, old) == []
@@ -56,8 +72,8 @@ def test_a_change_touches_one_leaf() -> None:
 
 def test_a_peer_with_a_new_address_gets_a_new_filter_only() -> None:
     links = {("a", "b"): Link(rate=1e6)}
-    old = plan("a", "eth1", None, PEERS, links)
-    new = plan("a", "eth1", None, PEERS | {"b": (2, "198.18.0.9")}, links)
+    old = plan(A, "eth1", None, PEERS, links)
+    new = plan(A, "eth1", None, PEERS | {"b": (2, "198.18.0.9")}, links)
     assert sender.change(old, new) == [
         "filter del dev eth1 parent 1: protocol ip prio 1 handle 800::12 u32",
         "filter add dev eth1 parent 1: protocol ip prio 1 handle 800::12 u32 match ip dst 198.18.0.9/32 flowid 1:12",
@@ -68,51 +84,122 @@ def test_only_impaired_links_pass_through_a_queue() -> None:
     assert receiver.restore(plan_of_a()) == (
         "*filter\n:TESTBED - [0:0]\n-A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2\nCOMMIT\n"
     )
-    down = plan("a", "eth1", None, PEERS, {("b", "a"): Link(up=False, delay=0.02), ("c", "a"): Link(rate=1e6)})
+    down = plan(A, "eth1", None, PEERS, {("b", "a"): Link(up=False, delay=0.02), ("c", "a"): Link(rate=1e6)})
     assert receiver.chain_rules(down) == ["-A TESTBED -s 198.18.0.3/32 -j DROP"]
 
 
 def test_a_pair_without_a_link_is_dropped() -> None:
-    assert receiver.chain_rules(plan("a", "eth1", None, PEERS, {("b", "a"): Link()})) == [
+    assert receiver.chain_rules(plan(A, "eth1", None, PEERS, {("b", "a"): Link()})) == [
         "-A TESTBED -s 198.18.0.4/32 -j DROP"
     ]
 
 
+def test_a_downlink_counts_the_packets_of_every_link() -> None:
+    limited = Endpoint("a", 1, "198.18.0.2", downlink=5e6)
+    made = plan(limited, "eth1", None, PEERS, {("b", "a"): Link(), ("c", "a"): Link(up=False)})
+    assert [line.queued for line in made.receivers] == [True, False]
+    assert made.downlink is not None
+    assert made.downlink.rate == 5_000_000
+
+
 def test_netem_tree_word_for_word() -> None:
-    ceiling = "htb rate 32000000000bit ceil 32000000000bit burst 4000000 cburst 4000000 quantum 60000"
-    assert receiver.netem_build(plan_of_a()) == [
+    leads = "u32 match ip src 198.18.0.3/32"
+    assert netem.build(plan_of_a()) == [
         "qdisc add dev eth1 ingress",
         "qdisc replace dev testbed-ifb root handle 1: htb default 1",
-        f"class add dev testbed-ifb parent 1: classid 1:1 {ceiling}",
-        f"class replace dev testbed-ifb parent 1: classid 1:12 {ceiling}",
-        "qdisc replace dev testbed-ifb parent 1:12 handle 12: netem limit 200000 delay 20000us loss random 1.000000%",
-        "filter add dev testbed-ifb parent 1: protocol ip prio 1 handle 800::12 "
-        "u32 match ip src 198.18.0.3/32 flowid 1:12",
-        "filter add dev eth1 parent ffff: protocol ip prio 1 handle 800::12 "
-        "u32 match ip src 198.18.0.3/32 action mirred egress redirect dev testbed-ifb",
+        f"class add dev testbed-ifb parent 1: classid 1:1 {CEILING}",
+        f"class add dev testbed-ifb parent 1: classid 1:3 {CEILING}",
+        f"class replace dev testbed-ifb parent 1:3 classid 1:12 {BORROWS} 32000000000bit cburst 4000000 quantum 1514",
+        "qdisc replace dev testbed-ifb parent 1:12 handle 12: "
+        "netem limit 200000 delay 20000us loss random 1% corrupt 0%",
+        f"filter add dev testbed-ifb parent 1: protocol ip prio 1 handle 800::12 {leads} flowid 1:12",
+        f"filter add dev eth1 parent ffff: protocol ip prio 1 handle 800::12 {leads} "
+        "action mirred egress redirect dev testbed-ifb",
     ]
+
+
+def towards_a(link: Link, downlink: float | None = None) -> Plan:
+    links = {("b", "a"): link, ("c", "a"): Link(delay=0.001)}
+    return plan(Endpoint("a", 1, "198.18.0.2", downlink=downlink), "eth1", None, PEERS, links)
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        (Link(delay=0.02, jitter=0.003), "delay 20000us 3000us distribution normal corrupt 0%"),
+        (Link(delay=0.02, reorder=0.25, corrupt=0.001), "delay 20000us reorder 25% corrupt 0.1%"),
+        (Link(delay=0.001, duplicate=0.05), "delay 1000us duplicate 5% corrupt 0%"),
+        (Link(bursts=GilbertElliott(0.01, 0.2)), "loss gemodel 1% 20% 100% 0% corrupt 0%"),
+        # A share of 10 % whose neighbours correlate by a half: from good to bad 5 %, back 45 %.
+        (Link(loss=0.1, loss_correlation=0.5), "loss gemodel 5% 45% 100% 0% corrupt 0%"),
+        (Link(delay=0.01, loss=1e-5), "delay 10000us loss random 0.001% corrupt 0%"),
+    ],
+)
+def test_netem_words(link: Link, words: str) -> None:
+    line = towards_a(link).receivers[0]
+    assert netem.words(line) == f"netem limit {line.limit} {words}"
+
+
+def test_a_link_that_duplicates_has_a_device_of_its_own() -> None:
+    plain, doubling = towards_a(Link(delay=0.02)), towards_a(Link(delay=0.02, duplicate=0.1))
+    assert netem.devices(plain) == {"testbed-ifb"}
+    assert netem.devices(doubling) == {"testbed-ifb", "testbed-ifb2"}
+    leads = "filter add dev eth1 parent ffff: protocol ip prio 1 handle 800::12 u32 match ip src 198.18.0.3/32"
+    assert netem.change(plain, doubling) == [
+        "qdisc replace dev testbed-ifb2 root handle 12: netem limit 200000 delay 20000us duplicate 10% corrupt 0%",
+        "filter del dev eth1 parent ffff: protocol ip prio 1 handle 800::12 u32",
+        "filter del dev testbed-ifb parent 1: protocol ip prio 1 handle 800::12 u32",
+        f"{leads} action mirred egress redirect dev testbed-ifb2",
+    ]
+    assert netem.change(doubling, plain)[-1] == f"{leads} action mirred egress redirect dev testbed-ifb"
+
+
+def test_netem_says_what_it_cannot_do() -> None:
+    assert "correlate" in (netem.problem(Link(delay=1, jitter=0.1, jitter_correlation=0.5), None) or "")
+    limited = towards_a(Link(), downlink=1e6)
+    assert "duplicate" in (netem.problem(Link(duplicate=0.5), limited.downlink) or "")
+    assert netem.problem(Link(duplicate=0.5, loss=0.1, loss_correlation=0.5), None) is None
+
+
+def test_netem_tables_are_readable_by_tc() -> None:
+    numbers = [int(word) for word in netem.table("pareto").split()]
+    assert len(numbers) == 4096
+    assert -(2**15) <= min(numbers) < max(numbers) < 2**15
 
 
 def test_netem_changes_one_leaf_and_drops_by_losing_all() -> None:
-    def towards_a(link: Link) -> Plan:
-        return plan("a", "eth1", None, PEERS, {("b", "a"): link, ("c", "a"): Link(delay=0.001)})
-
     leaf = "qdisc replace dev testbed-ifb parent 1:12 handle 12:"
     slow, slower, plain = (towards_a(Link(delay=delay)) for delay in (0.02, 0.03, 0.0))
-    assert receiver.netem_change(slow, slower) == [f"{leaf} netem limit 200000 delay 30000us"]
-    assert receiver.netem_change(slow, towards_a(Link(up=False))) == [f"{leaf} netem loss 100%"]
-    assert receiver.netem_change(slow, plain) == [
+    assert netem.change(slow, slower) == [f"{leaf} netem limit 200000 delay 30000us corrupt 0%"]
+    assert netem.change(slow, towards_a(Link(up=False))) == [f"{leaf} netem limit 1000 loss random 100% corrupt 0%"]
+    assert netem.change(slow, plain) == [
         "filter del dev eth1 parent ffff: protocol ip prio 1 handle 800::12 u32",
         "filter del dev testbed-ifb parent 1: protocol ip prio 1 handle 800::12 u32",
     ]
-    assert receiver.netem_change(plain, slow)[1] == f"{leaf} netem limit 200000 delay 20000us"
+    assert netem.change(plain, slow)[1] == f"{leaf} netem limit 200000 delay 20000us corrupt 0%"
+
+
+def test_netem_lines_wait_for_a_downlink_in_queues_of_their_own() -> None:
+    free, limited = towards_a(Link(delay=0.02)), towards_a(Link(delay=0.02), downlink=8e6)
+    shared = "class change dev testbed-ifb parent 1: classid 1:3 htb"
+    assert netem.change(free, limited) == [
+        f"{shared} rate 8000000bit ceil 8000000bit burst 1500 cburst 1500 quantum 1514",
+        "qdisc replace dev testbed-ifb parent 12:1 handle 2012: pfifo limit 300",
+        "qdisc replace dev testbed-ifb parent 13:1 handle 2013: pfifo limit 300",
+    ]
+    assert netem.change(limited, free) == [
+        f"{shared} {CEILING.removeprefix('htb ')}",
+        "qdisc replace dev testbed-ifb parent 12:1 handle 2012: pfifo limit 20000",
+        "qdisc replace dev testbed-ifb parent 13:1 handle 2013: pfifo limit 20000",
+    ]
 
 
 def test_reading_back_names_every_difference() -> None:
     wanted = plan_of_a(b=Link(rate=50e6))
     classes = (
-        "class htb 1:2 root leaf 2: prio 0 rate 50Mbit ceil 50Mbit burst 6250b cburst 6250b \n"
-        "class htb 1:12 root leaf 12: prio 0 rate 49Mbit ceil 49Mbit burst 6250b cburst 6250b \n"
+        "class htb 1:3 root rate 32Gbit ceil 32Gbit burst 4000000b cburst 4000000b \n"
+        "class htb 1:2 parent 1:3 leaf 2: prio 0 rate 1Kbit ceil 50Mbit burst 1b cburst 6250b \n"
+        "class htb 1:12 parent 1:3 leaf 12: prio 0 rate 1Kbit ceil 49Mbit burst 1b cburst 6250b \n"
     )
     qdiscs = [{"kind": "pfifo", "handle": f"{number}:", "options": {"limit": 300}} for number in (2, 12)]
     filters = json.loads(
@@ -141,8 +228,9 @@ def test_sizes() -> None:
 def test_netfilter_messages_byte_for_byte() -> None:
     verdict = nfqueue.verdict_prefix(7, nfqueue.ACCEPT) + struct.pack(">I", 0x01020304)
     assert verdict == bytes.fromhex("20000000 0103 0100 00000000 00000000 00 00 0007 0c00 0200 00000001 01020304")
-    first, *_ = nfqueue.bind(7, 1000, 5)
-    assert first == bytes.fromhex("1c000000 0203 0500 05000000 00000000 00 00 0007 0800 0100 01 00 0002")
+    assert nfqueue.bind(7, 5) == bytes.fromhex("1c000000 0203 0500 05000000 00000000 00 00 0007 0800 0100 01 00 0002")
+    altered = nfqueue.accept_altered(7, b"\1\2\3\4", b"abcde")
+    assert altered[20:] == bytes.fromhex("0c000200 00000001 01020304 0900 0a00") + b"abcde\0\0\0"
 
 
 def test_arrival_is_found_wherever_it_stands_in_the_message() -> None:

@@ -1,0 +1,73 @@
+"""Which packets of a device wait for their turn on a medium, and the rules that lead them there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from controller.shaping.medium import Way
+from testbed.network.broadcast import broadcast_rate
+from testbed.network.cell import Cell, cell_of
+from testbed.network.link import Link, Pair
+
+CHAIN = "TESTBED-GATE"
+QUEUE = 60_000
+"""Number of the netfilter queue in each device's namespace; the delay line's count from 1."""
+GATED_RATE = 25e6
+"""bit/s up to which casts wait at the gate: HTB lets a frame go at the beginning of its time instead of at the end, and
+above this rate that time is below half a millisecond."""
+
+
+def ways(
+    device: str,
+    broadcast: str | None,
+    peers: Mapping[str, str],
+    links: Mapping[Pair, Link],
+    cells: Sequence[Cell],
+    uplink: float | None = None,
+) -> dict[str, Way]:
+    """Return, by address, what a device sends over a medium: everything within its cells, and its casts.
+
+    ``peers`` maps every device's name to its address. A cast of a device in several cells takes all of them at once.
+    """
+    found = {}
+    outgoing = {pair: link for pair, link in links.items() if pair[0] == device}
+    for pair, link in outgoing.items():
+        cell = cell_of(pair, cells)
+        if cell is not None and pair[1] in peers:
+            found[peers[pair[1]]] = Way((_channel(cell),), min(cell.rate, link.rate or cell.rate))
+    own = [cell for cell in cells if any(cell.carries(pair) for pair in outgoing)]
+    rate = broadcast_rate(outgoing.values(), uplink, *(cell.rate for cell in own))
+    if broadcast and outgoing and rate is not None and (own or rate <= GATED_RATE):
+        found[broadcast] = Way(tuple(map(_channel, own)) or (f"casts of {device}",), rate)
+    return found
+
+
+def _channel(cell: Cell) -> str:
+    return "cell of " + ", ".join(cell.devices)
+
+
+def rules(gated: Mapping[str, Way]) -> list[str]:
+    """Return the rules of our chain as ``iptables -S`` prints them."""
+    return [f"-A {CHAIN} -d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated]
+
+
+def restore(gated: Mapping[str, Way]) -> str:
+    """Return the input for ``iptables-restore --noflush`` that replaces our chain in one step."""
+    return "\n".join(["*filter", f":{CHAIN} - [0:0]", *rules(gated), "COMMIT", ""])
+
+
+def jump(interface: str) -> list[str]:
+    """Return the rule that sends what leaves by the data interface through our chain."""
+    return ["OUTPUT", "-o", interface, "-j", CHAIN]
+
+
+def differences(interface: str, gated: Mapping[str, Way], shown: str) -> list[str]:
+    """Compare with what ``iptables -S`` says of the filter table."""
+    lines = shown.splitlines()
+    found = [line for line in lines if line.startswith(f"-A {CHAIN} ")]
+    wanted = rules(gated)
+    problems = [f"rule is missing: {rule}" for rule in wanted if rule not in found]
+    problems += [f"rule is too many: {rule}" for rule in found if rule not in wanted]
+    if f"-A {' '.join(jump(interface))}" not in lines:
+        problems.append(f"the rule that leads from OUTPUT to {CHAIN} is missing")
+    return problems
