@@ -73,7 +73,7 @@ class Agent:
 
     def set_speed(self, factor: float) -> None:
         """Let the device compute at this share of its own speed from now on, also what it is computing right now."""
-        self._request("PUT", "/speed", json={"factor": factor})
+        self._request("PUT", "/speed", seconds=CONNECT_SECONDS, json={"factor": factor})
 
     def set_message_loss(self, fractions: Mapping[str, float]) -> None:
         """Let the device lose these fractions, by sender, of the casts it would hear, from now on."""

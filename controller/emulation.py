@@ -17,9 +17,9 @@ from controller.lab import Lab
 from controller.reaper import guard
 from testbed.errors import TestbedError
 from testbed.faults import FaultScript, Strike
-from testbed.network.link import Link, Pair
+from testbed.replay import Change, TraceScript
 from testbed.scenario.prepare import Prepared
-from testbed.trace.events import TESTBED, Event
+from testbed.trace.events import TESTBED, Event, link_fields
 from testbed.trace.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -43,8 +43,28 @@ class _Struck:
 
     strike: Strike
     actual: float
-    links: dict[Pair, Link]
+    changed: faults.Changed
     error: Exception | None = None
+
+    @property
+    def problem(self) -> str:
+        """Say what could not be done, and why."""
+        return f"the fault '{self.strike.operation} {self.strike.fields()['target']}' failed: {self.error}"
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """Changes of the trace that were due together and have taken effect, or could not."""
+
+    changes: list[Change]
+    actual: float
+    changed: faults.Changed
+    error: Exception | None = None
+
+    @property
+    def problem(self) -> str:
+        """Say what could not be done, and why."""
+        return f"the trace's '{', '.join(change.what for change in self.changes)}' failed: {self.error}"
 
 
 def emulate(
@@ -129,9 +149,10 @@ class _Execution:
         self._dataset = dataset
         self._weights = weights
         self._on_event = on_event
-        self._inbox: queue.SimpleQueue[Event | _Struck] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | _Struck | _Replayed] = queue.SimpleQueue()
         self._events: list[Event] = []
         self._script = FaultScript(prepared.experiment.scenario.faults)
+        self._trace = TraceScript(prepared.experiment.changes)
         self._origin = 0.0
         """On the monotonic clock, which all containers of one engine share with its host."""
         self._followers: dict[str, threading.Thread] = {}
@@ -146,12 +167,22 @@ class _Execution:
             on_stage("running")
             monitor = HostMonitor()
             monitor.start()
+            # The first figures of a trace are those that the run begins with.
+            first = self._replay(self._trace.due(0.0), lambda: 0.0)
             self._origin = time.monotonic() + START_MARGIN
             list(pool.map(self._start, self._lab.devices))
-        with ThreadPoolExecutor(SIMULTANEOUS_FAULTS, "fault") as strikers, self._lab.watch_starts() as starts:
+        if first.error is not None:
+            raise first.error
+        self._settle(first)
+        with (
+            ThreadPoolExecutor(SIMULTANEOUS_FAULTS, "fault") as strikers,
+            # One at a time: the later of two figures of one link is the one that stays.
+            ThreadPoolExecutor(1, "trace") as replayer,
+            self._lab.watch_starts() as starts,
+        ):
             threading.Thread(target=self._adopt, args=(starts,), name="starts", daemon=True).start()
             try:
-                status, error = self._follow(strikers)
+                status, error = self._follow(strikers, replayer)
             except KeyboardInterrupt:
                 status, error = "interrupted", "stopped by the user"
             self._over.set()
@@ -217,14 +248,18 @@ class _Execution:
     def _now(self) -> float:
         return time.monotonic() - self._origin
 
-    def _follow(self, strikers: ThreadPoolExecutor) -> tuple[Status, str | None]:
+    def _follow(self, strikers: ThreadPoolExecutor, replayer: ThreadPoolExecutor) -> tuple[Status, str | None]:
         """Take events and deadlines as they come; return how the run ended."""
         limit = self._prepared.experiment.scenario.time_limit
         while True:
-            deadline = min(limit, self._script.next_deadline() or limit)
+            deadlines = (self._script.next_deadline(), self._trace.next_deadline())
+            deadline = min([limit, *(each for each in deadlines if each is not None)])
             with suppress(queue.Empty):
                 news = self._inbox.get(timeout=max(0.0, deadline - self._now()))
-                if isinstance(news, _Struck):
+                if isinstance(news, _Struck | _Replayed):
+                    # Without what the scenario asks for, the rest of the run would mean nothing.
+                    if news.error is not None:
+                        return "failed", news.problem
                     self._settle(news)
                 else:
                     strikes = self._script.observe(news.time, news.device, news.event, news.fields)
@@ -233,6 +268,8 @@ class _Execution:
                     if end := self._end(news):
                         return end
             self._strike(strikers, self._script.due(self._now()))
+            if changes := self._trace.due(self._now()):
+                replayer.submit(lambda due: self._inbox.put(self._replay(due, self._now)), changes)
             if self._now() >= limit:
                 return "timed out", f"not over after {limit:g} s"
 
@@ -257,31 +294,48 @@ class _Execution:
             strikers.submit(self._execute, strike)
 
     def _execute(self, strike: Strike) -> None:
-        links: dict[Pair, Link] = {}
+        changed = faults.Changed()
         error = None
         try:
             act = faults.inflict if strike.phase == "strike" else faults.undo
             name = str(getattr(strike.part, strike.action))
             if strike.operation == "restart":
                 self._restarting.add(name)
-            links = act(self._lab, strike.part, strike.handle)
+            changed = act(self._lab, strike.part, strike.handle)
             if strike.operation == "restart":
                 self._deploy(name)
                 self._start(name)
         except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
             error = failure
-        self._inbox.put(_Struck(strike, self._now(), links, error))
+        self._inbox.put(_Struck(strike, self._now(), changed, error))
 
-    def _settle(self, struck: _Struck) -> None:
-        """Note what a fault did. One that could not be inflicted ends the run: its figures would mean nothing."""
-        if struck.error is not None:
-            strike = struck.strike
-            raise TestbedError(f"the fault '{strike.operation} {strike.fields()['target']}' failed: {struck.error}")
-        self._script.done(struck.strike, struck.actual)
-        self._testbed(struck.actual, "fault", **struck.strike.fields())
-        for (source, destination), link in struck.links.items():
-            figures = {"rate": link.rate, "delay": link.delay, "loss": link.loss, "up": link.up}
-            self._testbed(struck.actual, "link", source=source, destination=destination, **figures)
+    def _replay(self, changes: list[Change], clock: Callable[[], float]) -> _Replayed:
+        """Make changes of the trace, those that are due at once together."""
+        changed = faults.Changed()
+        error = None
+        try:
+            if changes:
+                changed = faults.Conditions(self._lab).replay(changes)
+        except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
+            error = failure
+        return _Replayed(changes, clock(), changed, error)
+
+    def _settle(self, news: _Struck | _Replayed) -> None:
+        """Note what a fault or the trace did."""
+        if isinstance(news, _Struck):
+            self._script.done(news.strike, news.actual)
+            self._testbed(news.actual, "fault", **news.strike.fields())
+        else:
+            for change in news.changes:
+                self._testbed(news.actual, "trace", **change.fields())
+        self._log_changed(news.actual, news.changed)
+
+    def _log_changed(self, time_: float, changed: faults.Changed) -> None:
+        for (source, destination), link in changed.links.items():
+            self._testbed(time_, "link", **link_fields(source, destination, link))
+        for device in self._prepared.experiment.devices:
+            if (factor := changed.speeds.get(device.name)) is not None:
+                self._testbed(time_, "speed", target=device.name, factor=factor, speed=factor * device.speed)
 
     # The end
 

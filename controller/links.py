@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,18 +18,20 @@ __all__ = ["Endpoint", "Shaper"]
 
 
 class Shaper:
-    """Shapes the links of one run. Every method raises HostError when a rule did not take. One thread at a time."""
+    """Shapes the links of one run. Every method raises HostError when a rule did not take. Threads take turns."""
 
     def __init__(self, url: str, token: str) -> None:
         self._url = url.rstrip("/")
         self._session = requests.Session()
+        self._turn = threading.Lock()
         # A proxy of the environment has no business between the controller and its own containers.
         self._session.trust_env = False
         self._session.headers["Authorization"] = f"Bearer {token}"
 
     def _request(self, method: str, path: str, json: Any = None, timeout: float = 60.0) -> Any:
         try:
-            answer = self._session.request(method, self._url + path, json=json, timeout=timeout)
+            with self._turn:
+                answer = self._session.request(method, self._url + path, json=json, timeout=timeout)
         except requests.RequestException as error:
             raise HostError(f"the shaper at {self._url} does not answer: {error}; is the lab up?") from error
         if answer.ok:

@@ -9,9 +9,10 @@ from pydantic import ValidationError
 
 from controller import runstate
 from controller.cli.linkoptions import link_options, read
-from controller.faults import Conditions, inflict
+from controller.faults import Changed, Conditions, inflict
 from controller.lab import Lab
 from testbed.errors import InputError
+from testbed.faults import devices_named
 from testbed.scenario.loading import explain
 from testbed.scenario.schema import FaultPart
 
@@ -25,14 +26,23 @@ def _inflict(run_id: str | None, action: dict[str, object]) -> None:
     except ValidationError as error:
         raise InputError("; ".join(f"{problem}" for problem in explain(error, FaultPart))) from None
     lab = Lab.open(runstate.choose(run_id))
+    for _, name in devices_named(part):
+        if name not in lab.devices:
+            raise InputError(f"there is no device '{name}' in {lab.run_id}: {', '.join(lab.devices)}")
     handle = f"{part.action}-{secrets.token_hex(3)}"
     changed = inflict(lab, part, handle)
-    if part.action in ("partition", "degrade"):
-        click.echo(f"{handle}: {len(changed)} directed links changed; undo with: testbed fault undo {handle}")
-    elif part.action == "heal":
-        click.echo(f"{len(changed)} directed links are as they were")
+    if part.action in ("partition", "degrade", "throttle"):
+        click.echo(f"{handle}: {_told(changed)}; undo with: testbed fault undo {handle}")
+    elif part.action in ("heal", "unthrottle"):
+        click.echo(_told(changed))
     else:
         click.echo(f"{part.action}: {action[part.action]}")
+
+
+def _told(changed: Changed) -> str:
+    links = [f"{len(changed.links)} directed links changed"] if changed.links or not changed.speeds else []
+    speeds = [f"{name} computes at {factor:.4g} times its own speed" for name, factor in changed.speeds.items()]
+    return ", ".join(links + speeds)
 
 
 @click.group()
@@ -45,6 +55,7 @@ def fault() -> None:
       testbed fault restart worker1
       testbed fault partition source,worker1 worker2,worker3
       testbed fault degrade source worker1 --delay 200ms --loss 5%
+      testbed fault throttle worker1 --slowdown 3
       testbed fault heal
     """
 
@@ -61,6 +72,7 @@ _device_command("kill", "End a device at once, as a power cut would.")
 _device_command("restart", "Boot a device again; its links are shaped before it counts as up.")
 _device_command("pause", "Freeze a device; its connections stay open.")
 _device_command("resume", "Let a paused device go on.")
+_device_command("unthrottle", "Give a throttled device its own speed back.")
 
 
 @fault.command()
@@ -99,6 +111,17 @@ def degrade(
 
 
 @fault.command()
+@click.argument("device")
+@click.option("--speed", help="e.g. 200mflops")
+@click.option("--slowdown", help="Take so many times as long, e.g. 3")
+@_run_option
+def throttle(device: str, speed: str | None, slowdown: str | None, run_id: str | None) -> None:
+    """Let DEVICE compute more slowly, also what it is computing right now."""
+    given = {key: value for key, value in (("speed", speed), ("slowdown", slowdown)) if value is not None}
+    _inflict(run_id, {"throttle": {"device": device, **given}})
+
+
+@fault.command()
 @_run_option
 def heal(run_id: str | None) -> None:
     """Take back every partition and degradation."""
@@ -109,8 +132,8 @@ def heal(run_id: str | None) -> None:
 @click.argument("handle")
 @_run_option
 def undo(handle: str, run_id: str | None) -> None:
-    """Take back one partition or degradation by its handle."""
+    """Take back one partition, degradation or throttle by its handle."""
     conditions = Conditions(Lab.open(runstate.choose(run_id)))
     if handle not in conditions.handles():
         raise InputError(f"'{handle}' is not in force; what is: {', '.join(conditions.handles()) or 'nothing'}")
-    click.echo(f"{len(conditions.undo(handle))} directed links changed")
+    click.echo(_told(conditions.undo(handle)))

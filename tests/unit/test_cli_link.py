@@ -50,7 +50,9 @@ def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Memory:
     lab = SimpleNamespace(
         run_id="run-1",
         shaper=made,
-        experiment=SimpleNamespace(links=dict(made.links), devices=[SimpleNamespace(name="a")]),
+        devices={name: SimpleNamespace(state="exited") for name in "ab"},
+        refresh=lambda: None,
+        experiment=SimpleNamespace(links=dict(made.links), devices=[SimpleNamespace(name="a", speed=1e9)]),
     )
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     runstate.path_of("run-1")  # makes the folder
