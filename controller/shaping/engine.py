@@ -20,9 +20,10 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from controller.shaping import impairments, nfqueue
+from controller.shaping import nfqueue
 from controller.shaping.bottleneck import Bottleneck
 from controller.shaping.lateness import Lateness
+from testbed.network import impairments
 from testbed.network.framing import ETHERNET_HEADER
 from testbed.network.link import Link, link_from
 

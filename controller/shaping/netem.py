@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from controller.shaping import htb
-from controller.shaping.impairments import QUANTILES, chain, quantiles
 from controller.shaping.plan import CEILING, FIRST_PEER_CLASS, Access, Plan, ReceiverLine
+from testbed.network.impairments import QUANTILES, chain, quantiles
 from testbed.network.link import Distribution, Link
 
 IFB = "testbed-ifb"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from controller.shaping.impairments import FURTHEST
+from testbed.network.impairments import FURTHEST
 from testbed.network.link import Link, Pair
 
 FRAME = 1514

@@ -9,9 +9,9 @@ from statistics import fmean, median, pstdev
 
 import pytest
 
-from controller.shaping import impairments
 from controller.shaping.bottleneck import Bottleneck
 from controller.shaping.tolerance import binomial_interval
+from testbed.network import impairments
 from testbed.network.link import Distribution, GilbertElliott, Link
 
 DISTRIBUTIONS: tuple[Distribution, ...] = ("normal", "uniform", "pareto")

@@ -1,6 +1,7 @@
 """What may befall packets on their way over a link, as seeded random processes. Pure.
 
-The backends share these definitions: the delay line runs them, netem is given the same tables and the same chain.
+The backends and the simulator share these definitions: the delay line and the simulator run them, netem is given the
+same tables and the same chain.
 """
 
 from __future__ import annotations
