@@ -9,7 +9,7 @@ import sys
 import click
 
 from testbed import __version__
-from testbed.errors import TestbedError
+from testbed.errors import HostError, TestbedError
 
 COMMANDS = {
     "run": "controller.cli.run:run",
@@ -58,9 +58,7 @@ def testbed() -> None:
 def main() -> None:
     """Run the command line; turn a `TestbedError` into one line and its exit status."""
     try:
-        testbed.main(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        sys.exit(testbed.main(standalone_mode=False))
     except click.Abort:
         click.echo("interrupted", err=True)
         sys.exit(130)
@@ -74,3 +72,9 @@ def main() -> None:
         # The reader of our output has left (`testbed ps | head`): not an error worth a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except Exception as error:
+        # The engine's client is imported only by commands that need it; whatever it raises is about this host.
+        if not type(error).__module__.startswith("docker."):
+            raise
+        click.echo(f"testbed: the container engine: {' '.join(str(error).split())}", err=True)
+        sys.exit(HostError.exit_code)
