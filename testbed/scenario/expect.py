@@ -45,6 +45,9 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "latency_p95": ("seconds", "95th percentile of an inference"),
     "latency_p99": ("seconds", "99th percentile of an inference"),
     "latency_max": ("seconds", "longest inference"),
+    "casts": ("number", "transmissions to several at once, by all devices together"),
+    "cast_time": ("seconds", "median time that a cast took to leave its device"),
+    "reception": ("share", "of the casts meant to be heard, each counted for each of its peers"),
     "messages": ("number", "sent, by all devices together"),
     "bytes_sent": ("bytes", "by all devices together"),
     "bytes_received": ("bytes", "by all devices together"),
@@ -52,7 +55,7 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "idle_share": ("share", "of the duration, mean over the devices of the plan"),
     "compute_deficit": ("seconds", "by which the host made computations late, over all devices"),
     "deficit_share": ("share", "of the undisturbed steps' time, of the worst device"),
-    "waited_share": ("share", "of the same time, that messages waited for a processor of the host; worst device"),
+    "host_share": ("share", "of the undisturbed steps' or requests' time, that the host added to their critical paths"),
     "trusted": ("truth", "whether the verdict holds nothing against the run"),
     "status": ("word", "finished, failed, timed out or interrupted"),
 }

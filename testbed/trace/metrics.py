@@ -13,12 +13,13 @@ from typing import Any
 from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
 from testbed.scenario.experiment import Experiment
+from testbed.trace.critical import CriticalPaths, Lateness
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
 from testbed.trace.events import Event
 from testbed.trace.gantt import Bar, bars, run_end
 from testbed.trace.intervals import Interval, clip, overlaps, subtract, total, union
 from testbed.trace.outcome import LinkMeasurement, Outcome
-from testbed.trace.verdict import verdict
+from testbed.trace.verdict import HostTime, mean_lateness, verdict
 
 PERCENTILES = (95, 99)
 
@@ -50,13 +51,15 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     requests_per_second        requests / duration
     latency, latency_mean      median and mean latency of a request
     latency_p95, latency_p99   percentiles of it; latency_max is the longest
+    casts, cast_time           how many in all, and the median of how long one took to leave its device
+    reception                  casts heard over casts meant to be heard, each counted once for each of its peers
     messages, bytes_sent       sum over all devices; a cast counts once
     bytes_received             sum over all devices
     compute_share, idle_share  mean over the devices of the plan
     compute_deficit            seconds by which the host made computations late, summed over the devices
     deficit_share              the same within the steady phase, as a share of its time, of the worst device
-    waited_share               share of the steady phase that the threads which move messages waited for a processor of
-                               the host, of the worst device
+    host_share                 share of the undisturbed steps' (requests') time that the host added to their critical
+                               paths (``testbed.trace.critical``)
     trusted                    true when the verdict holds nothing against the run
     ========================== ====================================================================================
 
@@ -79,6 +82,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     devices = _devices(outcome.events, experiment, plan, end, _phase(events, steps, end))
     recovered = [_recovery(recovery, outcome.events) for recovery in outlived]
     links = _links(events, experiment.links, outcome.links, end)
+    added = _added(outcome, experiment, plan, steps, events)
     figures: dict[str, Any] = {
         "runtime": outcome.runtime,
         "status": outcome.status,
@@ -90,17 +94,16 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "faults": sum(not strike.mends for strike in struck),
         **_recovery_times(outlived),
         **_inference(events, end),
+        **_casting(events),
         "messages": sum(device["messages_sent"] for device in devices.values()),
         "bytes_sent": sum(device["bytes_sent"] for device in devices.values()),
         "bytes_received": sum(device["bytes_received"] for device in devices.values()),
         **_shares(devices, {assignment.device for assignment in plan.assignments}),
         "compute_deficit": sum(device["deficit"] for device in devices.values()),
-        **{
-            name: max((device[name] for device in devices.values()), default=0.0)
-            for name in ("deficit_share", "waited_share")
-        },
+        "deficit_share": max((device["deficit_share"] for device in devices.values()), default=0.0),
+        "host_share": added.share,
     }
-    judgement = verdict(outcome, experiment, plan, devices, struck, recovered, end)
+    judgement = verdict(outcome, experiment, plan, added, struck, recovered)
     figures["trusted"] = judgement["trusted"]
     figures["series"] = {
         "steps": steps,
@@ -303,6 +306,22 @@ def _late(computed: Mapping[str, Any]) -> float:
     return float(computed.get("late", computed.get("deficit", 0.0)))
 
 
+def _added(
+    outcome: Outcome,
+    experiment: Experiment,
+    plan: Plan,
+    steps: Sequence[Mapping[str, Any]],
+    events: Sequence[Event],
+) -> HostTime:
+    """Return what the host added to the steps that are undisturbed, or to the requests."""
+    windows = [(row["time"] - row["seconds"], row["time"]) for row in steps if row["steady"]]
+    windows = windows or [(row["time"] - row["seconds"], row["time"]) for row in steps]
+    windows += [(event.time - event.fields["latency"], event.time) for event in events if event.event == "request"]
+    paths = CriticalPaths(outcome.events, experiment, mean_lateness(outcome.fidelity.get("lateness", {})))
+    late = sum((paths.lateness(plan.lead, window) for window in windows), Lateness())
+    return HostTime(sum(end - start for start, end in windows), late.computing, late.messaging)
+
+
 def _waited(own: Sequence[Event], phase: Sequence[Interval]) -> float:
     """Return the seconds that threads of a device waited for the host within a phase, evenly over each interval."""
     waited = 0.0
@@ -326,18 +345,33 @@ def _deficit(own: Sequence[Event], phase: Sequence[Interval]) -> float:
     return lost
 
 
+def _casting(events: Sequence[Event]) -> dict[str, Any]:
+    casts = [event.fields for event in events if event.event == "cast"]
+    if not casts:
+        return {}
+    meant = sum(len(cast["peers"]) for cast in casts)
+    heard = sum(event.event == "receive" and "cast" in event.fields for event in events)
+    figures = {"casts": len(casts), "cast_time": median(cast["duration"] for cast in casts)}
+    return figures | ({"reception": heard / meant} if meant else {})
+
+
 def _links(
     events: Sequence[Event], links: Mapping[Pair, Link], measurements: Sequence[LinkMeasurement], end: float
 ) -> list[dict[str, Any]]:
     """Return one row per directed link that was used or measured, in the order of the experiment."""
     count: Counter[Pair] = Counter()
     size: Counter[Pair] = Counter()
+    casts: Counter[Pair] = Counter()
+    heard: Counter[Pair] = Counter()
     for event in events:
+        if event.event == "receive" and "cast" in event.fields:
+            heard[event.fields["peer"], event.device] += 1
         peers = [event.fields["peer"]] if event.event == "send" else event.fields.get("peers", ())
         if event.event in ("send", "cast"):
             for peer in peers:
                 count[event.device, peer] += 1
                 size[event.device, peer] += event.fields.get("bytes", 0)
+                casts[event.device, peer] += event.event == "cast"
     measured = {(item.source, item.destination): item for item in measurements}
     order = [pair for pair in links if pair in count or pair in measured]
     order += [pair for pair in count if pair not in links]
@@ -351,6 +385,8 @@ def _links(
                 "destination": pair[1],
                 "messages": count[pair],
                 "bytes": size[pair],
+                "casts": casts[pair],
+                "casts_heard": heard[pair],
                 "requested": _link(requested),
                 "measured": _measured(found),
                 "problem": found.problem if found else None,

@@ -21,13 +21,11 @@ HOST_SHARE = 0.03
 """Of the undisturbed steps' (requests') time that the host may add to it: beyond, the host and not the scenario set the
 pace.
 
-What counts is the damage, of the device that suffers most: by how much its computations were late, how long threads
-that move its messages waited for a processor, and by how much the delay line held its messages too long, on the
-average. That the host was busy is no damage: paced devices leave it little to do most of the time, and work that is
-done before it is due is not late. Nor is lateness that the pacing hides (``agent.pacing``: ``LEAD_SECONDS``,
-``CATCH_UP_SECONDS``). The three are added up as if all of them lay on the critical path, which overstates them; that
-several devices of one path may each be late understates it, and is why the bound is the tolerance that step times
-have, and no more.
+What counts is the damage: lateness of computations and messages that lies on the steps' critical paths
+(``testbed.trace.critical``). That the host was busy is no damage: paced devices leave it little to do most of the
+time, work that is done before it is due is not late, a device that others wait for is not delayed by what happens to
+the others, and the pacing hides a little lateness for good (``agent.pacing``: ``LEAD_SECONDS``, ``CATCH_UP_SECONDS``).
+The host's load only explains.
 """
 RECOVERY_DEFICIT_SHARE = 0.1
 """Of a recovery: the same for what the devices compute between the strike and the resumption."""
@@ -40,8 +38,8 @@ QUEUE_OVERFLOWS = 0
 DELAY_LATENESS = 1e-3
 DELAY_LATENESS_SHARE = 0.1
 """A delay line may let one packet in a hundred go later than due by the larger of a millisecond and this share of the
-shortest delay in the scenario. Single late packets do little to a step, which is why the mean and not this counts as
-damage above; but a tail beyond this is no link of the kind that was asked for, whatever it carries."""
+shortest delay in the scenario. Single late packets do little to a step, and what they do counts above; but a tail
+beyond this is no link of the kind that was asked for, whatever it carries."""
 LOST_EVENTS = 0.01
 """Share of the messages sent whose reception may be missing from the log without a fault to explain it."""
 
@@ -59,24 +57,22 @@ def verdict(
     outcome: Outcome,
     experiment: Experiment,
     plan: Plan,
-    devices: Mapping[str, Mapping[str, Any]],
+    added: HostTime,
     struck: Sequence[Strike],
     recovered: Sequence[Mapping[str, Any]] = (),
-    duration: float = 0.0,
 ) -> dict[str, Any]:
     """Return ``kind`` (trusted, not trusted or prediction), ``trusted``, ``summary``, ``reasons`` and ``checks``.
 
-    ``devices`` and ``recovered`` are tables of ``testbed.trace.metrics``, ``duration`` is the run's. Of
-    ``outcome.fidelity`` these figures are understood, each optional: ``host_load``, ``host_saturated`` and
-    ``host_stolen`` (shares of the run), ``queues`` (per device, packets dropped by kind) and ``lateness`` (of the delay
-    lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``).
+    ``recovered`` is a table of ``testbed.trace.metrics``. Of ``outcome.fidelity`` these figures are understood, each
+    optional: ``host_load``, ``host_saturated`` and ``host_stolen`` (shares of the run), ``queues`` (per device, packets
+    dropped by kind) and ``lateness`` (of the delay lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``).
     """
     checks = [_course(outcome), _record(outcome, experiment, plan), *_faults(experiment, struck)]
     emulated = outcome.runtime == "emulate"
     if emulated:
         checks += [
             _links(outcome, experiment),
-            _host(devices, outcome.fidelity, duration),
+            _host(added, outcome.fidelity),
             *_recoveries(recovered),
             *_stolen(outcome.fidelity),
             *_queues(outcome.fidelity),
@@ -158,38 +154,29 @@ def _links(outcome: Outcome, experiment: Experiment) -> Check:
 
 
 @dataclass(frozen=True)
-class _Damage:
-    """What the host added to a device's time, as shares of it."""
+class HostTime:
+    """What the host added to the undisturbed steps or requests; all in seconds."""
 
+    seconds: float
+    """That they took together."""
     computing: float
-    waiting: float
-    delaying: float
+    messaging: float
 
     @property
     def share(self) -> float:
-        return self.computing + self.waiting + self.delaying
+        """Of their time."""
+        return (self.computing + self.messaging) / self.seconds if self.seconds > 0 else 0.0
 
 
-def _host(devices: Mapping[str, Mapping[str, Any]], fidelity: Mapping[str, Any], duration: float) -> Check:
-    late = mean_lateness(fidelity.get("lateness", {}))
-    damages = {
-        name: _Damage(
-            row.get("deficit_share", 0.0),
-            row.get("waited_share", 0.0),
-            late * row.get("messages_received", 0) / duration if duration > 0 else 0.0,
-        )
-        for name, row in devices.items()
-        if row["compute"] > 0 or row.get("messages_received", 0)
-    }
-    if not damages:
-        return Check("host", None, "nothing was computed or received")
-    worst = max(damages, key=lambda name: damages[name].share)
-    damage = damages[worst]
+def _host(added: HostTime, fidelity: Mapping[str, Any]) -> Check:
+    if added.seconds <= 0:
+        return Check("host", None, "no step and no request was done")
+    computing, messaging = added.computing / added.seconds, added.messaging / added.seconds
     detail = (
-        f"the host added up to {damage.share:.1%} to the time of {worst}: {damage.computing:.1%} computing late, "
-        f"{damage.waiting:.1%} waiting for a processor, {damage.delaying:.1%} late packets"
+        f"the host added {added.share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
+        f"{messaging:.1%} by messages later than their links make them"
     )
-    if damage.share <= HOST_SHARE:
+    if added.share <= HOST_SHARE:
         return Check("host", True, detail)
     return Check("host", False, f"{detail} (at most {HOST_SHARE:.0%}){_load(fidelity)}")
 

@@ -1,0 +1,198 @@
+"""What the host added to steps and requests: the lateness that lies on their critical paths.
+
+A device that is late delays a step only if the step waits for it. So each step (or request) is walked back from its
+end: whatever ended last on a device before it went on is what it waited for, work or a message, and a message leads on
+to its sender. What the host was late by along this path, the step was late by. Everything is read off the events.
+
+Of a message on a link that only delays and limits, lateness is what it took beyond the link's own time. Where a link
+also loses, reorders or varies, or shares its rate with others, that would be no lateness of the host; then what can be
+told from it is counted: that the message left too late, and how late packets are let go on the average.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from testbed.network.framing import wire_bytes
+from testbed.network.link import Link, Pair
+from testbed.scenario.experiment import Experiment
+from testbed.trace.events import Event
+from testbed.trace.intervals import Interval
+
+_SAME = 1e-6
+"""Seconds within which two instants are one: they went through a text of nine digits."""
+_LONGEST = 10_000
+"""Pieces of one path; a longer one is not followed to its beginning."""
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Seconds that the host added to critical paths."""
+
+    computing: float = 0.0
+    """Work begun, done or handed over too late."""
+    messaging: float = 0.0
+    """Messages under way for longer than their links take."""
+
+    def __add__(self, other: Lateness) -> Lateness:
+        return Lateness(self.computing + other.computing, self.messaging + other.messaging)
+
+    @property
+    def seconds(self) -> float:
+        """Both together."""
+        return self.computing + self.messaging
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Something that a device may have waited for."""
+
+    end: float
+    start: float
+    """When it could begin."""
+    late: float
+    sender: str | None = None
+    """Where a message came from; it was sent at ``start``."""
+
+
+class CriticalPaths:
+    """The pieces of a run's devices, in the order of their ends."""
+
+    def __init__(self, events: Sequence[Event], experiment: Experiment, packet_lateness: float = 0.0) -> None:
+        """``packet_lateness`` is by how many seconds packets were let go too late, on the average."""
+        pieces: dict[str, list[_Piece]] = defaultdict(list)
+        sent = _departures(events)
+        links = _LinksInForce(events, experiment)
+        for event in events:
+            fields = event.fields
+            if event.event == "compute":
+                late = fields.get("late", fields.get("deficit", 0.0))
+                pieces[event.device].append(_Piece(fields["start"] + fields["duration"], fields["start"], late))
+            elif event.event == "receive":
+                arrived = fields["start"] + fields["duration"]
+                pair = (fields["peer"], event.device)
+                known = sent.get((*pair, fields.get("message")))
+                departure = None if known is None else known.before(arrived)
+                if departure is None:
+                    continue
+                took = None if departure.broadcast else links.time(pair, fields.get("bytes", 0), departure.called)
+                if took is None:
+                    late = departure.late + packet_lateness
+                else:
+                    late = max(0.0, arrived - departure.called - departure.queued - took)
+                pieces[event.device].append(_Piece(arrived, departure.called, late, fields["peer"]))
+        self._pieces = {name: sorted(own, key=lambda piece: piece.end) for name, own in pieces.items()}
+        self._ends = {name: [piece.end for piece in own] for name, own in self._pieces.items()}
+
+    def lateness(self, device: str, window: Interval) -> Lateness:
+        """Return what the host added to the path that ends on a device at the end of a window, within the window."""
+        begun, instant = window
+        found = Lateness()
+        last: _Piece | None = None
+        for _ in range(_LONGEST):
+            piece = self._latest(device, instant, last)
+            if piece is None or piece.end <= begun:
+                break
+            if piece.sender is None:
+                found += Lateness(computing=piece.late)
+            else:
+                found += Lateness(messaging=piece.late)
+                device = piece.sender
+            instant, last = piece.start, piece
+        return found
+
+    def _latest(self, device: str, instant: float, last: _Piece | None) -> _Piece | None:
+        """Return what ended last on a device by an instant, other than what has just been looked at."""
+        index = bisect_right(self._ends.get(device, []), instant + _SAME) - 1
+        if index >= 0 and self._pieces[device][index] is last:
+            index -= 1
+        return self._pieces[device][index] if index >= 0 else None
+
+
+class _LinksInForce:
+    """The links as they were at each moment: as the scenario has them, and as faults and traces left them."""
+
+    def __init__(self, events: Sequence[Event], experiment: Experiment) -> None:
+        limited = {each.name for each in experiment.devices if each.uplink is not None or each.downlink is not None}
+        shared = {name for cell in experiment.cells for name in cell.devices}
+        self._crowded = limited | shared
+        self._begun: dict[Pair, list[float]] = {}
+        self._links: dict[Pair, list[Link]] = {pair: [link] for pair, link in experiment.links.items()}
+        for event in events:
+            if event.event == "link":
+                pair = (event.fields["source"], event.fields["destination"])
+                figures = {key: event.fields[key] for key in ("rate", "delay", "loss", "up")}
+                others = any(event.fields.get(key) for key in _BLURRED)
+                # Of what else there is to such a link it matters only that there is something.
+                link = replace(Link(**figures), duplicate=1.0 if others else 0.0)
+                self._links.setdefault(pair, [Link()]).append(link)
+                self._begun.setdefault(pair, []).append(event.time)
+
+    def time(self, pair: Pair, content: float, instant: float) -> float | None:
+        """Return the seconds a message takes on a link that is its own, None where that cannot be told."""
+        if pair not in self._links or self._crowded & set(pair):
+            return None
+        link = self._links[pair][bisect_right(self._begun.get(pair, []), instant)]
+        if not link.up or any(getattr(link, name) for name in _BLURRED):
+            return None
+        return link.delay + link.transmission_time(wire_bytes(content))
+
+
+_BLURRED = ("jitter", "loss", "bursts", "duplicate", "reorder", "corrupt")
+"""Figures of a link with which the time of one message says nothing."""
+
+
+@dataclass(frozen=True)
+class _Departure:
+    called: float
+    queued: float
+    """Seconds behind earlier messages to the same device."""
+    late: float
+    """Seconds after it could have left."""
+    broadcast: bool = False
+    """Sent at the rate of the slowest of several links."""
+
+
+class _Departures:
+    """The messages of one kind from one device to another, in the order in which they left."""
+
+    def __init__(self) -> None:
+        self._begun: list[float] = []
+        self._all: list[_Departure] = []
+
+    def add(self, begun: float, departure: _Departure) -> None:
+        """Note one that left at an instant."""
+        self._begun.append(begun)
+        self._all.append(departure)
+
+    def before(self, instant: float) -> _Departure | None:
+        """Return the last one to have left by an instant."""
+        index = bisect_right(self._begun, instant) - 1
+        return self._all[index] if index >= 0 else None
+
+
+def _departures(events: Sequence[Event]) -> Mapping[tuple[str, str, str | None], _Departures]:
+    """Return the messages by sender, receiver and kind."""
+    found: dict[tuple[str, str, str | None], _Departures] = defaultdict(_Departures)
+    free: dict[Pair, float] = {}
+    for event in sorted((event for event in events if event.event in ("send", "cast")), key=_begun):
+        fields = event.fields
+        called, begun = fields["start"], _begun(event)
+        if event.event == "cast":
+            departure = _Departure(called, 0.0, 0.0, broadcast=True)
+            for peer in fields["peers"]:
+                found[event.device, peer, fields.get("message")].add(begun, departure)
+            continue
+        pair = (event.device, fields["peer"])
+        could = max(called, free.get(pair, called))
+        found[(*pair, fields.get("message"))].add(begun, _Departure(called, could - called, max(0.0, begun - could)))
+        free[pair] = called + fields["duration"]
+    return found
+
+
+def _begun(event: Event) -> float:
+    fields = event.fields
+    return float(fields["start"] + fields.get("queued", 0.0) + fields.get("encode", 0.0))

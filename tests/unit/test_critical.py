@@ -1,0 +1,106 @@
+"""What the host added to a step, on hand-made events: the source computes, a worker answers, the source finishes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from testbed.network.framing import wire_bytes
+from testbed.network.link import Link
+from testbed.scenario.expand import experiments
+from testbed.scenario.experiment import Experiment
+from testbed.scenario.schema import Scenario
+from testbed.trace.critical import CriticalPaths, Lateness
+from testbed.trace.events import TESTBED, Event, link_fields
+
+RATE = 1e6
+TAKES = 0.01 + wire_bytes(1000) * 8 / RATE
+
+
+def experiment(**devices: Any) -> Experiment:
+    scenario = {
+        "name": "critical",
+        "devices": {"a": devices, "b": {}, "c": {}},
+        "network": {"link": {"rate": "1mbit", "delay": "10ms"}},
+        "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
+    }
+    return experiments(Scenario.model_validate(scenario))[0]
+
+
+def compute(device: str, start: float, end: float, late: float = 0.0) -> Event:
+    return Event(end, device, "compute", {"start": start, "duration": end - start, "deficit": 0.0, "late": late})
+
+
+def message(source: str, target: str, called: float, late: float = 0.0, queued: float = 0.0) -> list[Event]:
+    arrived = called + queued + TAKES + late
+    here = {"peer": target, "message": "m", "bytes": 1000, "start": called, "queued": queued, "encode": 0.0}
+    there = {"peer": source, "message": "m", "bytes": 1000, "start": arrived, "duration": 0.0}
+    ended = arrived + 0.01
+    return [
+        Event(ended, source, "send", {**here, "duration": ended - called}),
+        Event(arrived, target, "receive", there),
+    ]
+
+
+def step(late_work: float = 0.0, late_message: float = 0.0) -> tuple[list[Event], float]:
+    """Return the events of one step from 0 on, and its end."""
+    arrived = 1.0 + TAKES
+    back = arrived + 0.5 + late_work
+    returned = back + TAKES + late_message
+    events = [
+        compute("a", 0.0, 1.0),
+        *message("a", "b", 1.0),
+        # Nobody waits for what c does, however late.
+        *message("a", "c", 1.0),
+        compute("c", arrived, arrived + 0.3, late=0.2),
+        compute("b", arrived, back, late_work),
+        *message("b", "a", back, late_message),
+        compute("a", returned, returned + 0.2),
+    ]
+    return events, returned + 0.2
+
+
+def added(events: list[Event], end: float, **devices: Any) -> Lateness:
+    return CriticalPaths(events, experiment(**devices), packet_lateness=0.001).lateness("a", (0.0, end))
+
+
+def test_a_step_on_time_is_not_late() -> None:
+    assert added(*step()).seconds == pytest.approx(0.0, abs=1e-9)
+
+
+def test_lateness_on_the_path_counts() -> None:
+    late = added(*step(late_work=0.07, late_message=0.03))
+    assert late.computing == pytest.approx(0.07)
+    assert late.messaging == pytest.approx(0.03)
+
+
+def test_a_path_ends_where_its_window_begins() -> None:
+    events, end = step(late_work=0.07, late_message=0.03)
+    paths = CriticalPaths(events, experiment())
+    assert paths.lateness("a", (end - 0.2, end)).seconds == 0.0
+    assert paths.lateness("a", (end - 0.24, end)) == Lateness(messaging=pytest.approx(0.03))
+    assert paths.lateness("nobody", (0.0, end)) == Lateness()
+
+
+def test_waiting_behind_another_message_is_the_links_doing() -> None:
+    first, second = message("a", "b", 1.0), message("a", "b", 1.0, queued=TAKES + 0.01)
+    late = CriticalPaths([*first, *second], experiment()).lateness("b", (0.5, 2.0))
+    assert late.seconds == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("figure", [{"loss": 0.1}, {"jitter": 0.001}, {"reorder": 0.1}])
+def test_what_a_link_does_at_random_is_not_the_hosts_doing(figure: dict[str, float]) -> None:
+    events, end = step(late_message=0.3)
+    changes = [
+        Event(0.0, TESTBED, "link", link_fields("b", "a", replace(Link(RATE, 0.01), **figure))),  # type: ignore[arg-type]
+    ]
+    assert added([*changes, *events], end).messaging == pytest.approx(0.001), "what packets are late by on the average"
+
+
+def test_links_are_taken_as_they_were() -> None:
+    events, end = step(late_message=0.3)
+    slower = Event(1.2, TESTBED, "link", link_fields("b", "a", Link(RATE, 0.31)))
+    assert added([slower, *events], end).messaging == pytest.approx(0.0, abs=1e-9)
+    assert added(events, end, uplink="2mbit").messaging == pytest.approx(0.002), "a shared uplink, both ways"
