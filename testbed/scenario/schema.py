@@ -61,7 +61,7 @@ class LinkPart(Part):
     distribution: Distribution | None = Field(None, description="of the jitter; default: normal")
     jitter_correlation: Fraction | None = Field(None, description="of successive packets' delays")
     loss: Fraction | None = Field(None, description="each packet independently")
-    loss_correlation: Fraction | None = Field(None, description="of successive packets' fates, as netem has it")
+    loss_correlation: Fraction | None = Field(None, description="of successive packets' fates")
     bursts: BurstsPart | None = Field(None, description="loss in bursts, instead of `loss`")
     message_loss: Fraction | None = Field(
         None, description="of broadcast messages, each lost whole, by each receiver for itself"

@@ -6,13 +6,13 @@ import math
 from asyncio import Future
 from collections import deque
 from dataclasses import dataclass, replace
-from random import Random
 from typing import TYPE_CHECKING
 
 from testbed.network.broadcast import heard
-from testbed.network.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS, chunks, wire_bytes
+from testbed.network.framing import chunks, wire_bytes
+from testbed.network.impairments import expected_loss
 from testbed.network.link import Link
-from testbed.seeds import derive
+from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing
 from testbed.wire import Message
 
 if TYPE_CHECKING:
@@ -23,15 +23,12 @@ if TYPE_CHECKING:
 PIPELINED = False
 """Whether a message leaves as soon as the one before has left. The agent has one message to a peer under way at a time:
 the next leaves when the acknowledgement is back, and a simulation that did better would predict wrong."""
-RETRANSMISSION_TIMEOUT = 0.2
-"""Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum); doubles each time."""
 STALL_SECONDS = 2.0
 """Without an answer for so long the sender gives the connection up and tries to connect anew, as the agent does."""
 CONNECT_SECONDS = 1.0
 """Between attempts to connect across a link that drops everything: the kernel repeats a lost SYN after a second."""
 REFUSED_SECONDS = 0.25
 """Between attempts to reach a device that is off or whose program does not run yet, as the agent does."""
-_PACKET = SEGMENT + TCP_HEADERS + ETHERNET_HEADER
 
 
 def next_attempt(since: float, now: float, round_trip: float) -> float:
@@ -50,10 +47,27 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
     return reconnect + max(0, math.ceil((now - reconnect) / CONNECT_SECONDS)) * CONNECT_SECONDS
 
 
+def _passes(link: Link) -> bool:
+    """Return whether anything ever gets across."""
+    return link.up and expected_loss(link) < 1
+
+
 class Parcel:
     """One message on its way, until it is acknowledged."""
 
-    __slots__ = ("begun", "bytes", "called", "due", "end", "future", "message", "remaining", "sender", "start")
+    __slots__ = (
+        "answer",
+        "begun",
+        "bytes",
+        "called",
+        "due",
+        "end",
+        "future",
+        "message",
+        "remaining",
+        "sender",
+        "start",
+    )
 
     def __init__(self, sender: SimulatedDevice, message: Message, size: int, called: float, future: Future[None]):
         self.sender = sender
@@ -70,6 +84,8 @@ class Parcel:
         self.end = -1.0
         self.due = -1.0
         """When it arrives; negative while that is not known."""
+        self.answer = 0.0
+        """By how much chance makes its acknowledgement later than the delay of the way back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,7 @@ class Channel:
 
     A transmission starts when the link is free and, unless `PIPELINED`, the message before is acknowledged. It lasts
     as long as the rate says and is there a delay after its end; the acknowledgement takes the delay of the way back.
+    What chance adds to that is drawn as a transmission starts: see `testbed.simulation.crossing`.
     What has left the sender when a link goes down or slows down still arrives; what has not, waits, and is tried again
     when TCP would.
     """
@@ -97,12 +114,12 @@ class Channel:
         "_at_door",
         "_back_delay",
         "_blocked_since",
+        "_chance",
+        "_changes",
         "_delay",
-        "_dice",
         "_free_at",
         "_last_due",
         "_loop",
-        "_loss",
         "_open",
         "_rate",
         "_refused",
@@ -111,6 +128,7 @@ class Channel:
         "_unanswered",
         "_waiting",
         "back",
+        "crossing",
         "link",
         "progress",
         "source",
@@ -124,7 +142,8 @@ class Channel:
         # The figures of the two links are copied here: following references is most of what a message costs.
         self._rate = link.rate
         self._delay = link.delay
-        self._loss = link.loss
+        self._chance = False
+        """Whether chance has a part in this way or in the way back."""
         self._back_delay = 0.0
         self._answered = True
         """Whether acknowledgements get through."""
@@ -134,7 +153,8 @@ class Channel:
         """When the peer last acknowledged anything."""
         self._loop = loop
         self._seed = seed
-        self._dice: Random | None = None
+        self._changes = 0
+        self.crossing: Crossing | None = None
         self._open = self._passable()
         self._refused = target.device is None
         """Whether the target was off at any time since the channel was last open."""
@@ -152,12 +172,6 @@ class Channel:
         """When the next message may leave, as far as those before it are concerned."""
         self._last_due = 0.0
 
-    def _random(self) -> float:
-        """Draw from this link's own sequence; made late, for most links never need one."""
-        if self._dice is None:
-            self._dice = Random(derive(self._seed, "link", self.source.name, self.target.name))
-        return self._dice.random()
-
     @staticmethod
     def connect(one: Channel, other: Channel) -> None:
         """Make two channels each other's way back."""
@@ -167,16 +181,19 @@ class Channel:
 
     def _apply(self) -> None:
         """Copy the figures of the link to where they are needed."""
-        link = self.link
-        self._rate, self._delay, self._loss = link.rate, link.delay, link.loss
-        self.back._back_delay = link.delay
-        self.back._answered = link.up and link.loss < 1
+        link, back = self.link, self.back
+        self._rate, self._delay = link.rate, link.delay
+        self._changes += 1
+        self.crossing = crossing(link, f"{self._seed} {self.source.name} {self.target.name} {self._changes}")
+        self._chance = back._chance = self.crossing is not None or back.crossing is not None
+        back._back_delay = link.delay
+        back._answered = _passes(link)
 
     def _passable(self) -> bool:
         return self._reaches() and not self.source.paused
 
     def _reaches(self) -> bool:
-        return self.link.up and self.link.loss < 1 and self.target.device is not None
+        return _passes(self.link) and self.target.device is not None
 
     def waits(self, device: SimulatedDevice) -> bool:
         """Return whether something of this device is not acknowledged."""
@@ -198,37 +215,30 @@ class Channel:
         if start < self._loop.now:
             start = self._loop.now
         wire, lag = parcel.remaining, 0.0
-        if self._loss:
-            wire, lag = self._with_losses(wire)
+        if self._chance:
+            wire, lag, parcel.answer = self._crossed(wire)
         end = start if self._rate is None else start + wire * 8 / self._rate
         if parcel.begun < 0:
             parcel.begun = start
         parcel.start = start
         parcel.end = self._free_at = end
-        due = end + self._delay + lag
+        due = end + (self._delay + lag)
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
         if not PIPELINED:
-            self._turn_at = due + self._back_delay
+            self._turn_at = due + (self._back_delay + parcel.answer)
         self._loop.at(due, self._arrive, parcel)
 
-    def _with_losses(self, wire: float) -> tuple[float, float]:
-        """Draw how many segments get lost; return the bytes sent in all, and the wait for their repetition.
-
-        Each round repeats what the one before lost. Where others follow a lost segment, that is noticed within a
-        round trip; a lone one is repeated only at the time-out.
-        """
-        total, lag, timeout = wire, 0.0, RETRANSMISSION_TIMEOUT
-        segments = math.ceil(wire / _PACKET)
-        while lost := sum(self._random() < self._loss for _ in range(segments)):
-            total += min(lost * _PACKET, wire)
-            lag += self.round_trip
-            if segments == 1:
-                lag += timeout
-                timeout *= 2
-            segments = lost
-        return total, lag
+    def _crossed(self, wire: float) -> tuple[float, float, float]:
+        """Draw the bytes sent in all, by how much the message is later than its link says, and so its answer."""
+        lag, answer = 0.0, 0.0
+        if self.crossing is not None:
+            spacing = 0.0 if self._rate is None else PACKET * 8 / self._rate
+            wire, lag = self.crossing.message(wire, spacing, self.round_trip)
+        if self.back.crossing is not None:
+            answer = self.back.crossing.answer(self.round_trip)
+        return wire, lag, answer
 
     @property
     def round_trip(self) -> float:
@@ -256,9 +266,11 @@ class Channel:
         now, device = self._loop.now, self.target.device
         assert device is not None
         start = parcel.begun + self._delay
+        if start > now:
+            start = now  # its packets skipped the delay
         device.deliver(parcel.message, parcel.bytes, start, now - start)
         if self._answered:
-            self._loop.at(now + self._back_delay, self._acknowledge, parcel)
+            self._loop.at(now + (self._back_delay + parcel.answer), self._acknowledge, parcel)
         else:
             self._unanswered.append((now, parcel))
 
@@ -330,7 +342,7 @@ class Channel:
             if parcel.end <= now:
                 self._last_due = parcel.due
                 if not PIPELINED:
-                    self._turn_at = parcel.due + self._back_delay
+                    self._turn_at = parcel.due + (self._back_delay + parcel.answer)
                 continue
             if parcel.start < now:
                 parcel.remaining *= (parcel.end - now) / (parcel.end - parcel.start)
@@ -339,6 +351,7 @@ class Channel:
             elif parcel.begun == parcel.start:
                 parcel.begun = -1.0
             parcel.due = -1.0
+            parcel.answer = 0.0
 
     def _forget_connection(self) -> None:
         """Put back everything that the target has not acknowledged: it will have forgotten what it got."""
@@ -389,9 +402,14 @@ class Channel:
 
     def carry(self, cast: Cast) -> None:
         """Take a cast that has just left the sender to the target, if it gets there whole."""
-        link, loop = self.link, self._loop
-        if link.up and (not link.loss or self._random() < (1 - link.loss) ** chunks(cast.bytes)):
-            loop.at(loop.now + link.delay, self._hear, (cast, link.delay))
+        link, loop, delay = self.link, self._loop, self.link.delay
+        if self.crossing is not None:
+            pieces = range(chunks(cast.bytes))
+            if sum(self.crossing.lost() for _ in pieces):
+                return
+            delay = max(self.crossing.delay() for _ in pieces)
+        if link.up:
+            loop.at(loop.now + delay, self._hear, (cast, delay))
 
     def _hear(self, arriving: tuple[Cast, float]) -> None:
         if self.target.paused:

@@ -125,7 +125,8 @@ def test_lone_segment_waits_for_the_time_out_when_lost():
     run.run()
     durations = [event["duration"] for event in events(run, "send")]
     late = [each for each in durations if each > 0.2]
-    assert 10 < len(late) < 35
+    # Each message and each answer is lost in one case of five.
+    assert 22 < len(late) < 52
     assert min(durations) < 0.03
 
 
