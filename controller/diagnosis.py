@@ -17,11 +17,15 @@ from typing import Literal
 import docker
 from docker.errors import APIError, ContainerError, DockerException, ImageNotFound
 
+from controller import capability
 from controller.engine import connect, facts, is_local
 from controller.images import REGISTRY_BASE, names
 from controller.lab import SHAPER_CAPABILITIES
 from controller.removal import RUN, remove_run
+from controller.shaping.backends import MODULES
+from controller.shaping.capability import DEVICE_RATE
 from testbed.errors import HostError
+from testbed.scenario.quantities import format_duration, format_rate
 
 Status = Literal["ok", "missing", "unknown"]
 
@@ -43,8 +47,12 @@ class Check:
     """Without it no scenario can run in containers (all run with `--runtime simulate`)."""
 
 
-def examine() -> Iterator[Check]:
-    """Yield the checks one by one, as each is done; changes nothing on the machine."""
+def examine(*, measure: bool = False) -> Iterator[Check]:
+    """Yield the checks one by one, as each is done; changes nothing on the machine.
+
+    With ``measure`` it also says how fast and how short links can be here, some seconds for each backend, and keeps
+    that for `testbed run`, which then refuses faster links before it makes any container.
+    """
     yield _python()
     try:
         client = connect()
@@ -55,8 +63,30 @@ def examine() -> Iterator[Check]:
         yield from _host(None)
         return
     yield from _engine(client)
-    yield from _links(client)
+    backends = list(_links(client))
+    yield from backends
     yield from _host(client)
+    if measure:
+        works = [check.name.removeprefix("links: ") for check in backends if check.status == "ok"]
+        for backend in works:
+            yield _measured(client, backend)
+
+
+def _measured(client: docker.DockerClient, backend: str) -> Check:
+    name = f"links: how far, {backend}"
+    try:
+        found = capability.measure(client, backend)
+    except HostError as error:
+        return Check(name, "unknown", str(error), "try again on an idle machine")
+    if found.rate is None or found.delay is None:
+        return Check(name, "missing", "no link kept its tolerance", "an idle machine, or one with more processors")
+    detail = f"up to {format_rate(found.rate)}, from {format_duration(found.delay)} on"
+    if found.devices is not None and found.packet_cost is not None:
+        detail += (
+            f"; about {found.devices} devices that each send {format_rate(DEVICE_RATE)} without a pause "
+            f"({found.packet_cost * 1e6:.0f} us of a processor a packet)"
+        )
+    return Check(name, "ok", detail)
 
 
 def _python() -> Check:
@@ -160,7 +190,8 @@ def _links(client: docker.DockerClient) -> Iterator[Check]:
             "links",
             "missing",
             "no backend works",
-            "a kernel with sch_htb and either sch_netem and ifb, or nfnetlink_queue and xt_NFQUEUE: load these modules",
+            f"a kernel with {MODULES}: load these modules (modprobe); where the kernel's package leaves them out, "
+            "install its full one (Debian: linux-image-amd64, not its -cloud- flavour; Ubuntu: linux-modules-extra)",
             needed=True,
         )
 

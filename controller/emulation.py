@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from controller import faults, verification
+from controller import capability, faults, verification
 from controller.fidelity import HostMonitor, since
 from controller.lab import Lab
 from controller.reaper import guard
@@ -84,9 +85,12 @@ def emulate(
     Raises:
         HostError: the lab cannot be had; `controller.verification.LinksError` when a link is outside its tolerance
             and not accepted so.
+        InputError: a link asks for more than this host was measured to carry.
 
     """
     began = time.monotonic()
+    if not accept_links:
+        capability.check(prepared.experiment, os.environ.get("TESTBED_LINKS") or "auto")
     with ThreadPoolExecutor(1, "data") as loader:
         dataset = loader.submit(load_data)
         with _lab(prepared, on_stage, keep) as lab:

@@ -11,16 +11,21 @@ from testbed.errors import HostError
 
 
 @click.command()
+@click.option(
+    "--measure", is_flag=True, help="Also measure how fast and how short links can be here: some seconds more."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def doctor(as_json: bool) -> None:
+def doctor(measure: bool, as_json: bool) -> None:
     """Say what the testbed finds on this machine, and what helps where something is missing.
+
+    With --measure, `testbed run` remembers the highest rate, and refuses a scenario that asks for more.
 
     Exits with 3 when no scenario could run in containers here.
     """
     from controller.diagnosis import Check, examine
 
     checks: list[Check] = []
-    for check in examine():
+    for check in examine(measure=measure):
         checks.append(check)
         if not as_json:
             helps = f"; {check.help}" if check.help and check.status != "ok" else ""

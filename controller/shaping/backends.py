@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from controller.shaping import netem, receiver, sender
+from controller.shaping import interfaces, netem, receiver, sender
 from controller.shaping.delayline import DelayLine, Impairment
 from controller.shaping.namespaces import Namespace, command, read_proc
 from controller.shaping.nfqueue import open_socket
@@ -153,10 +153,6 @@ def _rate_and_limit(access: Access | None) -> tuple[float, int] | None:
     return None if access is None else (access.rate, access.limit)
 
 
-def _interfaces() -> set[str]:
-    return {entry["ifname"] for entry in json.loads(command(["ip", "-j", "link", "show"]))}
-
-
 class Netem:
     """The kernel's own emulator, behind an intermediate device that takes what arrives."""
 
@@ -174,11 +170,11 @@ class Netem:
 
     def build(self, device: str, plan: Plan) -> None:
         """Set up everything."""
-        present = _interfaces()
+        present = interfaces.interface_names()
         if netem.IFB in present:
             for name in present:
                 if name.startswith(netem.IFB):
-                    command(["ip", "link", "delete", name])
+                    interfaces.delete(name)
             command(["tc", "qdisc", "del", "dev", plan.interface, "ingress"])
         self._add(netem.devices(plan))
         self._tc(netem.build(plan))
@@ -186,14 +182,13 @@ class Netem:
     def change(self, device: str, old: Plan, new: Plan) -> None:
         """Alter only what differs."""
         if netem.devices(new) > {netem.IFB}:
-            self._add(netem.devices(new) - _interfaces())
+            self._add(netem.devices(new) - interfaces.interface_names())
         self._tc(netem.change(old, new))
 
     @staticmethod
     def _add(devices: set[str]) -> None:
         for name in sorted(devices):
-            command(["ip", "link", "add", name, "type", "ifb"])
-            command(["ip", "link", "set", name, "up"])
+            interfaces.add_ifb(name)
 
     def _tc(self, lines: list[str]) -> None:
         if lines:
@@ -225,7 +220,8 @@ class Netem:
 
 CHOICES = ("auto", "netem", "userspace")
 
-_MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_NFQUEUE and nfnetlink_queue"
+MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_NFQUEUE and nfnetlink_queue"
+"""What a kernel must have for one of the two."""
 
 _TRIAL = Plan(
     "trial",
@@ -233,6 +229,7 @@ _TRIAL = Plan(
     None,
     (SenderClass(0x11, ("198.18.0.1",), 1_000_000, 300),),
     (ReceiverLine(1, "198.18.0.1", Link(delay=0.001, loss=0.1), 1000, queued=True),),
+    1,
 )
 
 
@@ -256,7 +253,7 @@ def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str
         except HostError as error:
             problems["userspace"] = str(error)
     reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-    raise HostError(f"this kernel cannot shape links ({reasons}); it needs the modules {_MODULES}")
+    raise HostError(f"this kernel cannot shape links ({reasons}); it needs the modules {MODULES}")
 
 
 def _try(work: Callable[[], str]) -> str:

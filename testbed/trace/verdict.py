@@ -36,7 +36,7 @@ FAULT_LATENESS = 0.5
 QUEUE_OVERFLOWS = 0
 """Packets that the emulation itself may drop. What overflows the queue before a rate is lost by the link, as asked."""
 DELAY_LATENESS = 1e-3
-DELAY_LATENESS_SHARE = 0.1
+DELAY_LATENESS_SHARE = 0.5
 """A delay line may let one packet in a hundred go later than due by the larger of a millisecond and this share of the
 shortest delay in the scenario. Single late packets do little to a step, and what they do counts above; but a tail
 beyond this is no link of the kind that was asked for, whatever it carries."""
