@@ -14,7 +14,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from controller.bench.figure import Figure
 
-PARTS = ("clocks", "transfer", "memory", "startup")
+PARTS = ("clocks", "pacing", "transfer", "memory", "startup")
 
 
 def _measure(part: str) -> Callable[[], Iterator[Figure]]:
@@ -31,7 +31,8 @@ def _measure(part: str) -> Callable[[], Iterator[Figure]]:
 def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
     """Measure what the testbed costs here, each figure beside its target.
 
-    clocks: speed of the simulator; the quickstart emulated against simulated. transfer: tensors and small messages on
+    clocks: speed of the simulator; the quickstart emulated against simulated. pacing: whether work takes what it is
+    charged, on an idle and on a loaded host. transfer: tensors and small messages on
     real links. memory: of idle and working devices. startup: devices up and shaped against bare containers. All
     of them by default, some minutes. Run it on an idle machine: what else runs here is in the figures.
 

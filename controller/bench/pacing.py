@@ -1,0 +1,110 @@
+"""Pacing: whether spans of 5 ms and more take what they are charged, on four devices at once, also on a loaded host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+
+from controller.bench.figure import Figure
+from testbed.trace.metrics import percentile
+
+DEVICES = 4
+SECONDS = 3.0
+CHARGES = (0.005, 0.02, 0.05)
+TOLERANCE = 0.02
+
+_PROGRAM = """
+import json, sys, threading, time
+from agent.pacing import Processor, fixed
+
+def work(seconds):
+    # Holds the processor as torch does for small layers: a tenth of what is charged.
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+processor, over = Processor(), threading.Event()
+charges, until, found = json.loads(sys.argv[1]), time.monotonic() + float(sys.argv[2]), []
+
+def put(number, ready):
+    charge = charges[number % len(charges)]
+
+    def end(_result, _failure, how):
+        found.append([charge, how.duration, how.late, how.deficit])
+        ended = how.start + how.duration
+        put(number + 1, ended) if ended < until else over.set()
+
+    processor.put(lambda: work(charge / 10), fixed(charge), lambda _: True, end, ready)
+
+began = time.monotonic()
+put(0, began)
+over.wait()
+print(json.dumps({"spans": found, "wall": time.monotonic() - began}))
+"""
+
+
+@dataclass(frozen=True)
+class Paced:
+    """One span."""
+
+    charge: float
+    duration: float
+    late: float
+    deficit: float
+
+    @property
+    def error(self) -> float:
+        """Share of the charge by which the span took longer or shorter."""
+        return abs(self.duration / self.charge - 1)
+
+    @property
+    def unreported(self) -> float:
+        """The same, without what was reported to be late."""
+        return abs((self.duration - self.late) / self.charge - 1)
+
+
+@dataclass(frozen=True)
+class Series:
+    """The spans of one device, one after the other."""
+
+    spans: list[Paced]
+    wall: float
+    """Seconds that all of them took by the clock."""
+
+
+def pace(devices: int = DEVICES, seconds: float = SECONDS) -> list[Series]:
+    """Pace as many processes at once as there are devices, each with the agent's own processor."""
+    command = [sys.executable, "-c", _PROGRAM, json.dumps(CHARGES), str(seconds)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(devices)]
+    said = [json.loads(process.communicate()[0]) for process in running]
+    return [Series([Paced(*span) for span in each["spans"]], each["wall"]) for each in said]
+
+
+@contextlib.contextmanager
+def loaded() -> Iterator[None]:
+    """Keep one core of the host busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure() -> Iterator[Figure]:
+    """Yield mean and 99th percentile of the error on an idle host and with one core loaded, and what was not told."""
+    for name, load in (("idle", contextlib.nullcontext()), ("one core loaded", loaded())):
+        with load:
+            found = [span for series in pace() for span in series.spans]
+        errors = [span.error for span in found]
+        detail = f"{len(found)} spans of {min(CHARGES) * 1e3:g} to {max(CHARGES) * 1e3:g} ms on {DEVICES} devices"
+        mean, worst = fmean(errors), percentile(errors, 99)
+        yield Figure(f"pacing, {name}: mean error of a span", mean, "", TOLERANCE, detail=detail)
+        yield Figure(f"pacing, {name}: 99th percentile of the error", worst, "", detail=detail)
+        untold = percentile([span.unreported for span in found], 99)
+        yield Figure(f"pacing, {name}: the same beyond what is reported as late", untold, "", TOLERANCE, detail=detail)
