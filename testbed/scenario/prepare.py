@@ -80,7 +80,7 @@ def pose(experiment: Experiment) -> tuple[Method, Task]:
     except InputError as error:
         raise scenario.source.error([_locate(str(error), experiment)]) from None
     options = method.Options.model_validate(workload.method.options())
-    return method, Task(model, experiment.devices, experiment.links, workload, options, scenario.seed)
+    return method, Task(model, experiment.devices, experiment.bounded_links(), workload, options, scenario.seed)
 
 
 def data_folder(scenario: Scenario) -> Path:

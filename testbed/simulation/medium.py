@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 
 class Medium:
@@ -12,11 +12,13 @@ class Medium:
     for its casts.
     """
 
-    __slots__ = ("free_at",)
+    __slots__ = ("free_at", "reserved")
 
-    def __init__(self) -> None:
+    def __init__(self, reserved: Callable[[float, float], None] | None = None) -> None:
         self.free_at = 0.0
         """When the last transmission reserved so far ends."""
+        self.reserved = reserved
+        """Told of each reservation: what is not cast has to wait for it."""
 
 
 def occupy(media: Collection[Medium], now: float, seconds: float) -> tuple[float, float]:
@@ -27,4 +29,6 @@ def occupy(media: Collection[Medium], now: float, seconds: float) -> tuple[float
     start = max([now, *(medium.free_at for medium in media)])
     for medium in media:
         medium.free_at = start + seconds
+        if medium.reserved is not None:
+            medium.reserved(start, start + seconds)
     return start, start + seconds

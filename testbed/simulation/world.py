@@ -18,6 +18,8 @@ from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.host import Host
 from testbed.simulation.loop import OWNER, Stillness, TimeLimit, VirtualLoop
 from testbed.simulation.medium import Medium
+from testbed.simulation.shared_channel import SharedChannel
+from testbed.simulation.sharing import Shared, Sharing
 from testbed.speeds import Speeds
 from testbed.trace.events import TESTBED, Event, link_fields
 
@@ -35,6 +37,15 @@ class ProgramError(Exception):
     def __init__(self, device: str) -> None:
         super().__init__(f"the program of {device} failed")
         self.device = device
+
+
+class _Cell:
+    """A radio cell: its channel as casts see it, one after the other, and as all others share what those leave."""
+
+    def __init__(self, cell: Cell, sharing: Sharing) -> None:
+        self.cell = cell
+        self.shared = Shared(cell.rate)
+        self.medium = Medium(lambda start, end: sharing.reserve(self.shared, start, end))
 
 
 class World:
@@ -66,7 +77,10 @@ class World:
         self._seed = seed
         self._on_event = on_event
         self._channels: dict[Pair, Channel] = {}
-        self._cells = [(cell, Medium()) for cell in cells]
+        self._sharing = Sharing(self.loop)
+        self._cells = [_Cell(cell, self._sharing) for cell in cells]
+        self._uplinks = {name: Shared(host.spec.uplink) for name, host in self.hosts.items() if host.spec.uplink}
+        self._downlinks = {name: Shared(host.spec.downlink) for name, host in self.hosts.items() if host.spec.downlink}
         self._cast_media: dict[str, list[Medium]] = {}
         self._cast_rates: dict[str, float | None] = {}
         self._end: asyncio.Future[None] = self.loop.create_future()
@@ -92,29 +106,32 @@ class World:
         for pair in pairs:
             if pair not in self.network.links:
                 raise ValueError(f"there is no link from {pair[0]} to {pair[1]}")
-        there, back = (
-            Channel(self.loop, self.hosts[a], self.hosts[b], self.network.effective((a, b)), self._seed)
-            for a, b in pairs
-        )
+        there, back = (self._make_channel(pair) for pair in pairs)
         Channel.connect(there, back)
         self._channels[source, target], self._channels[target, source] = there, back
         return there
 
-    def shared_medium(self, pair: Pair) -> Medium | None:
-        """Return the channel of the cell that the two are in, None where they have their link for themselves."""
-        return next((medium for cell, medium in self._cells if cell.carries(pair)), None)
+    def _make_channel(self, pair: Pair) -> Channel:
+        source, target = pair
+        between = (self.loop, self.hosts[source], self.hosts[target], self.network.effective(pair), self._seed)
+        limits = (self._uplinks.get(source), self._downlinks.get(target))
+        shareds = [shared for shared in limits if shared is not None]
+        cell = next((each.shared for each in self._cells if each.cell.carries(pair)), None)
+        if not shareds and cell is None:
+            return Channel(*between)
+        return SharedChannel(*between, self._sharing, shareds, cell)
 
     def cast_media(self, name: str) -> list[Medium]:
         """Return what a cast of a device occupies: the channels of its cells, or else its own transmitter."""
         if name not in self._cast_media:
-            self._cast_media[name] = [medium for cell, medium in self._cells if name in cell.devices] or [Medium()]
+            self._cast_media[name] = [each.medium for each in self._cells if name in each.cell.devices] or [Medium()]
         return self._cast_media[name]
 
     def cast_rate(self, name: str) -> float | None:
         """Return the bit/s at which a device casts, right now."""
         if name not in self._cast_rates:
             links = [self.network.effective(pair) for pair in self.network.links if pair[0] == name]
-            cells = [cell.rate for cell, _ in self._cells if name in cell.devices]
+            cells = [each.cell.rate for each in self._cells if name in each.cell.devices]
             self._cast_rates[name] = broadcast_rate(links, self.hosts[name].spec.uplink, *cells)
         return self._cast_rates[name]
 

@@ -33,12 +33,18 @@ class Closing(World):
 
 
 def world(
-    programs: Mapping[str, Any], link: Link = LINK, faults=(), trace=(), speed: float = 1e6, **options: Any
+    programs: Mapping[str, Any],
+    link: Link = LINK,
+    faults=(),
+    trace=(),
+    access: Mapping[str, Mapping[str, float]] | None = None,
+    speed: float = 1e6,
+    **options: Any,
 ) -> World:
-    """Make a world and switch it on, with its faults and its trace scheduled."""
+    """Make a world and switch it on, with its faults and its trace scheduled; ``access`` limits some devices."""
     names = list(programs)
     links = {(a, b): link for a in names for b in names if a != b}
-    specs = [DeviceSpec(name, speed, 1e9) for name in names]
+    specs = [DeviceSpec(name, speed, 1e9, **(access or {}).get(name, {})) for name in names]
     made = Closing(specs, links, lambda device: programs[device.name](device), names[0], seed=1, **options)
     Replay(made, TraceScript([parse(line) for line in trace])).start()
     made.start()

@@ -195,3 +195,17 @@ def test_access_and_slowdown_of_a_device():
     assert "devices.a.slowdown: the host's own speed is not known" in refusal(devices={"a": {"slowdown": 4}})
     with pytest.raises(InputError, match=r"devices\.a\.slowdown: '0\.5' must be at least 1"):
         expand(devices={"a": {"slowdown": 0.5, "speed": "1gflops"}})
+
+
+def test_plans_reckon_with_the_least_rate_on_the_way():
+    devices = {"a": {"uplink": "5mbit"}, "b": {"downlink": "2mbit"}, "c": {}, "d": {}}
+    cells = [{"devices": ["c", "d"], "rate": "250kbit"}]
+    experiment = expand(devices=devices, network={"link": {"rate": "10mbit", "delay": "1ms"}, "cells": cells})
+    rates = {pair: link.rate for pair, link in experiment.bounded_links().items()}
+    assert rates["a", "b"] == 2e6
+    assert rates["a", "c"] == 5e6
+    assert rates["b", "a"] == rates["c", "a"] == 10e6
+    assert rates["c", "d"] == rates["d", "c"] == 250e3
+    assert expand().bounded_links() == expand().links
+    unlimited = expand(devices=devices).bounded_links()
+    assert (unlimited["c", "d"].rate, unlimited["c", "b"].rate) == (None, 2e6)

@@ -1,0 +1,93 @@
+"""The way from one device to another where it shares a rate with others: an uplink, a downlink, a radio cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from testbed.network.link import Link
+from testbed.simulation.channel import Channel, Parcel
+from testbed.simulation.host import Host
+from testbed.simulation.loop import VirtualLoop
+from testbed.simulation.sharing import Flow, Shared, Sharing
+
+
+class SharedChannel(Channel):
+    """A channel whose transmissions last as long as the others let them: one is under way at a time, its end open."""
+
+    __slots__ = ("_cell", "_flow", "_lag", "_present", "_shareds", "_sharing")
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        source: Host,
+        target: Host,
+        link: Link,
+        seed: int,
+        sharing: Sharing,
+        shareds: Sequence[Shared],
+        cell: Shared | None,
+    ) -> None:
+        super().__init__(loop, source, target, link, seed)
+        self._sharing = sharing
+        self._shareds = shareds
+        """Uplink of the source and downlink of the target, as far as they are limited."""
+        self._cell = cell
+        self._present: Parcel | None = None
+        """The message that leaves, or is the next to."""
+        self._flow: Flow | None = None
+        self._lag = 0.0
+
+    def _launch(self, parcel: Parcel) -> None:
+        if self._present is not None:
+            return  # its turn comes when that one has left
+        self._present = parcel
+        start = max(self._free_at, self._turn_at, self._loop.now)
+        if parcel.begun < 0:
+            parcel.begun = start
+        parcel.start, parcel.end, parcel.due = start, inf, inf
+        self._loop.at(start, self._leave, (parcel, start))
+
+    def _leave(self, leaving: tuple[Parcel, float]) -> None:
+        parcel, start = leaving
+        if parcel is not self._present or self._flow is not None or parcel.start != start:
+            return  # it was interrupted before it began
+        wire, self._lag = parcel.remaining, 0.0
+        if self._chance:
+            wire, self._lag, parcel.answer = self._crossed(wire)
+        cap = inf if self._rate is None else self._rate
+        uses = [(shared, 1.0) for shared in self._shareds]
+        if self._cell is not None:
+            uses.append((self._cell, max(1.0, self._cell.rate / cap)))
+        self._flow = Flow(wire * 8, cap, uses, self._left)
+        self._sharing.begin(self._flow)
+
+    def _left(self) -> None:
+        parcel, now = self._present, self._loop.now
+        assert parcel is not None
+        self._present = self._flow = None
+        parcel.end = now
+        due = max(now + (self._delay + self._lag), self._last_due)
+        self._last_due = parcel.due = due
+        self._turn_at = due + (self._back_delay + parcel.answer)
+        self._loop.at(due, self._arrive, parcel)
+        following = next((each for each in self._waiting if each.due < 0), None)
+        if following is not None:
+            self._launch(following)
+
+    def _interrupt(self) -> None:
+        parcel, flow, now = self._present, self._flow, self._loop.now
+        if parcel is not None:
+            self._present = self._flow = None
+            left = 1.0
+            if flow is not None:
+                left = self._sharing.stop(flow) / flow.whole
+            if left < 1:
+                parcel.remaining *= left
+                self.progress = now
+                self._blocked_since = None
+            elif parcel.begun == parcel.start:
+                parcel.begun = -1.0
+            parcel.start = parcel.end = parcel.due = -1.0
+            parcel.answer = 0.0
+        super()._interrupt()

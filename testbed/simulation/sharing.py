@@ -1,0 +1,156 @@
+"""Rates that several transmissions share at once: a device's uplink and downlink, the channel of a radio cell.
+
+Packets of those who transmit at the same time alternate, as in the shaper, so each gets the same rate unless its own
+link gives it less, in which case the others have what it leaves: the rates are fair in the sense of max and min. They
+are computed anew at each instant at which a transmission begins or ends, for those that it can concern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from testbed.simulation.loop import VirtualLoop
+
+_NEARLY = 1 - 1e-12
+"""What is as full as this is full: rates are sums of floats."""
+
+
+class Shared:
+    """A rate, and who takes from it right now."""
+
+    __slots__ = ("flows", "rate", "reserved_until")
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        """bit/s."""
+        self.flows: dict[Flow, None] = {}
+        """In the order in which they began."""
+        self.reserved_until = 0.0
+        """Until then casts have all of it, and who transmits otherwise waits."""
+
+
+class Flow:
+    """One transmission under way."""
+
+    __slots__ = ("bits", "cap", "ended", "ends", "rate", "since", "uses", "whole")
+
+    def __init__(
+        self, bits: float, cap: float, uses: Sequence[tuple[Shared, float]], ended: Callable[[], None]
+    ) -> None:
+        self.bits = bits
+        """That had not left at ``since``."""
+        self.whole = bits
+        self.cap = cap
+        """bit/s that its own link allows."""
+        self.uses = uses
+        """What it shares, and how much of that each of its bits takes: more than one where its link is slower than a
+        radio channel, for it then holds the channel longer."""
+        self.ended = ended
+        self.rate = 0.0
+        self.since = 0.0
+        self.ends = -1.0
+        """When it does at its present rate; negative while it has none."""
+
+
+class Sharing:
+    """All transmissions of a world that share something."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._touched: dict[Shared, None] = {}
+
+    def begin(self, flow: Flow) -> None:
+        """Let a transmission take its share from now on."""
+        flow.since = self._loop.now
+        for shared, _ in flow.uses:
+            shared.flows[flow] = None
+            self.touch(shared)
+
+    def stop(self, flow: Flow) -> float:
+        """End a transmission before its time; return the bits that have not left."""
+        self._forget(flow)
+        return max(0.0, flow.bits - flow.rate * (self._loop.now - flow.since))
+
+    def reserve(self, shared: Shared, start: float, end: float) -> None:
+        """Give casts all of a rate between two instants; times of several casts may not overlap."""
+        if end > start:
+            self._loop.at(start, self._reserve, (shared, end))
+            self._loop.at(end, self.touch, shared)
+
+    def _reserve(self, reservation: tuple[Shared, float]) -> None:
+        shared, until = reservation
+        shared.reserved_until = until
+        self.touch(shared)
+
+    def touch(self, shared: Shared) -> None:
+        """Compute the rates around something anew, once all that happens at this instant has happened."""
+        if not self._touched:
+            self._loop.at(self._loop.now, self._settle, None)
+        self._touched[shared] = None
+
+    def _forget(self, flow: Flow) -> None:
+        flow.ends = -1.0
+        for shared, _ in flow.uses:
+            del shared.flows[flow]
+            self.touch(shared)
+
+    def _settle(self, _nothing: None) -> None:
+        now, flows = self._loop.now, self._concerned()
+        for flow, rate in fair(flows, now).items():
+            if rate == flow.rate and flow.ends >= 0:
+                continue
+            flow.bits = max(0.0, flow.bits - flow.rate * (now - flow.since))
+            flow.since, flow.rate = now, rate
+            flow.ends = now + flow.bits / rate if rate > 0 else -1.0
+            if rate > 0:
+                self._loop.at(flow.ends, self._end, flow)
+
+    def _concerned(self) -> list[Flow]:
+        """Return all transmissions that share something, directly or not, with what was touched."""
+        shareds = list(self._touched)
+        self._touched.clear()
+        seen = dict.fromkeys(shareds)
+        flows: dict[Flow, None] = {}
+        for shared in shareds:
+            for flow in shared.flows:
+                if flow not in flows:
+                    flows[flow] = None
+                    new = [other for other, _ in flow.uses if other not in seen]
+                    seen.update(dict.fromkeys(new))
+                    shareds.extend(new)
+        return list(flows)
+
+    def _end(self, flow: Flow) -> None:
+        if flow.ends != self._loop.now:
+            return  # its rate has changed meanwhile, or it was stopped
+        self._forget(flow)
+        flow.ended()
+
+
+def fair(flows: Sequence[Flow], now: float) -> dict[Flow, float]:
+    """Return the bit/s of each transmission: raised together until a link or something shared is full, and so on."""
+    left = {shared: 0.0 if now < shared.reserved_until else shared.rate for flow in flows for shared, _ in flow.uses}
+    rates: dict[Flow, float] = {}
+    rising = dict.fromkeys(flows)
+    while rising:
+        weights = dict.fromkeys(left, 0.0)
+        for flow in rising:
+            for shared, share in flow.uses:
+                weights[shared] += share
+        level = min(left[shared] / weight for shared, weight in weights.items() if weight > 0)
+        slowest = min(flow.cap for flow in rising)
+        if slowest <= level:
+            held = [flow for flow in rising if flow.cap <= slowest]
+        else:
+            full = {
+                shared for shared, weight in weights.items() if weight > 0 and left[shared] * _NEARLY <= level * weight
+            }
+            held = [flow for flow in rising if any(shared in full for shared, _ in flow.uses)]
+        for flow in held:
+            rates[flow] = min(level, slowest)
+            del rising[flow]
+            for shared, share in flow.uses:
+                left[shared] = max(0.0, left[shared] - rates[flow] * share)
+    return rates
