@@ -15,6 +15,7 @@ import math
 import os
 import select
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from random import Random
@@ -376,7 +377,7 @@ class Loop:
         port.injector.close()
 
     def _set(self, port: _Port, request: Mapping[str, Any]) -> None:
-        rate, limit = request["downlink"] or (math.inf, 0)
+        rate, limit = request["downlink"] or (math.inf, sys.maxsize)
         if port.downlink is not None:
             port.downlink.alter(time.monotonic(), rate, limit)
         elif rate < math.inf:

@@ -77,7 +77,7 @@ def differences(shown: str, access: Access | None, rates: Iterable[tuple[int, in
             problems.append(f"class 1:{number:x} is missing")
         elif abs(found.rate - rate) > 0.002 * rate:
             problems.append(f"class 1:{number:x} has a rate of {found.rate} bit/s instead of {rate}")
-        # The kernel counts a bucket in the time that its content takes, in steps of 64 ns.
-        elif abs(found.burst - burst(rate)) > 0.01 * burst(rate) + 64e-9 * rate / 8 + 1:
+        # tc counts a bucket in the time that its content takes, in microseconds.
+        elif abs(found.burst - burst(rate)) > 0.01 * burst(rate) + 1e-6 * rate / 8 + 1:
             problems.append(f"class 1:{number:x} has a bucket of {found.burst} bytes instead of {burst(rate)}")
     return problems

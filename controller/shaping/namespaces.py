@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import array
 import ctypes
-import fcntl
-import json
 import os
-import socket
-import struct
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,9 +15,6 @@ from testbed.errors import HostError
 T = TypeVar("T")
 
 _CLONE_NEWNET = 0x40000000
-_SIOCETHTOOL = 0x8946
-# linux/ethtool.h: (get, set) of each offload that would merge packets into larger ones.
-_OFFLOADS = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -126,45 +117,6 @@ def _failed_line(complaint: str, text: str) -> str:
     if not found or not number.isdigit() or not 0 < int(number) <= len(lines):
         return ""
     return f" ({lines[int(number) - 1]})"
-
-
-@dataclass(frozen=True)
-class Interface:
-    """The interface that carries a device's data address."""
-
-    name: str
-    broadcast: str | None
-
-
-def interface_of(address: str) -> Interface:
-    """Find the interface by its address in the calling thread's namespace; raises HostError when none has it."""
-    for entry in json.loads(command(["ip", "-j", "-4", "address", "show"])):
-        for held in entry.get("addr_info", []):
-            if held.get("local") == address:
-                return Interface(entry["ifname"], held.get("broadcast"))
-    raise HostError(f"no interface of the device has the address {address}: is it attached to the data network?")
-
-
-def forbid_offloads(interface: str) -> None:
-    """Make the interface carry packets as the wire would, so that loss and queues count real packets.
-
-    Raises HostError when one of the offloads stays on.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for name, (read, write) in _OFFLOADS.items():
-            _ethtool(control, interface, write, 0)
-            if _ethtool(control, interface, read, 0) != 0:
-                raise HostError(f"{name} of {interface} cannot be switched off")
-
-
-def _ethtool(control: socket.socket, interface: str, request: int, value: int) -> int:
-    data = array.array("B", struct.pack("II", request, value))
-    address, _ = data.buffer_info()
-    try:
-        fcntl.ioctl(control, _SIOCETHTOOL, struct.pack("16sP8x", interface.encode(), address))
-    except OSError as error:
-        raise HostError(f"ethtool request {request:#x} on {interface} failed: {error.strerror}") from error
-    return int(struct.unpack("II", data.tobytes())[1])
 
 
 def read_proc(path: str) -> str:

@@ -215,6 +215,8 @@ def _netem_differences(line: ReceiverLine, held: Mapping[str, Any]) -> list[str]
     ]
     for name in ("duplicate", "reorder", "corrupt"):
         rate = held.get(name, {}).get(name, 0.0)
+        if name == "reorder" and not held.get("gap"):
+            rate = 0.0  # what an earlier setting left is shown still, but without a gap not heeded
         compared.append((f"has a {name} of {{}} instead of {{}}", rate, getattr(link, name), 1e-5))
     return [
         text.format(is_now, asked)

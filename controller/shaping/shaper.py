@@ -17,13 +17,8 @@ from typing import Any
 from controller.shaping import plan as planning
 from controller.shaping import sender
 from controller.shaping.backends import Userspace, choose, kernel_queues
-from controller.shaping.namespaces import (
-    Interface,
-    Namespace,
-    command,
-    forbid_offloads,
-    interface_of,
-)
+from controller.shaping.interfaces import Interface, bound_segments, forbid_offloads, interface_of, segments_of
+from controller.shaping.namespaces import Namespace, command
 from controller.shaping.plan import Endpoint, Plan
 from controller.shaping.probes import Site, measure
 from testbed.errors import HostError, InputError
@@ -186,6 +181,8 @@ class Shaping:
                 lines = sender.change(old, wanted)
             if lines:
                 command(["tc", "-batch", "-"], "\n".join(lines) + "\n")
+            if old is None or old.segments != wanted.segments:
+                bound_segments(wanted.interface, wanted.segments)
             if old is None:
                 self._backend.build(name, wanted)
             else:
@@ -198,7 +195,9 @@ class Shaping:
 
     def _differences(self, plan: Plan) -> list[str]:
         shown = ["show", "dev", plan.interface]
+        segments = segments_of(plan.interface)
         return [
+            *([] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]),
             *sender.differences(
                 plan,
                 command(["tc", "class", *shown]),

@@ -13,14 +13,16 @@ from collections.abc import Iterator
 
 import pytest
 import requests
-from networks import Network, flow, is_root, network, one_way, tcp_rate, udp_rate
 
+from controller.bench.bare import Network, network
+from controller.bench.flows import flows, tcp_rates, udp_rates
 from controller.links import Shaper
+from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.errors import HostError, InputError
 from testbed.network.link import Link
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(not is_root(), reason="needs root")]
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 
 @pytest.fixture
@@ -48,6 +50,11 @@ def shaping(request: pytest.FixtureRequest) -> Iterator[Shaping]:
     made.close()
 
 
+def one_way(net: Network, source: str, destination: str, count: int, gap: float) -> list[float]:
+    """Return the delays in seconds of the datagrams that arrived."""
+    return flows(net, [(source, destination)], count, gap)[source, destination].delays
+
+
 def mesh(link: Link) -> dict[tuple[str, str], Link]:
     return {(source, destination): link for source in "abc" for destination in "abc" if source != destination}
 
@@ -61,11 +68,12 @@ def test_delay_is_one_way_and_by_direction(net: Network, shaping: Shaping) -> No
 
 
 def test_rate_is_charged_at_the_sender_per_pair(net: Network, shaping: Shaping) -> None:
-    shaping.attach(net.endpoints.values(), mesh(Link(rate=20e6, delay=0.005)))
-    rate, lost = udp_rate(net, "a", "b", 0.6)
-    assert 0.96 * 20e6 <= rate <= 1.01 * 20e6
-    assert lost == 0
-    assert tcp_rate(net, "a", "c", 1.5) >= 0.92 * 20e6
+    links = mesh(Link(rate=20e6, delay=0.005))
+    shaping.attach(net.endpoints.values(), links)
+    both = {pair: links[pair] for pair in (("a", "b"), ("a", "c"))}
+    for rate in udp_rates(net, both, 0.6, skip=0.1).values():
+        assert 0.96 * 20e6 <= rate <= 1.01 * 20e6
+    assert tcp_rates(net, [("a", "c")], 1.5, skip=0.5)["a", "c"] >= 0.92 * 20e6
 
 
 def test_loss_is_within_its_binomial_bounds(net: Network, shaping: Shaping) -> None:
@@ -106,20 +114,6 @@ def test_a_change_spares_the_flows_of_others(net: Network, shaping: Shaping) -> 
     assert len(arrived) == 2000
 
 
-def test_a_change_takes_effect_within_50_ms(net: Network, shaping: Shaping) -> None:
-    shaping.attach(net.endpoints.values(), mesh(Link(delay=0.1)))
-    found: list[tuple[float, float]] = []
-    watching = threading.Thread(target=lambda: found.extend(flow(net, "a", "b", 400, 0.001)))
-    watching.start()
-    time.sleep(0.2)
-    asked = time.monotonic()
-    shaping.set({("a", "b"): Link(delay=0.001)})
-    watching.join()
-    assert len(found) == 400
-    assert max(delay for sent, delay in found if sent > asked + 0.05) < 0.05
-    assert min(delay for sent, delay in found if sent < asked) > 0.0999
-
-
 def test_a_device_that_restarts_is_shaped_again(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(delay=0.01)))
     net.stop("b")
@@ -142,7 +136,7 @@ def test_bad_requests_name_what_is_wrong(net: Network, shaping: Shaping) -> None
     with pytest.raises(InputError, match="nobody"):
         shaping.set({("a", "nobody"): Link()})
     with pytest.raises(HostError, match="process"):
-        shaping.attach([net.endpoints["a"].__class__("x", 2**22 + 1, "198.18.0.9")], {})
+        shaping.attach([Endpoint("x", 2**22 + 1, "198.18.0.9")], {})
 
 
 def test_probes_find_what_was_asked(net: Network, shaping: Shaping) -> None:
@@ -234,3 +228,53 @@ def test_a_device_that_ends_unannounced_is_let_go(net: Network, shaping: Shaping
     with pytest.raises(InputError, match="'b' does not run"):
         shaping.probe([("a", "b")])
     assert len(one_way(net, "a", "c", 5, 0.001)) == 5
+
+
+def test_partition_is_silent_both_ways(net: Network, shaping: Shaping) -> None:
+    down = {("a", "b"): Link(up=False), ("b", "a"): Link(up=False)}
+    shaping.attach(net.endpoints.values(), mesh(Link(delay=0.001)))
+    server = net.inside("b", lambda: socket.create_server((net.endpoints["b"].address, 4000)))
+    with server, net.inside("a", lambda: socket.create_connection(server.getsockname(), 2)) as open_before:
+        shaping.set(down)
+        # Neither refused nor unreachable: nothing at all comes back, of what was open and of what is tried.
+        open_before.settimeout(0.5)
+        open_before.send(b"into the void")
+        with pytest.raises(TimeoutError):
+            open_before.recv(1)
+        for port in (4000, 4001):
+            with pytest.raises(TimeoutError):
+                net.inside("a", lambda port=port: socket.create_connection((server.getsockname()[0], port), 0.3))  # type: ignore[misc]
+        shaping.set(dict.fromkeys(down, Link(delay=0.001)))
+        accepted, _ = server.accept()
+        with accepted:
+            accepted.settimeout(5)
+            assert accepted.recv(100) == b"into the void"
+
+
+def test_impossible_links_are_refused_and_nothing_changes(net: Network, shaping: Shaping) -> None:
+    shaping.attach(net.endpoints.values(), mesh(Link(delay=0.001)))
+    with pytest.raises(InputError, match="a -> b: a jitter of 5ms is above the delay"):
+        shaping.set({("a", "b"): Link(delay=0.001, jitter=0.005)})
+    if shaping.facts()["backend"] == "netem":
+        with pytest.raises(HostError, match="--links userspace"):
+            shaping.set({("a", "b"): Link(delay=0.01, jitter=0.001, jitter_correlation=0.5)})
+    else:
+        net.sh("b", "echo 1 > /proc/sys/net/ipv4/conf/all/rp_filter")
+        with pytest.raises(HostError, match="rp_filter"):
+            shaping.set({("a", "b"): Link(delay=0.01, duplicate=0.5)})
+    assert statistics.median(one_way(net, "a", "b", 20, 0.002)) == pytest.approx(0.001, abs=0.0003)
+    shaping.set({("a", "b"): Link(delay=0.002)})
+
+
+def test_a_device_left_half_built_is_built_anew(net: Network, shaping: Shaping) -> None:
+    shaping.attach(net.endpoints.values(), mesh(Link(delay=0.001)))
+    net.sh("a", "tc qdisc del dev data root")
+    with pytest.raises(HostError, match="tc"):
+        shaping.set({("a", "b"): Link(rate=5e6, delay=0.001)})
+    shaping.set({("a", "b"): Link(rate=5e6, delay=0.001)})
+    assert all(not device["differences"] for device in shaping.show()["devices"].values())
+
+
+def test_a_device_that_has_no_interface_with_its_address_is_named(net: Network, shaping: Shaping) -> None:
+    with pytest.raises(HostError, match=r"has the address 198\.18\.9\.9"):
+        shaping.attach([Endpoint("a", net.endpoints["a"].pid, "198.18.9.9")], {})

@@ -23,7 +23,7 @@ def plan_of_a(**outgoing: Link) -> Plan:
     return plan(A, "eth1", "198.18.255.255", PEERS, links)
 
 
-CEILING = "htb rate 32000000000bit ceil 32000000000bit burst 4000000 cburst 4000000 quantum 1514"
+CEILING = "htb rate 32000000000bit ceil 32000000000bit burst 800000 cburst 800000 quantum 1514"
 BORROWS = "htb rate 1000bit burst 1 ceil"
 
 
@@ -33,10 +33,10 @@ def test_sender_tree_word_for_word() -> None:
         "qdisc replace dev eth1 root handle 1: htb default 1",
         f"class add dev eth1 parent 1: classid 1:1 {CEILING}",
         f"class add dev eth1 parent 1: classid 1:3 {CEILING}",
-        f"class add dev eth1 parent 1:3 classid 1:2 {BORROWS} 50000000bit cburst 6250 quantum 1514",
+        f"class add dev eth1 parent 1:3 classid 1:2 {BORROWS} 50000000bit cburst 1500 quantum 1514",
         "qdisc add dev eth1 parent 1:2 handle 2: pfifo limit 300",
         "filter add dev eth1 parent 1: protocol ip prio 1 handle 800::2 u32 match ip dst 198.18.255.255/32 flowid 1:2",
-        f"class add dev eth1 parent 1:3 classid 1:12 {BORROWS} 50000000bit cburst 6250 quantum 1514",
+        f"class add dev eth1 parent 1:3 classid 1:12 {BORROWS} 50000000bit cburst 1500 quantum 1514",
         "qdisc add dev eth1 parent 1:12 handle 12: pfifo limit 300",
         "filter add dev eth1 parent 1: protocol ip prio 1 handle 800::12 u32 match ip dst 198.18.0.3/32 flowid 1:12",
     ]
@@ -64,7 +64,7 @@ def test_a_change_touches_one_leaf() -> None:
     old = plan_of_a(b=Link(rate=50e6), c=Link(rate=50e6))
     new = plan_of_a(b=Link(rate=80e6), c=Link(rate=50e6))
     assert sender.change(old, new) == [
-        f"class change dev eth1 parent 1:3 classid 1:12 {BORROWS} 80000000bit cburst 10000 quantum 1514",
+        f"class change dev eth1 parent 1:3 classid 1:12 {BORROWS} 80000000bit cburst 2000 quantum 1514",
         "qdisc change dev eth1 parent 1:12 handle 12: pfifo limit 331",
     ]
     assert sender.change(old, old) == []
@@ -109,7 +109,7 @@ def test_netem_tree_word_for_word() -> None:
         "qdisc replace dev testbed-ifb root handle 1: htb default 1",
         f"class add dev testbed-ifb parent 1: classid 1:1 {CEILING}",
         f"class add dev testbed-ifb parent 1: classid 1:3 {CEILING}",
-        f"class replace dev testbed-ifb parent 1:3 classid 1:12 {BORROWS} 32000000000bit cburst 4000000 quantum 1514",
+        f"class replace dev testbed-ifb parent 1:3 classid 1:12 {BORROWS} 32000000000bit cburst 800000 quantum 1514",
         "qdisc replace dev testbed-ifb parent 1:12 handle 12: "
         "netem limit 200000 delay 20000us loss random 1% corrupt 0%",
         f"filter add dev testbed-ifb parent 1: protocol ip prio 1 handle 800::12 {leads} flowid 1:12",
@@ -197,9 +197,9 @@ def test_netem_lines_wait_for_a_downlink_in_queues_of_their_own() -> None:
 def test_reading_back_names_every_difference() -> None:
     wanted = plan_of_a(b=Link(rate=50e6))
     classes = (
-        "class htb 1:3 root rate 32Gbit ceil 32Gbit burst 4000000b cburst 4000000b \n"
-        "class htb 1:2 parent 1:3 leaf 2: prio 0 rate 1Kbit ceil 50Mbit burst 1b cburst 6250b \n"
-        "class htb 1:12 parent 1:3 leaf 12: prio 0 rate 1Kbit ceil 49Mbit burst 1b cburst 6250b \n"
+        "class htb 1:3 root rate 32Gbit ceil 32Gbit burst 800000b cburst 800000b \n"
+        "class htb 1:2 parent 1:3 leaf 2: prio 0 rate 1Kbit ceil 50Mbit burst 1b cburst 1500b \n"
+        "class htb 1:12 parent 1:3 leaf 12: prio 0 rate 1Kbit ceil 49Mbit burst 1b cburst 1500b \n"
     )
     qdiscs = [{"kind": "pfifo", "handle": f"{number}:", "options": {"limit": 300}} for number in (2, 12)]
     filters = json.loads(
@@ -217,12 +217,17 @@ def test_reading_back_names_every_difference() -> None:
     ]
 
 
+def test_pieces_of_tcp_are_no_longer_than_a_bucket_of_the_fastest_link() -> None:
+    assert [plan_of_a(b=Link(rate=rate)).segments for rate in (250e3, 100e6, 1e9, None)] == [1, 1, 16, 64]
+    assert plan_of_a(b=Link(rate=250e3), c=Link(rate=1e9)).segments == 16
+
+
 def test_sizes() -> None:
     assert burst(250e3) == 1500  # one frame at once, never two
-    assert burst(1e9) == 125_000
+    assert burst(1e9) == 25_000
     assert queue_limit(Link(rate=1e9, delay=0.1)) == 20_000
     assert queue_limit(Link(rate=100e6, delay=0.02)) == 744  # 90 ms of full frames
-    assert line_limit(Link(rate=10e6, delay=0.1)) == 2500  # 100 ms of the smallest frames, and a fifth
+    assert line_limit(Link(rate=100e6, delay=0.1)) == 25_000  # 100 ms of the smallest frames, and a fifth
 
 
 def test_netfilter_messages_byte_for_byte() -> None:

@@ -1,0 +1,105 @@
+"""Interfaces of the calling thread's network namespace: found, made and set up over netlink.
+
+Trees of ``tc`` are not made here but written as its own commands (`sender.py`, `netem.py`): those read and compare
+well.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from testbed.errors import HostError
+
+_SIOCETHTOOL = 0x8946
+# linux/ethtool.h: (get, set) of each offload that would merge packets into larger ones.
+_OFFLOADS = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)}
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The interface that carries a device's data address."""
+
+    name: str
+    broadcast: str | None
+
+
+@contextlib.contextmanager
+def _netlink(purpose: str) -> Iterator[Any]:
+    try:
+        with IPRoute() as route:
+            yield route
+    except (NetlinkError, OSError) as error:
+        raise HostError(f"{purpose} failed: {error}") from error
+
+
+def interface_of(address: str) -> Interface:
+    """Find the interface by its IPv4 address; raises HostError when none has it."""
+    with _netlink("looking up the addresses of interfaces") as route:
+        for held in route.get_addr(family=socket.AF_INET):
+            if held.get("local") == address:
+                return Interface(held.get("label"), held.get("broadcast"))
+    raise HostError(f"no interface of the device has the address {address}: is it attached to the data network?")
+
+
+def interface_names() -> set[str]:
+    """Return the names of all interfaces."""
+    with _netlink("listing interfaces") as route:
+        return {link.get("ifname") for link in route.get_links()}
+
+
+def add_ifb(name: str) -> None:
+    """Make an intermediate device that packets can be redirected to; raises HostError where the kernel has none."""
+    with _netlink(f"adding the intermediate device {name} (kernel module ifb)") as route:
+        route.link("add", ifname=name, kind="ifb")
+        route.link("set", ifname=name, state="up")
+
+
+def delete(name: str) -> None:
+    """Remove an interface."""
+    with _netlink(f"removing the interface {name}") as route:
+        route.link("del", ifname=name)
+
+
+def bound_segments(name: str, segments: int) -> None:
+    """Let TCP hand down at most so many packets in one piece: a queue counts that as one and sends it at once."""
+    with _netlink(f"setting gso_max_segs of {name}") as route:
+        route.link("set", index=socket.if_nametoindex(name), gso_max_segs=segments)
+
+
+def segments_of(name: str) -> int:
+    """Return how many packets TCP may hand down in one piece."""
+    with _netlink(f"looking up {name}") as route:
+        [link] = route.get_links(socket.if_nametoindex(name))
+        return int(link.get("gso_max_segs"))
+
+
+def forbid_offloads(interface: str) -> None:
+    """Make the interface carry packets as the wire would, so that loss and queues count real packets.
+
+    Raises HostError when one of the offloads stays on.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for name, (read, write) in _OFFLOADS.items():
+            _ethtool(control, interface, write, 0)
+            if _ethtool(control, interface, read, 0) != 0:
+                raise HostError(f"{name} of {interface} cannot be switched off")
+
+
+def _ethtool(control: socket.socket, interface: str, request: int, value: int) -> int:
+    data = array.array("B", struct.pack("II", request, value))
+    address, _ = data.buffer_info()
+    try:
+        fcntl.ioctl(control, _SIOCETHTOOL, struct.pack("16sP8x", interface.encode(), address))
+    except OSError as error:
+        raise HostError(f"ethtool request {request:#x} on {interface} failed: {error.strerror}") from error
+    return int(struct.unpack("II", data.tobytes())[1])

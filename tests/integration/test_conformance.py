@@ -1,0 +1,87 @@
+"""Links do what is asked of them, on each backend that this kernel serves.
+
+The cases and their bounds are those of the bench (`controller.bench.conformance`), at fewer points. In the virtual
+machine of `tests/netem` time is the guest's, which counts instructions: rates and delays are held to the same bounds
+there, but where a packet costs more instructions than it has time for there is nothing to measure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from controller.bench import conformance
+from controller.bench.conformance import Lab, settled
+from controller.bench.figure import Figure
+from testbed.errors import HostError
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+
+IN_VM = os.environ.get("TESTBED_IN_VM") == "1"
+
+
+def _lab_or_skip(make: Callable[[], Lab]) -> Lab:
+    try:
+        return make()
+    except HostError as error:
+        if "netem" in str(error):
+            pytest.skip("this kernel has no netem; tests/netem boots one that has")
+        raise
+
+
+@pytest.fixture(scope="module", params=conformance.BACKENDS)
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    with _lab_or_skip(lambda: Lab(request.param)) as made:
+        yield made
+
+
+def check(case: Callable[[], Iterator[Figure]]) -> None:
+    figures = list(settled(case))
+    for figure in figures:
+        print(f"{figure.name}: {figure.value:.5g} {figure.unit} {figure.to_json()['target']}")
+    outside = [figure.to_json() for figure in figures if not figure.reached]
+    assert figures
+    assert not outside
+
+
+def test_delay(lab: Lab) -> None:
+    check(lambda: conformance.delays(lab))
+
+
+def test_jitter(lab: Lab) -> None:
+    check(lambda: conformance.jitters(lab))
+
+
+def test_loss(lab: Lab) -> None:
+    check(lambda: conformance.losses(lab))
+
+
+def test_loss_in_bursts(lab: Lab) -> None:
+    check(lambda: conformance.bursts(lab))
+
+
+def test_duplication_reordering_corruption(lab: Lab) -> None:
+    check(lambda: conformance.alterations(lab))
+
+
+def test_rates_of_slow_links(lab: Lab) -> None:
+    check(lambda: conformance.rates(lab, [(250e3, 0.02), (1e6, 0.0), (10e6, 0.1)]))
+
+
+@pytest.mark.parametrize(("rate", "delay"), [(100e6, 0.02), (1e9, 0.0), (1e9, 0.02)])
+def test_rates_of_fast_links(lab: Lab, rate: float, delay: float) -> None:
+    check(lambda: conformance.rates(lab, [(rate, delay)], patience=0.6))
+
+
+def test_a_change_is_quick_and_spares_others(lab: Lab) -> None:
+    check(lambda: conformance.live_change(lab))
+
+
+def test_access_limits(lab: Lab) -> None:
+    check(lambda: conformance.access(lab.backend))
+
+
+def test_twenty_pairs_at_once(lab: Lab) -> None:
+    check(lambda: conformance.many(lab.backend))
