@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from controller import capability, faults, verification
+from controller.agents import AgentGone
 from controller.fidelity import HostMonitor, since
 from controller.lab import Lab
 from controller.reaper import guard
@@ -162,19 +164,21 @@ class _Execution:
         self._followers: dict[str, threading.Thread] = {}
         self._restarting: set[str] = set()
         """Devices that a fault of the script is starting again right now."""
+        self._absent: set[str] = set()
+        """Devices that went down before the start."""
         self._over = threading.Event()
 
     def run(self, on_stage: Callable[[str], None]) -> Outcome:
         """Deploy, start, break, and follow until the lead is done."""
         with ThreadPoolExecutor(len(self._lab.devices), "deploy") as pool:
-            list(pool.map(self._deploy, self._lab.devices))
+            list(pool.map(self._if_there(self._deploy), self._lab.devices))
             on_stage("running")
             monitor = HostMonitor()
             monitor.start()
             # The first figures of a trace are those that the run begins with.
             first = self._replay(self._trace.due(0.0), lambda: 0.0)
             self._origin = time.monotonic() + START_MARGIN
-            list(pool.map(self._start, self._lab.devices))
+            list(pool.map(self._if_there(self._start), self._lab.devices))
         if first.error is not None:
             raise first.error
         self._settle(first)
@@ -184,7 +188,10 @@ class _Execution:
             ThreadPoolExecutor(1, "trace") as replayer,
             self._lab.watch_starts() as starts,
         ):
-            threading.Thread(target=self._adopt, args=(starts,), name="starts", daemon=True).start()
+            # Whoever started an absent one again before we listened did so unheard.
+            self._lab.refresh()
+            back = [name for name in sorted(self._absent) if self._lab.devices[name].state == "running"]
+            threading.Thread(target=self._adopt, args=(chain(back, starts),), name="starts", daemon=True).start()
             try:
                 status, error = self._follow(strikers, replayer)
             except KeyboardInterrupt:
@@ -199,6 +206,25 @@ class _Execution:
         )
 
     # Programs
+
+    def _if_there(self, act: Callable[[str], None]) -> Callable[[str], None]:
+        """Do something with a device unless it is down, which is a state of the device and the method's to deal with.
+
+        Only without the lead there is no run at all.
+        """
+
+        def attempt(name: str) -> None:
+            if name in self._absent:
+                return
+            try:
+                act(name)
+            except AgentGone as error:
+                if name == self._lead:
+                    raise TestbedError(f"{name} leads the run and went down before its start: {error}") from error
+                self._absent.add(name)
+                self._inbox.put(Event(0.0, TESTBED, "log", {"text": f"{name} is down as the run starts"}))
+
+        return attempt
 
     def _deploy(self, name: str) -> None:
         agent = self._lab.agent(name)

@@ -77,6 +77,7 @@ def render(run: Run) -> str:
             reproduce=_reproduce(run),
             scenario_text=scenario_yaml(scenario),
             plan_text=json.dumps(run.plan.model_dump(mode="json"), indent=2),
+            backend=run.outcome.fidelity.get("backend"),
             manifest=list(_flat(run.manifest)),
             version=run.manifest["versions"]["testbed"],
             date=run.manifest["date"],

@@ -37,7 +37,8 @@ def render(run: Run, width: int) -> RenderableType:
     parts: list[RenderableType] = [Text(), _title(run), Text(), _figures(metrics), Text()]
     parts.append(_devices(metrics["devices"], width))
     if metrics["links"]:
-        parts.append(_links(metrics["links"], width, measured=run.outcome.runtime == "emulate"))
+        backend = run.outcome.fidelity.get("backend") if run.outcome.runtime == "emulate" else None
+        parts.append(_links(metrics["links"], width, backend, measured=run.outcome.runtime == "emulate"))
     if metrics["fault_list"]:
         parts.append(_faults(metrics))
     if run.expectations:
@@ -184,7 +185,7 @@ def _bar(row: Mapping[str, Any]) -> Text:
     return text.append("░" * left, style="dim")
 
 
-def _links(rows: Sequence[Mapping[str, Any]], width: int, *, measured: bool) -> RenderableType:
+def _links(rows: Sequence[Mapping[str, Any]], width: int, backend: str | None, *, measured: bool) -> RenderableType:
     table = _table()
     table.add_column("Link", style="bold")
     table.add_column("Requested")
@@ -202,7 +203,8 @@ def _links(rows: Sequence[Mapping[str, Any]], width: int, *, measured: bool) -> 
         if width >= WIDE:
             cells.append(group.used)
         table.add_row(*cells)
-    return _titled("Links", "rate, one-way delay", table)
+    shaped = f"; shaped by {backend}" if backend else ""
+    return _titled("Links", f"rate, one-way delay{shaped}", table)
 
 
 def _faults(metrics: Mapping[str, Any]) -> RenderableType:

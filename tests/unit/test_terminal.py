@@ -45,6 +45,12 @@ def test_reasons_against_a_run_stand_in_its_verdict(tmp_path: Path) -> None:
     assert "a hypervisor kept 90.0%" in text
 
 
+def test_what_shaped_the_links_is_named(tmp_path: Path) -> None:
+    shaped = run(tmp_path, fidelity={"backend": "userspace"})
+    assert "shaped by userspace" in printed(shaped, 100)
+    assert "shaped by userspace" in (shaped.path / "report.html").read_text()
+
+
 def test_a_run_in_which_nothing_happened_prints(tmp_path: Path) -> None:
     text = printed(run(tmp_path, events=[], links=[], fidelity={}, status="failed", error="no engine"), 80)
     assert "no engine" in text

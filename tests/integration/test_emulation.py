@@ -1,0 +1,151 @@
+"""Runs on real containers, from inside: what changes meanwhile, what breaks before the start, what a load does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.bench.pacing import loaded
+from controller.emulation import emulate
+from controller.engine import connect
+from controller.removal import DEVICE, RUN
+from testbed.data import load as load_data
+from testbed.errors import TestbedError
+from testbed.scenario.expand import experiments
+from testbed.scenario.prepare import Prepared, prepare
+from testbed.scenario.schema import Scenario
+from testbed.trace.metrics import metrics
+from testbed.trace.outcome import Outcome
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+            patch.setenv(name, str(tmp_path_factory.mktemp("own")))
+        yield
+
+
+def scenario(name: str, **changes: Any) -> Prepared:
+    """Return a small training scenario: a stage each on three devices, steps of some 150 ms."""
+    tree: dict[str, Any] = {
+        "name": name,
+        "seed": 3,
+        "devices": {"source": {"speed": "600mflops"}, "worker": {"speed": "300mflops", "count": 2}},
+        "network": {"link": {"rate": "100mbit", "delay": "5ms"}},
+        "workload": {
+            "model": {"name": "cnn"},
+            "method": {"name": "pipeline", "micro_batches": 2, "patience": "1s", "return_window": "2s"},
+            "batch_size": 32,
+            "steps": 40,
+        },
+        "time_limit": "90s",
+    }
+    return prepare(experiments(Scenario.model_validate(tree | changes))[0])
+
+
+def run(prepared: Prepared, on_stage: Callable[[str], None] = lambda _text: None) -> tuple[Outcome, dict[str, Any]]:
+    data = prepared.experiment.scenario.workload.data
+    outcome = emulate(prepared, lambda: load_data(data), on_stage=on_stage, accept_links=True)
+    return outcome, metrics(outcome, prepared.experiment, prepared.plan)
+
+
+def events(outcome: Outcome, kind: str) -> list[dict[str, Any]]:
+    return [
+        {"time": event.time, "device": event.device, **event.fields} for event in outcome.events if event.event == kind
+    ]
+
+
+def killing(device: str, when: str, scenario_name: str) -> Callable[[str], None]:
+    """Return what kills a device's container as a run comes to a stage."""
+
+    def on_stage(text: str) -> None:
+        if text == when:
+            filters = {"label": [RUN, f"{DEVICE}={device}"], "name": f"testbed-{scenario_name}-"}
+            for container in connect().containers.list(filters=filters):
+                container.kill()
+
+    return on_stage
+
+
+def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
+    prepared = scenario(
+        "emu-change",
+        faults=[
+            {"throttle": {"device": "source", "slowdown": 4}, "at": "2s", "for": "2s"},
+            {"flap": {"between": ["worker1", "worker2"], "down": "100ms", "up": "400ms", "times": 3}, "at": "5s"},
+        ],
+        trace=[
+            "0,link source<->worker1 delay,8ms",
+            "1,link source->worker1 delay,10ms",
+            "1.5,device worker2 slowdown,2",
+        ],
+    )
+    outcome, figures = run(prepared)
+    assert outcome.status == "finished", outcome.error
+    assert figures["steps"] == 40
+    for change in events(outcome, "trace"):
+        assert 0 <= change["time"] - change["intended"] < 0.3, change
+    assert [change["what"].split()[0] for change in events(outcome, "trace")] == ["link", "link", "device"]
+    factors = [(each["target"], each["factor"]) for each in events(outcome, "speed")]
+    assert factors == [("worker2", 0.5), ("source", 0.25), ("source", 1.0)]
+    strikes = [each for each in events(outcome, "fault") if each["action"] == "flap"]
+    assert [each["phase"] for each in strikes] == ["strike", "undo"] * 3
+    slow, fast = [], []
+    for work in events(outcome, "compute"):
+        if work["device"] == "source" and work["span"] == "forward":
+            (slow if work["start"] > 2.3 and work["time"] < 3.9 else fast).append(work["duration"])
+    assert slow
+    assert min(slow) == pytest.approx(4 * sorted(fast)[len(fast) // 2], rel=0.1)
+
+
+def test_a_device_down_before_the_start_is_the_methods_business() -> None:
+    prepared = scenario("emu-absent")
+    outcome, figures = run(prepared, killing("worker2", "handing out the work", "emu-absent"))
+    assert outcome.status == "finished", outcome.error
+    assert figures["steps"] == 40
+    assert "worker2 is down as the run starts" in [each["text"] for each in events(outcome, "log")]
+
+
+def test_without_its_lead_there_is_no_run() -> None:
+    with pytest.raises(TestbedError, match="source leads the run and went down before its start"):
+        run(scenario("emu-lead"), killing("source", "handing out the work", "emu-lead"))
+
+
+def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> None:
+    _, idle = run(scenario("emu-idle"))
+    with loaded():
+        _, busy = run(scenario("emu-busy"))
+    same = abs(busy["step_time"] / idle["step_time"] - 1) <= 0.03
+    assert same or not busy["trusted"] or not idle["trusted"], (idle["step_time"], busy["step_time"], busy["verdict"])
+
+
+def test_a_backend_that_the_kernel_lacks_is_one_line_and_3(tmp_path: Path) -> None:
+    """Of the two there is one that this kernel lacks, or none."""
+    testbed = Path(sys.executable).with_name("testbed")
+    path = tmp_path / "short.yaml"
+    path.write_text(
+        "name: emu-links\ndevices: {a: {}, b: {}}\nnetwork: {link: {delay: 1ms}}\n"
+        "workload: {task: infer, model: {name: mlp}, method: {name: exchange}, requests: 5}\n"
+    )
+    for backend in ("netem", "userspace"):
+        done = subprocess.run(
+            [testbed, "run", path, "--links", backend, "--accept-links", "--out", tmp_path / backend],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 3:
+            assert "needs the modules" in done.stderr
+            assert len(done.stderr.strip().splitlines()) == 1
+        else:
+            assert done.returncode == 0, done.stderr
+            assert f'"backend": "{backend}"' in (tmp_path / backend / "manifest.json").read_text()
+            assert backend in done.stdout
