@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from testbed.network.broadcast import heard
 from testbed.network.framing import chunks, wire_bytes
-from testbed.network.impairments import expected_loss
 from testbed.network.link import Link
-from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing
+from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
 from testbed.wire import Message
 
 if TYPE_CHECKING:
@@ -45,11 +44,6 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
         return attempt
     reconnect = since + STALL_SECONDS
     return reconnect + max(0, math.ceil((now - reconnect) / CONNECT_SECONDS)) * CONNECT_SECONDS
-
-
-def _passes(link: Link) -> bool:
-    """Return whether anything ever gets across."""
-    return link.up and expected_loss(link) < 1
 
 
 class Parcel:
@@ -184,16 +178,18 @@ class Channel:
         link, back = self.link, self.back
         self._rate, self._delay = link.rate, link.delay
         self._changes += 1
-        self.crossing = crossing(link, f"{self._seed} {self.source.name} {self.target.name} {self._changes}")
+        self.crossing = None
+        if has_chance(link):
+            self.crossing = crossing(link, f"{self._seed} {self.source.name} {self.target.name} {self._changes}")
         self._chance = back._chance = self.crossing is not None or back.crossing is not None
         back._back_delay = link.delay
-        back._answered = _passes(link)
+        back._answered = passes(link)
 
     def _passable(self) -> bool:
         return self._reaches() and not self.source.paused
 
     def _reaches(self) -> bool:
-        return _passes(self.link) and self.target.device is not None
+        return passes(self.link) and self.target.device is not None
 
     def waits(self, device: SimulatedDevice) -> bool:
         """Return whether something of this device is not acknowledged."""

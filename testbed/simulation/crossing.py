@@ -81,10 +81,16 @@ class Crossing:
         return max(self._delays() - (drawn - 1 - index) * spacing for index in range(drawn)) - self._delay
 
 
+def has_chance(link: Link) -> bool:
+    """Return whether chance has a part in what becomes of a link's packets."""
+    return bool(link.loss or link.jitter or link.bursts or link.corrupt or link.reorder)
+
+
+def passes(link: Link) -> bool:
+    """Return whether anything ever gets across."""
+    return link.up and not (has_chance(link) and impairments.expected_loss(link) >= 1)
+
+
 def crossing(link: Link, seed: str) -> Crossing | None:
     """Return the random processes of a link, None where chance has no part in it, as where all is lost."""
-    if impairments.expected_loss(link) < 1 and (
-        link.loss or link.bursts or link.corrupt or link.jitter or link.reorder
-    ):
-        return Crossing(link, seed)
-    return None
+    return Crossing(link, seed) if has_chance(link) and impairments.expected_loss(link) < 1 else None

@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> results.Run:
 
 def test_the_figures_of_a_pipeline_that_lost_a_stage(run: results.Run) -> None:
     metrics = run.metrics
-    assert metrics["steps"] == 44
+    assert metrics["steps"] == 22
     assert metrics["recoveries"] == 1
     assert metrics["verdict"]["kind"] == "prediction"
     assert metrics["detection_time"] + metrics["resume_time"] == pytest.approx(metrics["recovery_time"])
