@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,7 +49,7 @@ class Capability:
     found_delay: float | None
     """Seconds that packets took with it, the median."""
     packet_cost: float | None
-    """Processor seconds of the whole host for a full packet from socket to socket."""
+    """Processor seconds for a full packet from socket to socket."""
     devices: int | None
     """That may each send `DEVICE_RATE` at once, by that cost: an estimate, without their own computing."""
 
@@ -81,22 +80,21 @@ def _probe(shaping: Shaping, link: Link) -> LinkMeasurement:
 
 
 def _packet_cost(shaping: Shaping, receiver: int) -> float | None:
-    """Measure the whole host's processor time while trains of packets pass, less what it is busy with anyhow."""
+    """Measure the processor time of the sockets' process and of the delay line while trains of packets pass.
+
+    That of interrupts is not in it, and what else the host is busy with neither.
+    """
     shaping.set({_PAIR: Link(rate=LOAD_RATE, delay=DELAY)})
-    began, busy = time.monotonic(), _busy_seconds()
-    time.sleep(0.5)
-    anyhow = (_busy_seconds() - busy) / (time.monotonic() - began)
-    began, busy, packets = time.monotonic(), _busy_seconds(), _received(receiver)
+    busy, packets = _busy_seconds(shaping), _received(receiver)
     for _ in range(_TRAINS):
         shaping.probe([_PAIR])
-    own = _busy_seconds() - busy - anyhow * (time.monotonic() - began)
     passed = _received(receiver) - packets
-    return own / passed if passed > 0 and own > 0 else None
+    return (_busy_seconds(shaping) - busy) / passed if passed > 0 else None
 
 
-def _busy_seconds() -> float:
-    fields = [float(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+def _busy_seconds(shaping: Shaping) -> float:
+    own = os.times()
+    return own.user + own.system + float(shaping.statistics().get("processor_seconds", 0.0))
 
 
 def _received(process: int) -> int:
