@@ -1,8 +1,9 @@
 """`testbed.device` on a virtual clock: the whole lab in one process, and no waiting.
 
-What is modelled: compute charged by FLOPs, one processor a device; a link's rate, delay and loss, framing
-(`testbed.network.framing`), retransmission and reconnection; every fault. What is not: TCP's slow start and congestion
-window, connection set-up, and the time that a device's own software takes for a message.
+What is modelled: compute charged by FLOPs, one processor a device, whose speed may change at any time; a link's rate and
+delay, framing (`testbed.network.framing`), what chance does to packets (`crossing`), retransmission and reconnection;
+uplinks, downlinks and radio cells (`sharing`); every fault; traces. What is not: TCP's slow start and congestion window,
+queue limits, connection set-up, packets that arrive twice, and the time that a device's own software takes.
 """
 
 from testbed.simulation.run import simulate
