@@ -179,8 +179,7 @@ class Caster:
             return
         new = False
         try:
-            arrival = Arrival(envelope, size, start, there - start, time.monotonic() - there)
-            new = inbox.put(arrival, channel="cast")
+            new = inbox.put(Arrival(envelope, size, start, there - start, time.monotonic() - there, cast=True))
         except PermissionError:
             return
         finally:

@@ -208,6 +208,7 @@ class RealDevice:
             bytes=size,
             start=start - self._origin,
             duration=left - start,
+            number=number,
         )
 
     async def receive(self) -> Message:
@@ -231,6 +232,7 @@ class RealDevice:
             start=arrival.start - self._origin,
             duration=arrival.duration,
             decode=arrival.decode,
+            **({"cast": arrival.envelope.sequence} if arrival.cast else {}),
         )
         self._from_thread(self._take, arrival)
 

@@ -32,6 +32,8 @@ class Arrival:
     duration: float
     """Seconds from its first to its last byte."""
     decode: float
+    cast: bool = False
+    """Whether it was told to several at once; its sequence number then counts its sender's casts."""
 
 
 class Inbox:
@@ -42,7 +44,7 @@ class Inbox:
         self._limit = limit
         self._deliver = deliver
         self._lock = threading.RLock()  # whoever a message is delivered to may release its room at once
-        self._latest: dict[tuple[str, str], tuple[int, int]] = {}
+        self._latest: dict[tuple[str, bool], tuple[int, int]] = {}
         self.bytes = 0
         """Reserved by messages that arrive or wait."""
 
@@ -59,10 +61,10 @@ class Inbox:
         with self._lock:
             self.bytes -= size
 
-    def put(self, arrival: Arrival, channel: str = "post") -> bool:
+    def put(self, arrival: Arrival) -> bool:
         """Deliver what is new; return False for a repetition, or something older than what was delivered.
 
-        Each sender has one message per channel under way at a time, so whatever is not newer than the newest
+        Each sender has one message and one cast under way at a time, so whatever is not newer than the newest
         was either delivered or given up by its sender. A receiver that restarted takes up wherever a sender is.
 
         Raises:
@@ -73,9 +75,9 @@ class Inbox:
             raise PermissionError(f"'{sender}' is no peer of this device")
         number = (arrival.envelope.incarnation, arrival.envelope.sequence)
         with self._lock:
-            if number <= self._latest.get((sender, channel), (-1, -1)):
+            if number <= self._latest.get((sender, arrival.cast), (-1, -1)):
                 return False
-            self._latest[sender, channel] = number
+            self._latest[sender, arrival.cast] = number
             # Within the lock, so that two connections of one sender cannot overtake each other.
             self._deliver(arrival)
         return True

@@ -418,4 +418,4 @@ class Channel:
         if heard(self._seed, self.source.name, self.target.name, cast.number, self.link.message_loss):
             copied = {name: tensor.clone() for name, tensor in message.tensors.items()}
             start = cast.start + delay
-            device.deliver(replace(message, tensors=copied), cast.bytes, start, self._loop.now - start)
+            device.deliver(replace(message, tensors=copied), cast.bytes, start, self._loop.now - start, cast.number)

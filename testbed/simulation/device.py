@@ -193,8 +193,9 @@ class SimulatedDevice:
         seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
         called = self._loop.now
         start, end = occupy(self._world.cast_media(self.name), called, seconds)
-        cast = Cast(sent, size, self._casts, start)
+        number = self._casts
         self._casts += 1
+        cast = Cast(sent, size, number, start)
         self._loop.at(end, self._spread, (channels, cast))
         await asyncio.sleep(end - called)
         self.write(
@@ -205,6 +206,7 @@ class SimulatedDevice:
                 "bytes": size,
                 "start": start,
                 "duration": end - start,
+                "number": number,
             },
         )
 
@@ -215,19 +217,19 @@ class SimulatedDevice:
             for channel in channels:
                 channel.carry(cast)
 
-    def deliver(self, message: Message, size: int, start: float, duration: float) -> None:
-        """Put an arrived message into the inbox."""
-        self.write(
-            "receive",
-            {
-                "peer": message.sender,
-                "message": message.kind,
-                "bytes": size,
-                "start": start,
-                "duration": duration,
-                "decode": 0.0,
-            },
-        )
+    def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
+        """Put an arrived message into the inbox; ``cast`` is its number if it was one."""
+        fields = {
+            "peer": message.sender,
+            "message": message.kind,
+            "bytes": size,
+            "start": start,
+            "duration": duration,
+            "decode": 0.0,
+        }
+        if cast is not None:
+            fields["cast"] = cast
+        self.write("receive", fields)
         self._inbox.append(message)
         self._wake_receiver()
 

@@ -9,8 +9,8 @@ event    fields                                                                 
 begin    span, batch?, micro?                                                      device, as a compute starts
 compute  span, batch?, micro?, start, duration, flops, busy, deficit, late?        device, as it ends
 send     peer, message, bytes, start, duration, queued, encode                     device, when acknowledged
-receive  peer, message, bytes, start, duration, decode                             device, when fully there
-cast     peers, message, bytes, start, duration                                    device, when it has left
+receive  peer, message, bytes, start, duration, decode, cast?                      device, when fully there
+cast     peers, message, bytes, start, duration, number                            device, when it has left
 host     waited, interval                                                          device, every second
 state    state (up, started, finished, failed, stopped), error?                    runtime
 fault    action, target, phase (strike | undo), intended, detail?                  runtime, device "testbed"
@@ -29,7 +29,8 @@ by how much that exceeded the charged time (0 when the pacing could hide it), ``
 work late in all: the deficit, and what it began or woke up too late. For host, ``waited`` is how long threads of the
 device, but for the one that computes, were ready and had no processor, in the last ``interval``. For send, ``queued``
 is the wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive,
-from the first to the last byte.
+from the first to the last byte. ``number`` counts a device's casts since it booted; ``cast`` is that of the one
+received.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages of one size from one device to another: what links and transport do before any model is split."""
+"""Messages of one size between devices: what links and transport do before any model is split."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from testbed.scenario.quantities import Size
 from testbed.wire import Message
 
 DEFAULT_REQUESTS = 50
+LISTENING_SECONDS = 0.2
+"""How long the lead waits after its last cast, beyond the longest delay, so that it is still heard."""
 
 
 class ExchangeOptions(Options):
@@ -18,57 +20,103 @@ class ExchangeOptions(Options):
     payload: Size = 1e6
     """Bytes of the tensor in each message."""
     peer: str | None = None
-    """Who receives them; None is the second device of the scenario."""
+    """Who receives the messages; None is the second device of the scenario."""
+    cast: bool = False
+    """Cast each message to all neighbours at once, best effort, instead of sending it to one reliably."""
+    everyone: bool = False
+    """With ``cast``: all devices do so at the same time, not the first alone."""
 
 
 class Exchange(Method):
-    """The first device sends, one message after the other; a request is over when its message is acknowledged."""
+    """The first device sends, one message after the other.
+
+    A request is over when its message is acknowledged or, of a cast, when it has left the device.
+    """
 
     name = "exchange"
-    summary = "messages of one size between two devices, to measure links and transport"
+    summary = "messages of one size between two devices, or cast to all, to measure links and transport"
     tasks = ("infer",)
     Options = ExchangeOptions
 
     def plan(self, problem: Problem) -> Plan:
-        """Name the two devices. Raises `InputError` where there is no such pair."""
-        source, peer = problem.devices[0].name, self._peer(problem)
-        if (source, peer) not in problem.links or (peer, source) not in problem.links:
-            raise InputError(f"method.peer: there is no link between '{source}' and '{peer}'")
-        ends = (source, peer)
-        parts = tuple(Assignment(device=name, first=0, last=0, memory=self._payload(problem)) for name in ends)
+        """Name the devices that take part. Raises `InputError` where they have no links."""
+        options = _options(problem)
+        source = problem.devices[0].name
+        if options.cast:
+            if options.peer is not None:
+                raise InputError("method.peer: a cast is for all neighbours; leave the peer out")
+            if not _neighbours(problem, source):
+                raise InputError(f"network: nobody hears a cast of '{source}', for it has no links")
+            ends = [source, *_neighbours(problem, source)]
+        else:
+            if options.everyone:
+                raise InputError("method.everyone: it goes with casts; write cast: true as well")
+            peer = self._peer(problem)
+            if (source, peer) not in problem.links or (peer, source) not in problem.links:
+                raise InputError(f"method.peer: there is no link between '{source}' and '{peer}'")
+            ends = [source, peer]
+        parts = tuple(Assignment(device=name, first=0, last=0, memory=options.payload) for name in ends)
         return Plan(method=self.name, lead=source, assignments=parts)
 
     async def program(self, device: Device, job: Job) -> None:
-        """Send on the lead, take in on its peer, nothing elsewhere."""
-        peer = self._peer(job.problem)
-        if device.name == peer:
+        """Send or cast on the lead, cast elsewhere when everyone does, and take in whatever comes."""
+        options = _options(job.problem)
+        if options.cast and (options.everyone or device.name == job.plan.lead):
+            await self._cast(device, job)
+        elif device.name == job.plan.lead:
+            await self._send(device, job)
+        if device.name != job.plan.lead:
             while True:
                 await device.receive()
-        if device.name != job.plan.lead:
-            return
-        import torch
 
-        payload = torch.zeros(int(self._payload(job.problem)) // BYTES_PER_VALUE)
-        for request in range(job.problem.workload.requests or DEFAULT_REQUESTS):
+    async def _send(self, device: Device, job: Job) -> None:
+        peer = self._peer(job.problem)
+        for request, message in _messages(job):
             began = device.now()
-            await device.send(peer, Message("payload", {"request": request}, {"payload": payload}))
+            await device.send(peer, message)
             device.record("request", request=request, latency=device.now() - began)
+
+    async def _cast(self, device: Device, job: Job) -> None:
+        neighbours = _neighbours(job.problem, device.name)
+        for request, message in _messages(job):
+            began = device.now()
+            await device.cast(neighbours, message)
+            if device.name == job.plan.lead:
+                device.record("request", request=request, latency=device.now() - began)
+        if device.name == job.plan.lead:
+            links = job.problem.links.values()
+            await device.sleep(LISTENING_SECONDS + max(link.delay + 4 * link.jitter for link in links))
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return nothing: nobody computes."""
         return frozenset()
 
     def _peer(self, problem: Problem) -> str:
-        options = problem.options
-        assert isinstance(options, ExchangeOptions)
         names = [device.name for device in problem.devices]
         if len(names) < 2:
             raise InputError("devices: an exchange needs two of them")
-        peer = options.peer or names[1]
+        peer = _options(problem).peer or names[1]
         if peer not in names[1:]:
             raise InputError(f"method.peer: there is no other device '{peer}'; choose one of {', '.join(names[1:])}")
         return peer
 
-    def _payload(self, problem: Problem) -> float:
-        assert isinstance(problem.options, ExchangeOptions)
-        return problem.options.payload
+
+def _options(problem: Problem) -> ExchangeOptions:
+    assert isinstance(problem.options, ExchangeOptions)
+    return problem.options
+
+
+def _neighbours(problem: Problem, name: str) -> list[str]:
+    return [
+        device.name
+        for device in problem.devices
+        if (name, device.name) in problem.links and (device.name, name) in problem.links
+    ]
+
+
+def _messages(job: Job) -> list[tuple[int, Message]]:
+    import torch
+
+    payload = torch.zeros(int(_options(job.problem).payload) // BYTES_PER_VALUE)
+    requests = range(job.problem.workload.requests or DEFAULT_REQUESTS)
+    return [(request, Message("payload", {"request": request}, {"payload": payload})) for request in requests]
