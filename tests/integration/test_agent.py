@@ -104,7 +104,7 @@ def test_compute_is_paced_and_says_when_the_host_is_too_slow(pair: list[Loopback
     }
     (quick,), (late,) = works["quick"], works["late"]
     assert quick["flops"] == pytest.approx(0.005e9)
-    assert quick["duration"] >= 0.005
+    assert quick["duration"] == pytest.approx(0.005) or quick["duration"] > 0.005
     assert quick["deficit"] == 0
     assert late["busy"] >= 0.03
     assert late["duration"] >= late["busy"] - LEAD_SECONDS  # it may begin when the work before it is not yet due

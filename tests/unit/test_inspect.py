@@ -34,7 +34,7 @@ def test_plan_shows_who_holds_what(call):
 
 
 def test_plan_as_json_adds_up(call):
-    (plan,) = json.loads(call("plan", "quickstart", "--json"))
+    (plan,) = json.loads(call("plan", "quickstart", "--set", "workload.batch_size=64", "--json"))
     rows = plan["assignments"]
     assert [row["first"] for row in rows[1:]] == [row["last"] for row in rows[:-1]]
     assert rows[0]["first"] == 0
