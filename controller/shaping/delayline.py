@@ -6,21 +6,14 @@ network namespaces over a local socket.
 
 from __future__ import annotations
 
-import array
-import json
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from controller.shaping.engine import LARGEST_REQUEST
-from testbed.errors import HostError
+from controller.shaping.helper import Helper
 from testbed.network.link import Link
 
-_SO_SNDBUFFORCE = 32
 _AT_ONCE = 64
 """Impairments in one request, each some 600 bytes."""
 
@@ -36,56 +29,20 @@ class Impairment:
     seed: str
 
 
-class DelayLine:
-    """The server's end. Safe to use from several threads."""
+class DelayLine(Helper):
+    """The server's end."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * LARGEST_REQUEST)
-        self._control = ours
-        self._control.settimeout(10)
-        self._lock = threading.Lock()
-        code = f"from controller.shaping.engine import main; main({theirs.fileno()})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-        theirs.close()
-        self.priority = str(self._answer()["priority"])
-
-    def _answer(self) -> dict[str, Any]:
-        try:
-            data = self._control.recv(LARGEST_REQUEST)
-        except OSError as error:
-            raise HostError(f"the delay line does not answer: {error}") from error
-        if not data:
-            raise HostError(f"the delay line has ended with status {self._process.wait()}; see the shaper's log")
-        answer: dict[str, Any] = json.loads(data)
-        if "error" in answer:
-            raise HostError(answer["error"])
-        return answer
-
-    def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        data = json.dumps(request).encode()
-        with self._lock:
-            try:
-                if descriptors:
-                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-                    self._control.sendmsg([data], [rights])
-                else:
-                    self._control.send(data)
-            except OSError as error:
-                raise HostError(f"the delay line has ended: {error}; see the shaper's log") from error
-            return self._answer()
+        super().__init__("controller.shaping.engine", "delay line")
 
     def open(self, device: str, netfilter: socket.socket, injector: socket.socket) -> None:
         """Hand over a device's netfilter socket and its packet socket on the loopback; the caller's are closed."""
         with netfilter, injector:
-            self._ask({"do": "open", "device": device}, (netfilter.fileno(), injector.fileno()))
+            self.ask({"do": "open", "device": device}, (netfilter.fileno(), injector.fileno()))
 
     def close(self, device: str) -> None:
         """Forget a device; the kernel drops what is still queued for it."""
-        self._ask({"do": "close", "device": device})
+        self.ask({"do": "close", "device": device})
 
     def set(self, device: str, impairments: Sequence[Impairment], downlink: tuple[float, int] | None) -> None:
         """Say what becomes of the packets of these queues from now on; raises HostError if the kernel refuses.
@@ -94,21 +51,12 @@ class DelayLine:
         """
         for first in range(0, max(1, len(impairments)), _AT_ONCE):
             some = [asdict(each) for each in impairments[first : first + _AT_ONCE]]
-            self._ask({"do": "set", "device": device, "impairments": some, "downlink": downlink})
+            self.ask({"do": "set", "device": device, "impairments": some, "downlink": downlink})
 
     def statistics(self) -> dict[str, Any]:
         """Return lateness percentiles, processor time, and per device and queue what passed and was dropped."""
-        return self._ask({"do": "statistics"})
+        return self.ask({"do": "statistics"})
 
     def reset(self) -> None:
         """Start the lateness figures anew."""
-        self._ask({"do": "reset"})
-
-    def alive(self) -> bool:
-        """Say whether the process still runs."""
-        return self._process.poll() is None
-
-    def stop(self) -> None:
-        """End the process."""
-        self._control.close()
-        self._process.wait(5)
+        self.ask({"do": "reset"})

@@ -7,7 +7,6 @@ server's end). What befalls a packet is decided in `impairments.py`; here it is 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import heapq
 import json
@@ -23,12 +22,11 @@ from typing import Any
 
 from controller.shaping import nfqueue
 from controller.shaping.bottleneck import Bottleneck
+from controller.shaping.helper import LARGEST_REQUEST, prioritise
 from controller.shaping.lateness import Lateness
 from testbed.network import impairments
 from testbed.network.framing import ETHERNET_HEADER
 from testbed.network.link import Link, link_from
-
-LARGEST_REQUEST = 1 << 20
 
 _MOST_READ = 64
 """Packets read from one device before those that are due are let go."""
@@ -39,7 +37,6 @@ _EARLY = 60e-6
 _IP_HEADER = 20
 _LOOPBACK_FRAME = bytes(12) + b"\x08\x00"
 _SO_TIMESTAMPNS = 35
-_PR_SET_TIMERSLACK = 29
 
 _Entry = tuple[float, bytearray | bytes, int, bytes | None]
 """When due; what names the packet in a verdict, and a mark more for a second copy; bytes on the wire where they
@@ -445,24 +442,10 @@ class Loop:
         }
 
 
-def _prioritise() -> str:
-    """Ask the kernel to wake this process at once; return what was granted."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-    except OSError:
-        try:
-            os.setpriority(os.PRIO_PROCESS, 0, -20)
-        except OSError:
-            return "normal"
-        return "nice -20"
-    return "real-time"
-
-
 def main(descriptor: int) -> None:
     """Run the delay line on a control socket that was inherited."""
     control = socket.socket(fileno=descriptor)
-    control.send(json.dumps({"priority": _prioritise()}).encode())
+    control.send(json.dumps({"priority": prioritise()}).encode())
     # Nothing here makes cycles, and a collection in the wrong moment would make packets late.
     gc.disable()
     Loop(control).run()

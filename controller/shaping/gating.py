@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from controller.shaping.medium import Way
+from controller.shaping.plan import queue_limit
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.cell import Cell, cell_of
 from testbed.network.link import Link, Pair
@@ -34,11 +36,13 @@ def ways(
     for pair, link in outgoing.items():
         cell = cell_of(pair, cells)
         if cell is not None and pair[1] in peers:
-            found[peers[pair[1]]] = Way((_channel(cell),), min(cell.rate, link.rate or cell.rate))
+            rate = min(cell.rate, link.rate or cell.rate)
+            found[peers[pair[1]]] = Way((_channel(cell),), rate, queue_limit(replace(link, rate=rate)))
     own = [cell for cell in cells if any(cell.carries(pair) for pair in outgoing)]
-    rate = broadcast_rate(outgoing.values(), uplink, *(cell.rate for cell in own))
-    if broadcast and outgoing and rate is not None and (own or rate <= GATED_RATE):
-        found[broadcast] = Way(tuple(map(_channel, own)) or (f"casts of {device}",), rate)
+    slowest = broadcast_rate(outgoing.values(), uplink, *(cell.rate for cell in own))
+    if broadcast and outgoing and slowest is not None and (own or slowest <= GATED_RATE):
+        channels = tuple(map(_channel, own)) or (f"casts of {device}",)
+        found[broadcast] = Way(channels, slowest, queue_limit(Link(rate=slowest)))
     return found
 
 

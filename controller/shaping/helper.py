@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from testbed.errors import HostError
 
-MESSAGE = 1 << 17
+LARGEST_REQUEST = 1 << 20
 """Bytes of one request or answer, at most."""
-
+_SO_SNDBUFFORCE = 32
 _PR_SET_TIMERSLACK = 29
 
 
@@ -45,7 +46,7 @@ class Helper:
         self._what = what
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE)
+            end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * LARGEST_REQUEST)
         self._control = ours
         self._control.settimeout(10)
         self._lock = threading.Lock()
@@ -59,7 +60,7 @@ class Helper:
 
     def _answer(self) -> dict[str, Any]:
         try:
-            data = self._control.recv(MESSAGE)
+            data = self._control.recv(LARGEST_REQUEST)
         except OSError as error:
             raise HostError(f"the {self._what} does not answer: {error}") from error
         if not data:
@@ -69,16 +70,16 @@ class Helper:
             raise HostError(answer["error"])
         return answer
 
-    def ask(self, request: dict[str, Any], descriptor: int | None = None) -> dict[str, Any]:
-        """Make a request, perhaps with a file descriptor; raises HostError for one that cannot be met."""
+    def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """Make a request, perhaps with file descriptors; raises HostError for one that cannot be met."""
         data = json.dumps(request).encode()
         with self._lock:
             try:
-                if descriptor is None:
-                    self._control.send(data)
-                else:
-                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+                if descriptors:
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
                     self._control.sendmsg([data], [rights])
+                else:
+                    self._control.send(data)
             except OSError as error:
                 raise HostError(f"the {self._what} has ended: {error}; see the shaper's log") from error
             return self._answer()

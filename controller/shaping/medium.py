@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -22,6 +23,8 @@ class Way:
     channels: tuple[Hashable, ...]
     rate: float
     """bit/s on the wire"""
+    limit: int
+    """Packets for this address that may wait at the station."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,17 +54,23 @@ class Media(Generic[T]):
         self._order: dict[Transmission[T], None] = {}
         self._ends: list[tuple[float, int, Transmission[T]]] = []
         self._ties = 0
+        self._waiting: Counter[tuple[Hashable, Hashable]] = Counter()
 
     def set_ways(self, station: Hashable, ways: Mapping[Hashable, Way], now: float) -> None:
         """Say how a station reaches whom, from now on; what is on the air stays as it was."""
         self._ways[station] = ways
         self._reschedule(now)
 
-    def offer(self, station: Hashable, address: Hashable, now: float, size: int, item: T) -> None:
-        """Take a packet that is ready to be transmitted."""
+    def offer(self, station: Hashable, address: Hashable, now: float, size: int, item: T) -> bool:
+        """Take a packet that is ready to be transmitted; False when too many wait for the same address."""
+        way = self._ways.get(station, {}).get(address)
+        if way is not None and self._waiting[station, address] >= way.limit:
+            return False
+        self._waiting[station, address] += 1
         made = Transmission(station, address, size, item)
         self._order[made] = None
         self._schedule(made, now)
+        return True
 
     @property
     def next_end(self) -> float:
@@ -73,20 +82,25 @@ class Media(Generic[T]):
         over = []
         while self._ends and self._ends[0][0] <= now:
             made = heapq.heappop(self._ends)[2]
-            del self._order[made]
-            over.append(made)
+            if made in self._order:
+                self._drop(made)
+                over.append(made)
         return over
+
+    def _drop(self, made: Transmission[T]) -> None:
+        del self._order[made]
+        self._waiting[made.station, made.address] -= 1
 
     def forget(self, station: Hashable, now: float) -> None:
         """Forget a station that is gone; what it had not begun to transmit leaves its channels to the others."""
         self._ways.pop(station, None)
         for made in [each for each in self._order if each.station == station]:
-            del self._order[made]
+            self._drop(made)
         self._reschedule(now)
 
     def waiting(self, station: Hashable) -> int:
         """Return how many packets of a station have not left it."""
-        return sum(made.station == station for made in self._order)
+        return sum(count for (name, _), count in self._waiting.items() if name == station)
 
     def _schedule(self, made: Transmission[T], now: float) -> None:
         way = self._ways.get(made.station, {}).get(made.address)
@@ -102,7 +116,7 @@ class Media(Generic[T]):
         """Give what has not begun its time anew."""
         on_air = [each for each in self._ends if each[2].start <= now]
         self._free = {channel: end for end, _, made in sorted(on_air) for channel in made.channels}
-        self._ends = [each for each in on_air if each[2] in self._order]
+        self._ends = on_air
         heapq.heapify(self._ends)
         for made in [each for each in self._order if each.start > now]:
             self._schedule(made, now)

@@ -1,0 +1,183 @@
+"""The gate's process: holds what leaves the devices until its time on the medium is over.
+
+Who transmits when is `Media`'s business; here it is carried out, in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from controller.shaping import nfqueue
+from controller.shaping.gating import QUEUE
+from controller.shaping.helper import LARGEST_REQUEST, prioritise
+from controller.shaping.lateness import Lateness
+from controller.shaping.medium import Media, Way
+from testbed.network.framing import ETHERNET_HEADER
+
+LIMIT = 5000
+"""Packets of one device that may wait; the buffers of its sockets are smaller."""
+_IP_HEADER = 20
+_MOST_READ = 64
+
+
+class _Loop:
+    """Waits for packets, for the end of transmissions, and for the server."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._epoll = select.epoll()
+        self._epoll.register(control.fileno(), select.EPOLLIN)
+        self._sockets: dict[str, socket.socket] = {}
+        self._names: dict[int, str] = {}
+        self._media: Media[bytearray] = Media()
+        self._lateness = Lateness()
+        self._buffer = bytearray(4096)
+        self._accept = nfqueue.verdict_prefix(QUEUE, nfqueue.ACCEPT)
+        self._drop = nfqueue.verdict_prefix(QUEUE, nfqueue.DROP)
+        self._passed = self._dropped = self._refused = self._overflows = self._sequence = 0
+
+    def run(self) -> None:
+        """Go on until the server is gone."""
+        while True:
+            wait = self._media.next_end - time.monotonic()
+            # select waits with microseconds, epoll only with milliseconds.
+            select.select([self._epoll.fileno()], [], [], None if wait == float("inf") else max(0.0, wait))
+            self._release()
+            for descriptor, _ in self._epoll.poll(0):
+                if descriptor == self._control.fileno():
+                    if not self._obey():
+                        return
+                elif descriptor in self._names:
+                    self._read(self._names[descriptor])
+                self._release()
+
+    def _release(self) -> None:
+        now = time.monotonic()
+        for made in self._media.finished(now):
+            self._lateness.add(now - made.end, 1)
+            self._passed += 1
+            self._decide(str(made.station), self._accept + made.item)
+
+    def _decide(self, device: str, verdict: bytes) -> None:
+        try:
+            self._sockets[device].send(verdict)
+        except OSError:
+            self._refused += 1
+
+    def _read(self, device: str) -> None:
+        opened = self._sockets[device]
+        for _ in range(_MOST_READ):
+            try:
+                length = opened.recv_into(self._buffer)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._overflows += 1  # ENOBUFS: the kernel has lost packets that it could not announce
+                continue
+            kind = nfqueue.message_type(self._buffer)
+            if kind == nfqueue.PACKET:
+                self._take(device, length)
+            elif kind == nfqueue.NLMSG_ERROR:
+                self._refused += 1
+
+    def _take(self, device: str, length: int) -> None:
+        packet = nfqueue.content(self._buffer, length)
+        size = struct.unpack_from(">H", packet, 2)[0] + ETHERNET_HEADER
+        address = socket.inet_ntoa(packet[16:20])
+        identity = nfqueue.packet_identity(self._buffer)
+        if not self._media.offer(device, address, time.monotonic(), size, identity):
+            self._dropped += 1
+            self._decide(device, self._drop + identity)
+
+    def _obey(self) -> bool:
+        """Carry out one request of the server; False when it is gone."""
+        data, descriptors, _, _ = socket.recv_fds(self._control, LARGEST_REQUEST, 1)
+        if not data:
+            return False
+        request = json.loads(data)
+        answer: dict[str, Any] = {}
+        try:
+            match request["do"]:
+                case "open":
+                    self._open(request["device"], socket.socket(fileno=descriptors[0]))
+                case "close":
+                    self._close(request["device"])
+                case "set":
+                    self._media.set_ways(request["device"], _ways_from(request["ways"]), time.monotonic())
+                case "statistics":
+                    answer = self._statistics()
+                case "reset":
+                    self._lateness = Lateness()
+        except OSError as error:
+            answer = {"error": str(error)}
+        self._control.send(json.dumps(answer).encode())
+        return True
+
+    def _open(self, device: str, opened: socket.socket) -> None:
+        self._close(device)
+        opened.setblocking(False)
+        self._sockets[device] = opened
+        self._names[opened.fileno()] = device
+        self._epoll.register(opened.fileno(), select.EPOLLIN)
+        self._acknowledged(device, nfqueue.bind(QUEUE, self._sequence + 1))
+        self._acknowledged(device, nfqueue.configure(QUEUE, LIMIT, _IP_HEADER, self._sequence + 1))
+
+    def _close(self, device: str) -> None:
+        opened = self._sockets.pop(device, None)
+        if opened is None:
+            return
+        self._media.forget(device, time.monotonic())
+        self._epoll.unregister(opened.fileno())
+        del self._names[opened.fileno()]
+        opened.close()
+
+    def _acknowledged(self, device: str, message: bytes) -> None:
+        """Send one configuration message and wait until the kernel has agreed; nothing is queued before that."""
+        self._sequence += 1
+        opened = self._sockets[device]
+        opened.send(message)
+        patience = time.monotonic() + 2.0
+        while time.monotonic() < patience:
+            select.select([opened], [], [], 0.1)
+            with contextlib.suppress(BlockingIOError):
+                length = opened.recv_into(self._buffer)
+                if length and nfqueue.message_type(self._buffer) == nfqueue.NLMSG_ERROR:
+                    answered, error = nfqueue.acknowledgement(self._buffer)
+                    if answered == self._sequence:
+                        if error:
+                            raise OSError(error, f"the kernel refuses a netfilter queue: {os.strerror(error)}")
+                        return
+        raise OSError("the kernel did not answer the request for a netfilter queue")
+
+    def _statistics(self) -> dict[str, Any]:
+        usage = os.times()
+        return {
+            "lateness": self._lateness.summary(),
+            "processor_seconds": usage.user + usage.system,
+            "passed": self._passed,
+            "dropped": self._dropped,
+            "refused": self._refused,
+            "overflows": self._overflows,
+            "waiting": {device: self._media.waiting(device) for device in self._sockets},
+        }
+
+
+def _ways_from(written: Mapping[str, Any]) -> dict[Hashable, Way]:
+    return {address: Way(tuple(way["channels"]), way["rate"], way["limit"]) for address, way in written.items()}
+
+
+def main(descriptor: int) -> None:
+    """Run the gate on a control socket that was inherited."""
+    control = socket.socket(fileno=descriptor)
+    control.send(json.dumps({"priority": prioritise()}).encode())
+    gc.disable()  # nothing here makes cycles
+    _Loop(control).run()
