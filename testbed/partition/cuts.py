@@ -86,7 +86,8 @@ def least_bottleneck(units: int, stages: int, bottleneck: Costs, total: Costs) -
     limit, cuts = best(units, stages, bottleneck, max)
     if math.isinf(limit):
         return limit, cuts
-    return limit, least_total(units, stages, _within(total, bottleneck, limit))[1]
+    cost, among_equals = least_total(units, stages, _within(total, bottleneck, limit))
+    return limit, cuts if math.isinf(cost) else among_equals
 
 
 def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list[Cuts]:

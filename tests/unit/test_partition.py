@@ -274,3 +274,10 @@ def test_stages_that_are_not_linked_or_have_no_unit() -> None:
         pipeline(*[1.0] * 7)
     with pytest.raises(InputError, match="a batch of 16 cannot be cut into 17 micro-batches: use 1 to 16"):
         pipeline(1.0, micro_batches=17)
+
+
+def test_equals_that_no_total_tells_apart_keep_the_least_bottleneck() -> None:
+    """The one partition with a finite bottleneck has an infinite total."""
+    allowed = Costs(stage=lambda *key: 0.0 if key in {(0, 0, 2), (1, 2, 3)} else math.inf, boundary=lambda *_: 0.0)
+    total = Costs(stage=lambda *key: math.inf if key in {(0, 0, 2), (1, 2, 3)} else 0.0, boundary=lambda *_: 0.0)
+    assert least_bottleneck(3, 2, allowed, total) == (0.0, (0, 2, 3))
