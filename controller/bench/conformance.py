@@ -49,8 +49,11 @@ _SECONDS_TO_FILL = 0.35
 """Of a link's rate, that a train of datagrams lasts."""
 
 
+_DOWN = Link(up=False)
+
+
 class Lab:
-    """Namespaces whose links one backend shapes: a mesh of plain links, on which cases set what they need."""
+    """Namespaces whose links one backend shapes: all down but those that a case needs."""
 
     def __init__(self, backend: str, devices: int = 6) -> None:
         self.names = [f"d{index}" for index in range(devices)]
@@ -58,7 +61,7 @@ class Lab:
         self.backend = str(self.shaping.facts()["backend"])
         self.net = Network(self.names)
         self.pairs = [(one, other) for one in self.names for other in self.names if one != other]
-        self.shaping.attach(self.net.endpoints.values(), dict.fromkeys(self.pairs, Link()))
+        self.shaping.attach(self.net.endpoints.values(), dict.fromkeys(self.pairs, _DOWN))
 
     def __enter__(self) -> Lab:
         # What is under test is the links, not how busy the machine is.
@@ -74,15 +77,17 @@ class Lab:
 
     @contextlib.contextmanager
     def links(self, wanted: Sequence[Link]) -> Iterator[dict[Pair, Link]]:
-        """Have these links for a while, no two alike in both of their ends' order; yield which pair has which."""
+        """Have these links for a while, and ways back of the same rates; yield which pair has which link."""
         apart = sorted(self.pairs, key=lambda pair: (self._distance(pair), pair))
         given = dict(zip(apart, wanted, strict=False))
+        back = {(pair[1], pair[0]): Link(rate=link.rate) for pair, link in given.items()}
         assert len(given) == len(wanted)
-        self.shaping.set(given)
+        assert not given.keys() & back.keys()
+        self.shaping.set({**back, **given})
         try:
             yield given
         finally:
-            self.shaping.set(dict.fromkeys(given, Link()))
+            self.shaping.set(dict.fromkeys([*given, *back], _DOWN))
 
     def _distance(self, pair: Pair) -> int:
         """Order pairs so that the first ones load all devices evenly."""
@@ -241,6 +246,7 @@ def many(backend: str, pairs: int = 20, rate: float = 20e6, delay: float = 0.02)
     """As many pairs at once, full, and half full: rates and delays must hold for all of them."""
     link = Link(rate=rate, delay=delay)
     with Lab(backend, pairs) as lab:
+        # A ring, for its evenness: every device sends to one and receives from another.
         ring = dict.fromkeys([*pairwise(lab.names), (lab.names[-1], lab.names[0])], link)
         lab.shaping.set(ring)
         shares = [100 * each / rate for each in udp_rates(lab.net, ring, 1.0, skip=0.2).values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tempfile
@@ -10,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from controller.shaping import interfaces, netem, receiver, sender
+from controller.shaping import interfaces, modules, netem, receiver, sender, tc
 from controller.shaping.delayline import DelayLine, Impairment
 from controller.shaping.namespaces import Namespace, command, read_proc
 from controller.shaping.nfqueue import open_socket
 from controller.shaping.plan import Access, Plan, ReceiverLine, SenderClass
+from controller.shaping.tc import Shown
 from testbed.errors import HostError, InputError
 from testbed.network.link import Distribution, Link
 from testbed.seeds import derive
@@ -30,14 +30,21 @@ class Backend(Protocol):
     def problem(self, plan: Plan) -> str | None:
         """Say what of a plan this backend cannot do in the device's namespace, and what would help."""
 
-    def build(self, device: str, plan: Plan) -> None:
-        """Set up everything."""
+    @property
+    def tables(self) -> str | None:
+        """Return the folder of the distributions that ``tc`` is to know."""
 
-    def change(self, device: str, old: Plan, new: Plan) -> None:
-        """Alter only what differs."""
+    def apply(self, device: str, old: Plan | None, new: Plan) -> None:
+        """Do what is not done by ``tc``, and before that: all of it without an old plan, else what differs."""
 
-    def differences(self, plan: Plan) -> list[str]:
-        """Read back, and say where the kernel holds something else than the plan."""
+    def lines(self, old: Plan | None, new: Plan) -> list[str]:
+        """Return what ``tc`` is to do."""
+
+    def reads(self, plan: Plan) -> tuple[list[str], list[tuple[str, str]]]:
+        """Return the interfaces whose classes, and the (interface, parent) whose filters are to be read back."""
+
+    def differences(self, plan: Plan, shown: Shown) -> list[str]:
+        """Say where the kernel holds something else than the plan."""
 
     def forget(self, device: str) -> None:
         """The device is gone."""
@@ -56,6 +63,7 @@ class Userspace:
     """NFQUEUE at the receiver's input, and a delay line in a process of its own."""
 
     name = "userspace"
+    tables: str | None = None
 
     def __init__(self, iptables: str, seed: Callable[[], int]) -> None:
         self._iptables = iptables
@@ -71,27 +79,29 @@ class Userspace:
             return "packets cannot be duplicated where net.ipv4.conf.all.rp_filter or .lo.rp_filter is 1: set both to 0"
         return None
 
-    def build(self, device: str, plan: Plan) -> None:
-        """Set up everything."""
-        self._line.open(device, open_socket(), _injector())
-        self._line.set(device, self._impairments(device, plan, None), _rate_and_limit(plan.downlink))
-        self._restore(plan)
-        jump = receiver.jump(plan)
-        shown = command([self._iptables, "-w", "-S", "INPUT"])
-        if f"-A {' '.join(jump)}" not in shown.splitlines():
-            command([self._iptables, "-w", "-I", *jump])
-
-    def change(self, device: str, old: Plan, new: Plan) -> None:
-        """Alter only what differs."""
-        # The queue must be served before a rule leads packets into it.
+    def apply(self, device: str, old: Plan | None, new: Plan) -> None:
+        """Set up everything, or alter what differs."""
+        if old is None:
+            self._line.open(device, open_socket(), _injector())
+        # A queue must be served before a rule leads packets into it.
         impairments = self._impairments(device, new, old)
-        if impairments or old.downlink != new.downlink:
+        if impairments or old is None or old.downlink != new.downlink:
             self._line.set(device, impairments, _rate_and_limit(new.downlink))
-        if receiver.chain_rules(old) != receiver.chain_rules(new):
-            self._restore(new)
+        if old is None or receiver.chain_rules(old) != receiver.chain_rules(new):
+            command([f"{self._iptables}-restore", "-w", "--noflush"], receiver.restore(new))
+        if old is None:
+            jump = receiver.jump(new)
+            shown = command([self._iptables, "-w", "-S", "INPUT"])
+            if f"-A {' '.join(jump)}" not in shown.splitlines():
+                command([self._iptables, "-w", "-I", *jump])
 
-    def _restore(self, plan: Plan) -> None:
-        command([f"{self._iptables}-restore", "-w", "--noflush"], receiver.restore(plan))
+    def lines(self, old: Plan | None, new: Plan) -> list[str]:
+        """Nothing is done by ``tc`` here."""
+        return []
+
+    def reads(self, plan: Plan) -> tuple[list[str], list[tuple[str, str]]]:
+        """Nothing of this is ``tc``'s."""
+        return [], []
 
     def _impairments(self, device: str, plan: Plan, old: Plan | None) -> list[Impairment]:
         before = {line.number: line for line in old.receivers} if old else {}
@@ -103,7 +113,7 @@ class Userspace:
             if line.queued and (every or before.get(line.number) != line)
         ]
 
-    def differences(self, plan: Plan) -> list[str]:
+    def differences(self, plan: Plan, shown: Shown) -> list[str]:
         """Read back, and say where the kernel holds something else than the plan."""
         problems = receiver.chain_differences(plan, command([self._iptables, "-w", "-S"]))
         served = {row["queue"] for row in kernel_queues()}
@@ -160,55 +170,47 @@ class Netem:
     priority = "kernel"
 
     def __init__(self) -> None:
-        self._tables = tempfile.TemporaryDirectory(prefix="testbed-tc-")
+        self._folder = tempfile.TemporaryDirectory(prefix="testbed-tc-")
+        self.tables: str | None = self._folder.name
         for distribution in get_args(Distribution):
-            Path(self._tables.name, f"{distribution}.dist").write_text(netem.table(distribution))
+            Path(self._folder.name, f"{distribution}.dist").write_text(netem.table(distribution))
 
     def problem(self, plan: Plan) -> str | None:
         """Say what of a plan netem cannot do, and what would help."""
         return next(filter(None, (netem.problem(line.link, plan.downlink) for line in plan.receivers)), None)
 
-    def build(self, device: str, plan: Plan) -> None:
-        """Set up everything."""
-        present = interfaces.interface_names()
-        if netem.IFB in present:
-            for name in present:
-                if name.startswith(netem.IFB):
-                    interfaces.delete(name)
-            command(["tc", "qdisc", "del", "dev", plan.interface, "ingress"])
-        self._add(netem.devices(plan))
-        self._tc(netem.build(plan))
+    def apply(self, device: str, old: Plan | None, new: Plan) -> None:
+        """Make the intermediate devices."""
+        if old is None:
+            present = interfaces.interface_names()
+            if netem.IFB in present:
+                for name in present:
+                    if name.startswith(netem.IFB):
+                        interfaces.delete(name)
+                command(["tc", "qdisc", "del", "dev", new.interface, "ingress"])
+        wanted = netem.devices(new)
+        if old is None or wanted > {netem.IFB}:
+            for name in sorted(wanted - interfaces.interface_names()):
+                interfaces.add_ifb(name)
 
-    def change(self, device: str, old: Plan, new: Plan) -> None:
-        """Alter only what differs."""
-        if netem.devices(new) > {netem.IFB}:
-            self._add(netem.devices(new) - interfaces.interface_names())
-        self._tc(netem.change(old, new))
+    def lines(self, old: Plan | None, new: Plan) -> list[str]:
+        """Return what ``tc`` is to do."""
+        return netem.build(new) if old is None else netem.change(old, new)
 
-    @staticmethod
-    def _add(devices: set[str]) -> None:
-        for name in sorted(devices):
-            interfaces.add_ifb(name)
+    def reads(self, plan: Plan) -> tuple[list[str], list[tuple[str, str]]]:
+        """Return what is to be read back: the classes of the shared device, the filters of what arrives."""
+        return [netem.IFB], [(plan.interface, "ffff:")]
 
-    def _tc(self, lines: list[str]) -> None:
-        if lines:
-            command(["tc", "-batch", "-"], "\n".join(lines) + "\n", {**os.environ, "TC_LIB_DIR": self._tables.name})
-
-    def differences(self, plan: Plan) -> list[str]:
-        """Read back, and say where the kernel holds something else than the plan."""
-        return netem.differences(
-            plan,
-            command(["tc", "class", "show", "dev", netem.IFB]),
-            json.loads(command(["tc", "-j", "qdisc", "show"])),
-            json.loads(command(["tc", "-j", "filter", "show", "dev", plan.interface, "parent", "ffff:"])),
-        )
+    def differences(self, plan: Plan, shown: Shown) -> list[str]:
+        """Say where the kernel holds something else than the plan."""
+        return netem.differences(plan, shown.classes, shown.qdiscs, shown.filters[1])
 
     def forget(self, device: str) -> None:
         """Nothing is kept here: the tree went with the namespace."""
 
     def close(self) -> None:
         """Remove the tables of distributions."""
-        self._tables.cleanup()
+        self._folder.cleanup()
 
     def statistics(self) -> dict[str, Any]:
         """Return nothing: the kernel counts for itself."""
@@ -252,8 +254,17 @@ def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str
             return Userspace(_try(iptables_for_queues), seed), problems
         except HostError as error:
             problems["userspace"] = str(error)
-    reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-    raise HostError(f"this kernel cannot shape links ({reasons}); it needs the modules {MODULES}")
+    lacking = modules.missing()
+    reasons = "; ".join(
+        f"{name} lacks {', '.join(lacking[name])}" if lacking[name] else f"{name} fails ({problem})"
+        for name, problem in problems.items()
+    )
+    raise HostError(f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {modules.HELP}")
+
+
+def queueing_iptables() -> str:
+    """Return the iptables program that leads packets into queues on this kernel; raises HostError when none can."""
+    return _try(iptables_for_queues)
 
 
 def _try(work: Callable[[], str]) -> str:
@@ -267,7 +278,7 @@ def _try(work: Callable[[], str]) -> str:
 def _with_interface(work: Callable[[], str]) -> str:
     command(["ip", "link", "add", _TRIAL.interface, "type", "veth", "peer", "name", "trial-peer"])
     command(["ip", "link", "set", _TRIAL.interface, "up"])
-    command(["tc", "-batch", "-"], "\n".join(sender.build(_TRIAL)) + "\n")
+    tc.run(sender.build(_TRIAL), [], [])
     return work()
 
 
@@ -275,7 +286,8 @@ def netem_works() -> str:
     """Build a small netem tree in the calling thread's namespace; raises HostError when the kernel refuses."""
     trial = Netem()
     try:
-        trial.build("trial", _TRIAL)
+        trial.apply("trial", None, _TRIAL)
+        tc.run(trial.lines(None, _TRIAL), [], [], trial.tables)
     finally:
         trial.close()
     return "tc"
@@ -284,12 +296,4 @@ def netem_works() -> str:
 def iptables_for_queues() -> str:
     """Return the iptables program that can lead packets into a queue here; raises HostError when none can."""
     open_socket().close()
-    problems = []
-    for program in ("iptables-nft", "iptables-legacy", "iptables"):
-        try:
-            command([f"{program}-restore", "-w", "--noflush"], receiver.restore(_TRIAL))
-        except HostError as error:
-            problems.append(str(error))
-        else:
-            return program
-    raise HostError("; ".join(problems))
+    return modules.iptables()

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from controller.shaping import htb
+from controller.shaping.htb import Tree
 from controller.shaping.plan import CEILING, FIRST_PEER_CLASS, Access, Plan, ReceiverLine
 from testbed.network.impairments import QUANTILES, chain, quantiles
 from testbed.network.link import Distribution, Link
 
 IFB = "testbed-ifb"
+_TREE = Tree(IFB, 2)
+_ROOT = f"{_TREE.number}:"
 _INNER = 0x2000
 """Handles of the queues before a downlink are those of their netems and this much more."""
 _TABLE_UNIT = 8192
@@ -89,7 +91,7 @@ def build(plan: Plan) -> list[str]:
     """Return the lines for ``tc -batch`` that lead what arrives through netem, by source; the IFBs are there."""
     return [
         f"qdisc add dev {plan.interface} ingress",
-        *htb.root(IFB, plan.downlink),
+        *_TREE.root(plan.downlink),
         *(text for line in _redirected(plan).values() for text in _add(plan, line)),
     ]
 
@@ -103,7 +105,7 @@ def change(old: Plan, new: Plan) -> list[str]:
     before, after = _redirected(old), _redirected(new)
     lines: list[str] = []
     if old.downlink != new.downlink:
-        lines.append(htb.change_access(IFB, new.downlink))
+        lines.append(_TREE.change_access(new.downlink))
     for number, line in after.items():
         previous = before.get(number)
         if previous is None:
@@ -126,7 +128,7 @@ def _class(line: ReceiverLine) -> int:
 
 def _netem(line: ReceiverLine) -> str:
     device, number = device_of(line), _class(line)
-    place = f"parent 1:{number:x}" if device == IFB else "root"
+    place = f"parent {_TREE.identity(number)}" if device == IFB else "root"
     return f"qdisc replace dev {device} {place} handle {number:x}: {words(line)}"
 
 
@@ -141,13 +143,13 @@ def _leaf(plan: Plan, line: ReceiverLine) -> list[str]:
     if device_of(line) != IFB:
         return [_netem(line)]
     queue = _queue(plan, line) if plan.downlink else []
-    return [htb.leaf("replace", IFB, _class(line), CEILING), _netem(line), *queue]
+    return [_TREE.leaf("replace", _class(line), CEILING), _netem(line), *queue]
 
 
 def _filter(plan: Plan, line: ReceiverLine) -> list[str]:
     number, device = _class(line), device_of(line)
     source = f"protocol ip prio 1 handle 800::{number:x} u32 match ip src {line.address}/32"
-    leads = [f"filter add dev {IFB} parent 1: {source} flowid 1:{number:x}"] if device == IFB else []
+    leads = [f"filter add dev {IFB} parent {_ROOT} {source} flowid {_TREE.identity(number)}"] if device == IFB else []
     # Last, so that nothing is led into a tree that is not complete yet.
     return [*leads, f"filter add dev {plan.interface} parent ffff: {source} action mirred egress redirect dev {device}"]
 
@@ -159,7 +161,7 @@ def _add(plan: Plan, line: ReceiverLine) -> list[str]:
 def _unfilter(plan: Plan, line: ReceiverLine) -> list[str]:
     handle = f"protocol ip prio 1 handle 800::{_class(line):x} u32"
     lines = [f"filter del dev {plan.interface} parent ffff: {handle}"]
-    return [*lines, f"filter del dev {IFB} parent 1: {handle}"] if device_of(line) == IFB else lines
+    return [*lines, f"filter del dev {IFB} parent {_ROOT} {handle}"] if device_of(line) == IFB else lines
 
 
 def differences(
@@ -171,7 +173,7 @@ def differences(
     """
     wanted = _redirected(plan)
     shared = [line for line in wanted.values() if device_of(line) == IFB]
-    problems = htb.differences(classes, plan.downlink, ((_class(line), CEILING) for line in shared))
+    problems = _TREE.differences(classes, plan.downlink, ((_class(line), CEILING) for line in shared))
     held = {(entry.get("dev"), entry["handle"]): entry["options"] for entry in qdiscs if "handle" in entry}
     led = {}
     for entry in filters:

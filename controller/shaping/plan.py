@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from testbed.network.impairments import FURTHEST
+from testbed.network.impairments import longest_delay
 from testbed.network.link import Link, Pair
 
 FRAME = 1514
@@ -99,19 +99,26 @@ def plan(
     broadcast: str | None,
     peers: Mapping[str, tuple[int, str]],
     links: Mapping[Pair, Link],
+    gated: Mapping[str, float] | None = None,
 ) -> Plan:
     """Say what a device's interface has to do.
 
     ``peers`` maps every device's name to its number (from 1, handed out by counting) and its address. A pair
-    without a link cannot talk: its packets are dropped where they arrive.
+    without a link cannot talk: its packets are dropped where they arrive. ``gated`` holds, by address, the rates that
+    the gate sees to already.
     """
     device, uplink = endpoint.name, endpoint.uplink
-    senders, receivers = [], []
+    gated = gated or {}
+    senders, receivers, rates = [], [], []
     for peer, (number, address) in sorted(peers.items(), key=lambda item: item[1][0]):
         if peer == device:
             continue
         if (device, peer) in links:
-            senders.append(_sender(FIRST_PEER_CLASS + number, (address,), links[device, peer], uplink))
+            link = links[device, peer]
+            if link.up:
+                rates.append(min(gated.get(address, CEILING), link.rate or CEILING, uplink or CEILING))
+            link = replace(link, rate=None) if address in gated else link
+            senders.append(_sender(FIRST_PEER_CLASS + number, (address,), link, uplink))
         incoming = links.get((peer, device), DOWN)
         queued = incoming.up and (impaired(incoming) or endpoint.downlink is not None)
         receivers.append(ReceiverLine(number, address, incoming, line_limit(incoming), queued))
@@ -120,6 +127,7 @@ def plan(
     if broadcast and outgoing:
         # As on a radio, one transmission for all goes at the rate of the slowest that shall hear it.
         slowest = min(outgoing, key=lambda link: math.inf if link.rate is None else link.rate)
+        slowest = replace(slowest, rate=None) if broadcast in gated else slowest
         senders.insert(0, _sender(BROADCAST_CLASS, (broadcast,), slowest, uplink))
     return Plan(
         interface,
@@ -127,7 +135,7 @@ def plan(
         _access(endpoint.downlink, incoming_links),
         tuple(senders),
         tuple(receivers),
-        most_segments(min(link.rate or CEILING, uplink or CEILING) for link in outgoing),
+        most_segments(rates),
     )
 
 
@@ -181,6 +189,5 @@ def queue_limit(link: Link) -> int:
 def line_limit(link: Link) -> int:
     """Return how many packets the delay line must hold: it is the wire, not a queue, and must never overflow."""
     rate = CEILING if link.rate is None else link.rate
-    longest = link.delay + FURTHEST * link.jitter
     smallest_frame = 60
-    return min(200_000, max(10_000, math.ceil(1.2 * rate / 8 * longest / smallest_frame)))
+    return min(200_000, max(10_000, math.ceil(1.2 * rate / 8 * longest_delay(link) / smallest_frame)))

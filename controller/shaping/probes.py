@@ -2,7 +2,8 @@
 
 Delay and loss are measured on every link at once, with small packets that are too few to fill any queue. Rates
 are measured on one link of each kind (equal in all that was asked of it), one after another where links share a
-device, by a short train of full frames; the times of those are the kernel's, as the frames come off the wire.
+device, by a short train of full frames; the times of those are the kernel's, as the frames come off the wire. Links
+of one radio cell share its channel, so their packets are spaced as if they were one link.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from controller.shaping import tolerance
+from controller.shaping.medium import Way
 from controller.shaping.namespaces import Namespace
 from controller.shaping.plan import FRAME, burst, queue_limit
+from testbed.network.impairments import expected_loss, longest_delay
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
 
@@ -47,6 +51,8 @@ class Site:
 
     namespace: Namespace
     address: str
+    uplink: float | None = None
+    downlink: float | None = None
 
 
 @dataclass
@@ -54,18 +60,35 @@ class _Tally:
     """What was seen of one link."""
 
     pair: Pair
+    asked: Link
     link: Link
+    """The same, of the lowest rate on the way."""
     packets: int
+    medium: Hashable = None
+    """The channel on which a packet spends its transmission time before the delay of the link begins."""
+    crowd: int = 1
+    """Links measured on the same channel, or behind the same access limit."""
+    place: int = 0
+    """Among those."""
+    late: bool = False
+    """Whether the lowest rate is the downlink's: packets meet it after the kernel has noted their arrival."""
     sent: int = 0
     delays: dict[int, float] = field(default_factory=dict)
     rate: float | None = None
 
+    @property
+    def gap(self) -> float:
+        """Return the shortest time between small packets that leaves the link, or its channel, half idle."""
+        return 2 * self.link.transmission_time(_SMALL_FRAME) * self.crowd
+
     def measurement(self) -> LinkMeasurement:
         delay = statistics.median(self.delays.values()) if self.delays else None
+        if delay is not None and self.medium is not None:
+            delay -= self.link.transmission_time(_SMALL_FRAME)
         lost = self.sent - len(self.delays)
         return LinkMeasurement(
             *self.pair,
-            requested=self.link,
+            requested=self.asked,
             rate=self.rate,
             delay=delay,
             loss=lost / self.sent if self.sent else None,
@@ -74,16 +97,22 @@ class _Tally:
         )
 
 
-def measure(links: Mapping[Pair, Link], sites: Mapping[str, Site]) -> list[LinkMeasurement]:
+def measure(
+    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Way] | None = None
+) -> list[LinkMeasurement]:
     """Measure these links; what is outside its tolerance is measured again, since a host may stumble once.
 
-    ``sites`` holds every device that the pairs name. The measurements come in the order of ``links``.
+    ``sites`` holds every device that the pairs name, ``media`` the channel and rate of each link that shares one. The
+    measurements come in the order of ``links``.
     """
     results: dict[Pair, LinkMeasurement] = {}
-    representatives = set(_one_of_each(links))
+    media = media or {}
+    representatives = set(
+        _one_of_each({pair: _on_the_way(pair, each, sites, media) for pair, each in links.items()}, media)
+    )
     wanted = dict(links)
     for _ in range(_ATTEMPTS):
-        for result in _measure_once(wanted, sites, representatives):
+        for result in _measure_once(wanted, sites, media, representatives):
             results[result.source, result.destination] = result
         wanted = {pair: link for pair, link in wanted.items() if results[pair].problem}
         if not wanted:
@@ -91,54 +120,75 @@ def measure(links: Mapping[Pair, Link], sites: Mapping[str, Site]) -> list[LinkM
     return [results[pair] for pair in links]
 
 
-def _one_of_each(links: Mapping[Pair, Link]) -> list[Pair]:
+def _one_of_each(links: Mapping[Pair, Link], media: Mapping[Pair, Way]) -> list[Pair]:
     """Return the first link of every kind."""
-    kinds: dict[Link, Pair] = {}
+    kinds: dict[tuple[Link, Hashable], Pair] = {}
     for pair, link in links.items():
-        kinds.setdefault(link, pair)
+        kinds.setdefault((link, media.get(pair)), pair)
     return list(kinds.values())
 
 
 def _measure_once(
-    links: Mapping[Pair, Link], sites: Mapping[str, Site], representatives: set[Pair]
+    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Way], representatives: set[Pair]
 ) -> list[LinkMeasurement]:
-    tallies = [_Tally(pair, link, _packets(link, len(links), pair in representatives)) for pair, link in links.items()]
+    tallies = []
+    crowds = Counter(media[pair].channels for pair in links if pair in media)
+    places: Counter[Hashable] = Counter()
+    for pair, asked in links.items():
+        tally = _Tally(pair, asked, _on_the_way(pair, asked, sites, media), 0)
+        out = sum(other[0] == pair[0] for other in links) if sites[pair[0]].uplink else 1
+        into = sum(other[1] == pair[1] for other in links) if sites[pair[1]].downlink else 1
+        tally.crowd = max(out, into)
+        tally.late = tally.link.rate is not None and tally.link.rate == sites[pair[1]].downlink
+        if pair in media:
+            tally.medium = media[pair].channels
+            tally.crowd, tally.place = max(tally.crowd, crowds[tally.medium]), places[tally.medium]
+            places[tally.medium] += 1
+        tally.packets = _packets(tally, len(links), pair in representatives)
+        tallies.append(tally)
     with _sockets(sites, {name for pair in links for name in pair}) as ends:
         _measure_delays(tallies, ends)
         rated = [tally for tally in tallies if tally.link.up and tally.link.rate and tally.pair in representatives]
-        for together in rounds([tally.pair for tally in rated]):
+        for together in rounds([tally.pair for tally in rated], media):
             _measure_rates([tally for tally in rated if tally.pair in together], ends)
     return [tally.measurement() for tally in tallies]
 
 
-def rounds(pairs: Sequence[Pair]) -> list[set[Pair]]:
-    """Split links so that those of one round share no device."""
-    made: list[tuple[set[Pair], set[str]]] = []
+def _on_the_way(pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Way]) -> Link:
+    """Return a link with the lowest rate on its way: its own, its channel's, or an access limit of its ends."""
+    shared = media[pair].rate if pair in media else None
+    limits = (link.rate, sites[pair[0]].uplink, sites[pair[1]].downlink, shared)
+    return replace(link, rate=min((rate for rate in limits if rate is not None), default=None))
+
+
+def rounds(pairs: Sequence[Pair], media: Mapping[Pair, Way] | None = None) -> list[set[Pair]]:
+    """Split links so that those of one round share no device and no channel."""
+    made: list[tuple[set[Pair], set[Hashable]]] = []
     for pair in pairs:
+        takes: set[Hashable] = {*pair}
+        if media and pair in media:
+            takes.add(media[pair].channels)
         for members, busy in made:
-            if not busy & set(pair):
+            if not busy & takes:
                 members.add(pair)
-                busy.update(pair)
+                busy.update(takes)
                 break
         else:
-            made.append(({pair}, set(pair)))
+            made.append(({pair}, takes))
     return [members for members, _ in made]
 
 
-def _gap(link: Link) -> float:
-    """Return the shortest time between small packets that leaves the link half idle."""
-    return 2 * link.transmission_time(_SMALL_FRAME)
-
-
-def _packets(link: Link, links: int, representative: bool) -> int:
+def _packets(tally: _Tally, links: int, representative: bool) -> int:
     """Return how many small packets a link is given."""
+    link = tally.link
     fair = int(_PACKETS_PER_SECOND * _MOST_SECONDS / links)
     count = max(_FEWEST_PACKETS, min(_DELAY_PACKETS, fair))
-    if link.up and link.loss and representative:
+    loss = expected_loss(link)
+    if link.up and loss and representative:
         # Thirty packets lost bound the loss to about half of itself.
-        count = max(count, min(2000, round(30 / link.loss)))
+        count = max(count, min(2000, round(30 / loss)))
     if link.rate:
-        count = min(count, max(_FEWEST_PACKETS, int(_MOST_SECONDS / _gap(link))))
+        count = min(count, max(_FEWEST_PACKETS, int(_MOST_SECONDS / tally.gap)))
     return count
 
 
@@ -183,9 +233,9 @@ def _measure_delays(tallies: Sequence[_Tally], ends: Mapping[str, _Ends]) -> Non
 
     for index, tally in enumerate(tallies):
         send(index, tally.packets)  # makes the addresses known; its number is no measurement's
-    time.sleep(0.01)
+    time.sleep(0.01 + max(tally.gap for tally in tallies) / 2)
     schedule = _schedule(tallies, time.monotonic() + 0.005)
-    until = schedule[-1][0] + max(tally.link.delay for tally in tallies) + 0.1
+    until = schedule[-1][0] + max(longest_delay(tally.link) for tally in tallies) + 0.1
     upcoming = iter([*schedule, (math.inf, 0, 0)])
     when, index, number = next(upcoming)
     with _Listener([end.receiver for end in ends.values()]) as listener:
@@ -206,8 +256,9 @@ def _schedule(tallies: Sequence[_Tally], start: float) -> list[tuple[float, int,
     span = max(0.1, sum(tally.packets for tally in tallies) / _PACKETS_PER_SECOND)
     schedule = []
     for index, tally in enumerate(tallies):
-        gap = max(span / tally.packets, _gap(tally.link))
-        first = start + gap * index / len(tallies)
+        gap = max(span / tally.packets, tally.gap)
+        among, place = (len(tallies), index) if tally.medium is None else (tally.crowd, tally.place)
+        first = start + gap * place / among
         schedule += [(first + gap * number, index, number) for number in range(tally.packets)]
     return sorted(schedule)
 
@@ -221,7 +272,7 @@ def _note_delays(receiver: socket.socket, run: bytes, tallies: Sequence[_Tally])
                 continue
             stamp, index, number, sent = _CONTENT.unpack(data)
             if stamp == run and number < tallies[index].packets:
-                tallies[index].delays[number] = now - sent
+                tallies[index].delays.setdefault(number, now - sent)
 
 
 class _Listener:
@@ -264,6 +315,14 @@ class _Train:
         counted = sorted(number for number in self.stamps if number >= skipped)
         if len(counted) < 2 or self.stamps[counted[-1]] <= self.stamps[counted[0]]:
             return None
+        if self.tally.late:
+            # What was lost on its way never came to the downlink.
+            times = sorted(self.stamps[number] for number in counted)
+            return (len(times) - 1) * self.frame * 8 / (times[-1] - times[0])
+        if self.tally.link.jitter or self.tally.link.reorder:
+            # Of packets that each had a delay of its own, two alone say too little.
+            slope = statistics.linear_regression(counted, [self.stamps[number] for number in counted]).slope
+            return self.frame * 8 / slope if slope > 0 else None
         first, last = counted[0], counted[-1]
         return (last - first) * self.frame * 8 / (self.stamps[last] - self.stamps[first])
 
@@ -294,8 +353,9 @@ def _measure_rates(tallies: Sequence[_Tally], ends: Mapping[str, _Ends]) -> None
         sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
         sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, train.frame - _HEADERS)
     longest = max(train.frames * train.frame * 8 / (train.tally.link.rate or 1) for train in trains)
-    until = time.monotonic() + 2 * longest + max(tally.link.delay for tally in tallies) + 0.2
-    quiet = max(tally.link.delay for tally in tallies) + 0.1 + 10 * FRAME * 8 / min(t.link.rate or 1 for t in tallies)
+    until = time.monotonic() + 2 * longest + max(longest_delay(tally.link) for tally in tallies) + 0.2
+    quiet = max(longest_delay(tally.link) for tally in tallies) + 0.1
+    quiet += 10 * FRAME * 8 / min(tally.link.rate or 1 for tally in tallies)
     last_heard = time.monotonic()
     with _Listener([ends[tally.pair[1]].receiver for tally in tallies]) as listener:
         while (now := time.monotonic()) < until:
@@ -337,6 +397,9 @@ def _note_arrivals(receiver: socket.socket, run: bytes, trains: Mapping[int, _Tr
             if len(data) < _CONTENT.size or not data.startswith(run):
                 continue
             _, index, number, _ = _CONTENT.unpack_from(data)
+            if trains[index].tally.late:
+                trains[index].stamps[number] = time.monotonic()
+                continue
             for level, kind, value in ancillary:
                 if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
                     seconds, nanoseconds = struct.unpack_from("=qq", value)

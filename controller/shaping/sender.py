@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from controller.shaping import htb
+from controller.shaping.htb import Tree
 from controller.shaping.plan import Plan, SenderClass
 
 
@@ -18,7 +18,7 @@ def build(plan: Plan) -> list[str]:
     return [
         # HTB cannot be replaced by HTB, as it must be where an earlier attempt ended half way.
         f"qdisc replace dev {device} root handle 2: pfifo",
-        *htb.root(device, plan.uplink),
+        *_tree(plan).root(plan.uplink),
         *(line for one in plan.senders for line in _add(device, one)),
     ]
 
@@ -30,7 +30,7 @@ def change(old: Plan, new: Plan) -> list[str]:
     after = {one.number: one for one in new.senders}
     lines: list[str] = []
     if old.uplink != new.uplink:
-        lines.append(htb.change_access(device, new.uplink))
+        lines.append(_tree(new).change_access(new.uplink))
     for number in before.keys() - after.keys():
         lines += _remove(device, before[number])
     for number, one in after.items():
@@ -40,6 +40,10 @@ def change(old: Plan, new: Plan) -> list[str]:
         elif previous != one:
             lines += _alter(device, previous, one)
     return lines
+
+
+def _tree(plan: Plan) -> Tree:
+    return Tree(plan.interface, 1)
 
 
 def _handles(one: SenderClass) -> list[tuple[str, str]]:
@@ -54,7 +58,7 @@ def _filter(device: str, one: SenderClass, handle: str, address: str) -> str:
 
 def _add(device: str, one: SenderClass) -> list[str]:
     return [
-        htb.leaf("add", device, one.number, one.rate),
+        Tree(device, 1).leaf("add", one.number, one.rate),
         f"qdisc add dev {device} parent 1:{one.number:x} handle {one.number:x}: pfifo limit {one.limit}",
         *(_filter(device, one, handle, address) for handle, address in _handles(one)),
     ]
@@ -65,13 +69,13 @@ def _unfilter(device: str, one: SenderClass) -> list[str]:
 
 
 def _remove(device: str, one: SenderClass) -> list[str]:
-    return [*_unfilter(device, one), f"class del dev {device} classid 1:{one.number:x}"]
+    return [*_unfilter(device, one), Tree(device, 1).remove(one.number)]
 
 
 def _alter(device: str, old: SenderClass, new: SenderClass) -> list[str]:
     lines = []
     if old.rate != new.rate:
-        lines.append(htb.leaf("change", device, new.number, new.rate))
+        lines.append(Tree(device, 1).leaf("change", new.number, new.rate))
     if old.limit != new.limit:
         lines.append(
             f"qdisc change dev {device} parent 1:{new.number:x} handle {new.number:x}: pfifo limit {new.limit}"
@@ -84,7 +88,7 @@ def _alter(device: str, old: SenderClass, new: SenderClass) -> list[str]:
 
 
 def differences(
-    plan: Plan, classes: str, qdiscs: list[Mapping[str, Any]], filters: list[Mapping[str, Any]]
+    plan: Plan, classes: str, qdiscs: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Compare a plan with what ``tc class show``, ``tc -j qdisc show`` and ``tc -j filter show`` say."""
     limits = {entry["handle"]: entry["options"].get("limit") for entry in qdiscs if entry.get("kind") == "pfifo"}
@@ -93,7 +97,7 @@ def differences(
         for entry in filters
         if "match" in entry.get("options", {})
     }
-    problems = htb.differences(classes, plan.uplink, ((one.number, one.rate) for one in plan.senders))
+    problems = _tree(plan).differences(classes, plan.uplink, ((one.number, one.rate) for one in plan.senders))
     for one in plan.senders:
         if limits.get(f"{one.number:x}:") != one.limit:
             problems.append(f"queue {one.number:x}: holds {limits.get(f'{one.number:x}:')} packets, not {one.limit}")

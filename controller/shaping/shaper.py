@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.shaping import plan as planning
-from controller.shaping import sender
+from controller.shaping import sender, tc
 from controller.shaping.backends import Userspace, choose, kernel_queues
 from controller.shaping.interfaces import Interface, bound_segments, forbid_offloads, interface_of, segments_of
 from controller.shaping.namespaces import Namespace, command
@@ -176,35 +176,25 @@ class Shaping:
         def work() -> list[str]:
             if old is None:
                 forbid_offloads(wanted.interface)
-                lines = sender.build(wanted)
-            else:
-                lines = sender.change(old, wanted)
-            if lines:
-                command(["tc", "-batch", "-"], "\n".join(lines) + "\n")
             if old is None or old.segments != wanted.segments:
                 bound_segments(wanted.interface, wanted.segments)
-            if old is None:
-                self._backend.build(name, wanted)
-            else:
-                self._backend.change(name, old, wanted)
-            return self._differences(wanted)
+            self._backend.apply(name, old, wanted)
+            lines = sender.build(wanted) if old is None else sender.change(old, wanted)
+            return self._differences(wanted, [*lines, *self._backend.lines(old, wanted)])
 
         if problems := attached.namespace.run(work):
             raise HostError(f"links of {name} did not take: {'; '.join(problems)}")
         attached.plan = wanted
 
-    def _differences(self, plan: Plan) -> list[str]:
-        shown = ["show", "dev", plan.interface]
+    def _differences(self, plan: Plan, lines: Sequence[str] = ()) -> list[str]:
+        """Carry out lines of ``tc``, and say where the kernel then holds something else than the plan."""
+        classes, filters = self._backend.reads(plan)
+        shown = tc.run(lines, [plan.interface, *classes], [(plan.interface, "1:"), *filters], self._backend.tables)
         segments = segments_of(plan.interface)
         return [
             *([] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]),
-            *sender.differences(
-                plan,
-                command(["tc", "class", *shown]),
-                json.loads(command(["tc", "-j", "qdisc", *shown])),
-                json.loads(command(["tc", "-j", "filter", *shown, "parent", "1:"])),
-            ),
-            *self._backend.differences(plan),
+            *sender.differences(plan, shown.classes, shown.qdiscs, shown.filters[0]),
+            *self._backend.differences(plan, shown),
         ]
 
     def show(self) -> dict[str, Any]:
@@ -275,7 +265,8 @@ class Shaping:
                     attached = self._devices[name]
                     namespace = attached.namespace.again()
                     stack.callback(namespace.close)
-                    sites[name] = Site(namespace, attached.endpoint.address)
+                    endpoint = attached.endpoint
+                    sites[name] = Site(namespace, endpoint.address, endpoint.uplink, endpoint.downlink)
                 held = stack.pop_all()
         with held:
             return measure(links, sites) if links else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from testbed.network.impairments import expected_loss, median_delay, memory
 from testbed.network.link import Link
 
 DELAY_SECONDS = 0.3e-3
@@ -41,22 +42,41 @@ def binomial_interval(packets: int, probability: float, confidence: float = LOSS
     return lowest, packets
 
 
+def loss_interval(link: Link, packets: int) -> tuple[int, int]:
+    """Return how few and how many of a link's packets may be lost, or damaged so that they are dropped.
+
+    The binomial interval, wider by as much as losses in bursts scatter more than independent ones.
+    """
+    lowest, highest = binomial_interval(packets, expected_loss(link))
+    mean, wider = packets * expected_loss(link), math.sqrt(memory(link))
+    return max(0, math.floor(mean - (mean - lowest) * wider)), min(packets, math.ceil(mean + (highest - mean) * wider))
+
+
+def median_tolerance(link: Link, packets: int) -> float:
+    """Return by how many seconds the median of so many packets' delays may differ: some of it by chance with jitter."""
+    correlated = (1 + link.jitter_correlation) / (1 - link.jitter_correlation)
+    scatter = link.jitter * math.sqrt(math.pi / 2 * correlated / max(1, packets))
+    return delay_tolerance(link.delay) + 2.6 * scatter
+
+
 def problem(link: Link, rate: float | None, delay: float | None, sent: int, lost: int) -> str | None:
-    """Say what is outside its tolerance in what was measured (rates in bit/s, delay in seconds), or None."""
+    """Say what is outside its tolerance in what was measured (rates in bit/s, delay in seconds), or None.
+
+    ``delay`` is the median of those that arrived; the link's rate is the lowest on the way, access limits included.
+    """
     if not link.up:
         return None if lost == sent else f"is down, yet {sent - lost} of {sent} packets arrived"
     found = []
+    asked, bound = median_delay(link), median_tolerance(link, sent - lost)
     if delay is None:
-        if link.loss < 0.9:
+        if expected_loss(link) < 0.9:
             found.append(f"none of {sent} packets arrived")
-    elif abs(delay - link.delay) > delay_tolerance(link.delay):
-        found.append(
-            f"delays by {delay * 1e3:.2f} ms instead of {link.delay * 1e3:g} ms "
-            f"(tolerance {delay_tolerance(link.delay) * 1e3:.2f} ms)"
-        )
-    lowest, highest = binomial_interval(sent, link.loss)
+    elif abs(delay - asked) > bound:
+        found.append(f"delays by {delay * 1e3:.2f} ms instead of {asked * 1e3:g} ms (tolerance {bound * 1e3:.2f} ms)")
+    lowest, highest = loss_interval(link, sent)
     if delay is not None and not lowest <= lost <= highest:
-        found.append(f"loses {lost} of {sent} packets, {lowest} to {highest} would be {link.loss * 100:g} %")
+        share = expected_loss(link) * 100
+        found.append(f"loses {lost} of {sent} packets, {lowest} to {highest} would be {share:g} %")
     if rate is not None and link.rate and not RATE_LOWEST <= rate / link.rate <= RATE_HIGHEST:
         found.append(
             f"carries {rate / 1e6:.4g} mbit instead of {link.rate / 1e6:g} mbit "

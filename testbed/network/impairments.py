@@ -159,6 +159,11 @@ def median_delay(link: Link) -> float:
     return max(0.0, link.delay + link.jitter * quantiles(link.distribution)[at]) if link.jitter else link.delay
 
 
+def longest_delay(link: Link) -> float:
+    """Return a delay in seconds that no packet of the link exceeds."""
+    return link.delay + FURTHEST * link.jitter
+
+
 def burst_lengths(lost: list[bool]) -> list[int]:
     """Return the lengths of the runs of losses in a sequence of fates."""
     runs = accumulate(lost, lambda run, each: run + 1 if each else 0, initial=0)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import requests
@@ -20,7 +21,7 @@ from controller.links import Shaper
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.errors import HostError, InputError
-from testbed.network.link import Link
+from testbed.network.link import GilbertElliott, Link
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
@@ -159,6 +160,28 @@ def test_probes_find_what_was_asked(net: Network, shaping: Shaping) -> None:
     assert by_pair["c", "b"].rate is None  # of its kind a -> b was measured
     assert by_pair["a", "c"].packets >= 500
     assert by_pair["b", "c"].loss == 1
+
+
+def test_probes_know_every_impairment_and_access_limits(net: Network, shaping: Shaping) -> None:
+    links = {
+        ("a", "b"): Link(rate=20e6, delay=0.02, jitter=0.004, distribution="pareto"),
+        ("b", "a"): Link(bursts=GilbertElliott(p=0.05, r=0.3), delay=0.005),
+        ("a", "c"): Link(delay=0.005, loss=0.1, loss_correlation=0.3),
+        ("c", "a"): Link(delay=0.005, duplicate=0.2, corrupt=0.05),
+        ("b", "c"): Link(rate=30e6, delay=0.01, reorder=0.2),
+        ("c", "b"): Link(rate=30e6, delay=0.01),
+    }
+    limited = [
+        replace(net.endpoints["b"], uplink=10e6),
+        replace(net.endpoints["c"], downlink=None if shaping.facts()["backend"] == "netem" else 15e6),
+    ]
+    shaping.attach([net.endpoints["a"], *limited], links)
+    measured = shaping.probe(list(links))
+    assert [each.problem for each in measured] == [None] * 6
+    assert all(not device["differences"] for device in shaping.show()["devices"].values())
+    rates = {(each.source, each.destination): each.rate for each in measured}
+    assert rates["b", "c"] == pytest.approx(10e6, rel=0.03)
+    assert rates["c", "b"] == pytest.approx(30e6, rel=0.03)
 
 
 def test_probes_find_what_is_not_as_asked(net: Network, shaping: Shaping) -> None:

@@ -4,9 +4,10 @@
 
 The guest sees the host's root file system read-only over 9p with a scratch layer on top, so the command finds the
 same Python environment and the same checkout; what it writes into ``.build/vm/out`` (``$VM_OUT`` in the guest) is
-kept. The kernel is Debian's package, unpacked and not installed; its modules are loaded from an initramfs. KVM is not
-used, even where its device exists: inside another virtual machine it may be there and yet hang. Exit status is the
-command's, or 3 where no such machine can be had here.
+kept. It has one processor, of 1000 million instructions a second by its own clock, which a slow or busy host lets run
+slower than the world's. The kernel is Debian's package, unpacked and not installed; its modules are loaded from an
+initramfs. KVM is not used, even where its device exists: inside another virtual machine it may be there and yet hang.
+Exit status is the command's, or 3 where no such machine can be had here.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ MODULES = [
     *("x_tables", "ip_tables", "iptable_filter", "iptable_mangle", "xt_NFQUEUE", "nfnetlink_queue", "xt_statistic"),
     *("nf_tables", "nft_compat"),
 ]
+
+# The guest's clock counts its instructions, a nanosecond each, and goes with the host's while it idles: so the guest
+# always has had the time that it believes to have had, however slowly the host emulates it.
+_TIME = ["-smp", "1", "-icount", "shift=0,sleep=on"]
 
 INIT = """#!/bin/busybox sh
 /bin/busybox --install -s /bin
@@ -74,9 +79,9 @@ def run(command: list[str], *, timeout: float, memory: str = "3G", echo: bool = 
     lines += [f"cd {shlex.quote(str(ROOT))}", shlex.join(command)]
     (out / "command").write_text("\n".join(lines) + "\n")
     qemu = [
-        "qemu-system-x86_64", "-m", memory, "-smp", str(min(os.cpu_count() or 1, 4)), "-nographic", "-no-reboot",
+        "qemu-system-x86_64", "-m", memory, "-nographic", "-no-reboot", *_TIME,
         "-kernel", str(kernel), "-initrd", str(initramfs), "-net", "none",
-        "-append", "console=ttyS0 quiet panic=-1 nokaslr",
+        "-append", "console=ttyS0 quiet panic=-1 nokaslr mitigations=off audit=0",
         "-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap",
         "-device", "virtio-9p-pci,fsdev=host,mount_tag=host",
         "-fsdev", f"local,id=out,path={out},security_model=none",

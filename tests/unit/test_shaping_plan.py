@@ -106,13 +106,13 @@ def test_netem_tree_word_for_word() -> None:
     leads = "u32 match ip src 198.18.0.3/32"
     assert netem.build(plan_of_a()) == [
         "qdisc add dev eth1 ingress",
-        "qdisc replace dev testbed-ifb root handle 1: htb default 1",
-        f"class add dev testbed-ifb parent 1: classid 1:1 {CEILING}",
-        f"class add dev testbed-ifb parent 1: classid 1:3 {CEILING}",
-        f"class replace dev testbed-ifb parent 1:3 classid 1:12 {BORROWS} 32000000000bit cburst 800000 quantum 1514",
-        "qdisc replace dev testbed-ifb parent 1:12 handle 12: "
+        "qdisc replace dev testbed-ifb root handle 2: htb default 1",
+        f"class add dev testbed-ifb parent 2: classid 2:1 {CEILING}",
+        f"class add dev testbed-ifb parent 2: classid 2:3 {CEILING}",
+        f"class replace dev testbed-ifb parent 2:3 classid 2:12 {BORROWS} 32000000000bit cburst 800000 quantum 1514",
+        "qdisc replace dev testbed-ifb parent 2:12 handle 12: "
         "netem limit 200000 delay 20000us loss random 1% corrupt 0%",
-        f"filter add dev testbed-ifb parent 1: protocol ip prio 1 handle 800::12 {leads} flowid 1:12",
+        f"filter add dev testbed-ifb parent 2: protocol ip prio 1 handle 800::12 {leads} flowid 2:12",
         f"filter add dev eth1 parent ffff: protocol ip prio 1 handle 800::12 {leads} "
         "action mirred egress redirect dev testbed-ifb",
     ]
@@ -148,7 +148,7 @@ def test_a_link_that_duplicates_has_a_device_of_its_own() -> None:
     assert netem.change(plain, doubling) == [
         "qdisc replace dev testbed-ifb2 root handle 12: netem limit 200000 delay 20000us duplicate 10% corrupt 0%",
         "filter del dev eth1 parent ffff: protocol ip prio 1 handle 800::12 u32",
-        "filter del dev testbed-ifb parent 1: protocol ip prio 1 handle 800::12 u32",
+        "filter del dev testbed-ifb parent 2: protocol ip prio 1 handle 800::12 u32",
         f"{leads} action mirred egress redirect dev testbed-ifb2",
     ]
     assert netem.change(doubling, plain)[-1] == f"{leads} action mirred egress redirect dev testbed-ifb"
@@ -168,20 +168,20 @@ def test_netem_tables_are_readable_by_tc() -> None:
 
 
 def test_netem_changes_one_leaf_and_drops_by_losing_all() -> None:
-    leaf = "qdisc replace dev testbed-ifb parent 1:12 handle 12:"
+    leaf = "qdisc replace dev testbed-ifb parent 2:12 handle 12:"
     slow, slower, plain = (towards_a(Link(delay=delay)) for delay in (0.02, 0.03, 0.0))
     assert netem.change(slow, slower) == [f"{leaf} netem limit 200000 delay 30000us corrupt 0%"]
     assert netem.change(slow, towards_a(Link(up=False))) == [f"{leaf} netem limit 1000 loss random 100% corrupt 0%"]
     assert netem.change(slow, plain) == [
         "filter del dev eth1 parent ffff: protocol ip prio 1 handle 800::12 u32",
-        "filter del dev testbed-ifb parent 1: protocol ip prio 1 handle 800::12 u32",
+        "filter del dev testbed-ifb parent 2: protocol ip prio 1 handle 800::12 u32",
     ]
     assert netem.change(plain, slow)[1] == f"{leaf} netem limit 200000 delay 20000us corrupt 0%"
 
 
 def test_netem_lines_wait_for_a_downlink_in_queues_of_their_own() -> None:
     free, limited = towards_a(Link(delay=0.02)), towards_a(Link(delay=0.02), downlink=8e6)
-    shared = "class change dev testbed-ifb parent 1: classid 1:3 htb"
+    shared = "class change dev testbed-ifb parent 2: classid 2:3 htb"
     assert netem.change(free, limited) == [
         f"{shared} rate 8000000bit ceil 8000000bit burst 1500 cburst 1500 quantum 1514",
         "qdisc replace dev testbed-ifb parent 12:1 handle 2012: pfifo limit 300",
