@@ -260,8 +260,19 @@ class Lab:
         except APIError as error:
             raise HostError(f"{name} cannot be started: {error.explanation}") from error
         self.devices[name] = device = self._look(name, device.address)
-        self.shaper.attach(_endpoints([device]), links or {}, self.experiment.scenario.seed)
+        self._attach([device], links or {})
         self._await_health({name: device.control_url})
+
+    def _attach(self, devices: Iterable[DeviceContainer], links: Mapping[Pair, Link]) -> None:
+        """Have these devices' interfaces shaped."""
+        from controller.links import Endpoint
+
+        specs = {spec.name: spec for spec in self.experiment.devices}
+        endpoints = [
+            Endpoint(each.name, each.pid, each.address, specs[each.name].uplink, specs[each.name].downlink)
+            for each in devices
+        ]
+        self.shaper.attach(endpoints, links, self.experiment.scenario.seed, self.experiment.cells)
 
     def pause(self, name: str) -> None:
         """Freeze every process of the device; packets still reach its kernel."""
@@ -322,7 +333,7 @@ class Lab:
             pool.shutdown(wait=True, cancel_futures=True)
         say("shaping the links")
         try:
-            self.shaper.attach(_endpoints(self.devices.values()), self.experiment.links, self.experiment.scenario.seed)
+            self._attach(self.devices.values(), self.experiment.links)
         except HostError:
             for name in self.devices:  # a device that has ended already is the better explanation
                 self._check_alive(name)
@@ -550,12 +561,6 @@ def healthy(url: str) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _endpoints(devices: Iterable[DeviceContainer]) -> list[Any]:
-    from controller.links import Endpoint
-
-    return [Endpoint(device.name, device.pid, device.address) for device in devices]
 
 
 def _results(futures: list[Future[DeviceContainer]]) -> list[DeviceContainer]:

@@ -11,6 +11,7 @@ import requests
 
 from controller.shaping.plan import Endpoint
 from testbed.errors import HostError, InputError
+from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair, link_from
 from testbed.trace.outcome import LinkMeasurement
 
@@ -54,8 +55,14 @@ class Shaper:
         facts: dict[str, Any] = self._request("GET", "/facts")
         return facts
 
-    def attach(self, endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], seed: int = 0) -> None:
-        """Build the links of these devices; again for one that has restarted.
+    def attach(
+        self,
+        endpoints: Iterable[Endpoint],
+        links: Mapping[Pair, Link],
+        seed: int = 0,
+        cells: Iterable[Cell] = (),
+    ) -> None:
+        """Build the links of these devices and the cells of the run; again for one that has restarted.
 
         Devices attached before are adapted. A pair of attached devices without a link cannot talk.
         """
@@ -63,6 +70,7 @@ class Shaper:
             "endpoints": [dataclasses.asdict(each) for each in endpoints],
             "links": _links_to(links),
             "seed": seed,
+            "cells": [dataclasses.asdict(each) for each in cells],
         }
         self._request("POST", "/attach", body)
 

@@ -15,6 +15,7 @@ from cheroot import wsgi
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.errors import InputError, TestbedError
+from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair, link_from
 
 PORT = 8700
@@ -68,7 +69,8 @@ def application(shaping: Shaping, token: str) -> flask.Flask:
 
 def _attach(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
     shaping.seed = int(request.get("seed", shaping.seed))
-    shaping.attach([Endpoint(**each) for each in request["endpoints"]], links_from(request["links"]))
+    cells = [Cell(tuple(each["devices"]), each["rate"]) for each in request.get("cells", ())]
+    shaping.attach([Endpoint(**each) for each in request["endpoints"]], links_from(request["links"]), cells)
     return {}
 
 

@@ -14,14 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from controller.shaping import gating, sender, tc
 from controller.shaping import plan as planning
-from controller.shaping import sender, tc
-from controller.shaping.backends import Userspace, choose, kernel_queues
+from controller.shaping.backends import Userspace, choose, kernel_queues, queueing_iptables
+from controller.shaping.gate import Gate
 from controller.shaping.interfaces import Interface, bound_segments, forbid_offloads, interface_of, segments_of
+from controller.shaping.medium import Way
 from controller.shaping.namespaces import Namespace, command
 from controller.shaping.plan import Endpoint, Plan
 from controller.shaping.probes import Site, measure
 from testbed.errors import HostError, InputError
+from testbed.network.cell import Cell
 from testbed.network.checks import problems
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
@@ -43,6 +46,8 @@ class Attached:
     interface: Interface
     plan: Plan | None = None
     """What was last applied and read back; None before that, or when the last attempt failed half way."""
+    ways: dict[str, Way] | None = None
+    """What waits for its turn at the gate, by address; None before the gate was needed here."""
 
 
 class Shaping:
@@ -60,6 +65,10 @@ class Shaping:
         self._devices: dict[str, Attached] = {}
         self._numbers: dict[str, int] = {}
         self._links: dict[Pair, Link] = {}
+        self._cells: tuple[Cell, ...] = ()
+        self._gate: Gate | None = None
+        self._ungated = ""
+        """Why there can be no gate."""
         self._pool = ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape")
 
     def facts(self) -> dict[str, Any]:
@@ -68,28 +77,34 @@ class Shaping:
             "backend": self._backend.name,
             "refused": self._refused,
             "priority": self._backend.priority,
+            "gate": self._gate.priority if self._gate else self._ungated or "not needed",
             "kernel": os.uname().release,
             "hostname": socket.gethostname(),
             "monotonic": time.monotonic(),
             "time": time.time(),
         }
 
-    def attach(self, endpoints: Iterable[Endpoint], links: Mapping[Pair, Link]) -> None:
+    def attach(
+        self, endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], cells: Iterable[Cell] | None = None
+    ) -> None:
         """Shape the interfaces of these devices, and adapt those of the others to them.
 
         A device that is attached already in the same namespace is only changed; one that restarted is built anew.
+        ``cells`` replace those there are.
         """
         with self._lock:
             _refuse(links)
+            if cells is not None:
+                self._cells = tuple(cells)
             fresh = list(endpoints)
             for found in self._pool.map(self._find, fresh):
                 name = found.endpoint.name
                 self._numbers.setdefault(name, len(self._numbers) + 1)
                 previous = self._devices.get(name)
                 if previous and previous.namespace.identity == found.namespace.identity:
-                    found.plan = previous.plan
+                    found.plan, found.ways = previous.plan, previous.ways
                 elif previous:
-                    self._backend.forget(name)
+                    self._forget(name)
                 if previous:
                     previous.namespace.close()
                 self._devices[name] = found
@@ -123,6 +138,7 @@ class Shaping:
         """Bring the interfaces of these devices in line with the links; devices that are gone are let go."""
         alive = [self._devices[name] for name in sorted(names) if name in self._devices and self._exists(name)]
         before, self._links = self._links, {**self._links, **links}
+        self._have_gate()
         for attached in alive:
             wanted = self._plan(attached)
             if problem := attached.namespace.run(lambda wanted=wanted: self._backend.problem(wanted)):  # type: ignore[misc]
@@ -146,16 +162,42 @@ class Shaping:
             now.close()
             if same:
                 return True
-        self._backend.forget(name)
+        self._forget(name)
         attached.namespace.close()
         del self._devices[name]
         return False
+
+    def _forget(self, name: str) -> None:
+        self._backend.forget(name)
+        if self._gate is not None:
+            self._gate.forget(name)
 
     def release_the_dead(self) -> None:
         """Let go of every device that does not run any more: its sockets here would keep its namespace alive."""
         with self._lock:
             for name in list(self._devices):
                 self._exists(name)
+
+    def _have_gate(self) -> None:
+        """Start the gate when something has to wait there; where it cannot be, casts go as HTB lets them, cells not."""
+        if self._gate is not None or not any(self._ways(attached) for attached in self._devices.values()):
+            return
+        try:
+            self._gate = Gate(queueing_iptables())
+        except HostError as error:
+            if self._cells:
+                raise HostError(
+                    f"a radio cell needs netfilter queues, which this kernel does not offer: {error}"
+                ) from error
+            self._ungated = str(error)
+
+    def _ways(self, attached: Attached) -> dict[str, Way]:
+        """Return what a device has to send over a shared medium."""
+        if self._ungated:
+            return {}
+        addresses = {name: other.endpoint.address for name, other in self._devices.items()}
+        endpoint, broadcast = attached.endpoint, attached.interface.broadcast
+        return gating.ways(endpoint.name, broadcast, addresses, self._links, self._cells, endpoint.uplink)
 
     def _plan(self, attached: Attached) -> Plan:
         return planning.plan(
@@ -164,29 +206,34 @@ class Shaping:
             attached.interface.broadcast,
             {name: (self._numbers[name], other.endpoint.address) for name, other in self._devices.items()},
             self._links,
+            {address: way.rate for address, way in self._ways(attached).items()},
         )
 
     def _apply_one(self, attached: Attached) -> None:
-        wanted = self._plan(attached)
-        if attached.plan == wanted:
+        wanted, ways = self._plan(attached), self._ways(attached)
+        if attached.plan == wanted and (attached.ways or {}) == ways:
             return
         name, old = attached.endpoint.name, attached.plan
         attached.plan = None
 
         def work() -> list[str]:
+            if self._gate is not None and (ways or attached.ways):
+                before, attached.ways = attached.ways, None
+                self._gate.apply(name, wanted.interface, before, ways)
+                attached.ways = ways
             if old is None:
                 forbid_offloads(wanted.interface)
             if old is None or old.segments != wanted.segments:
                 bound_segments(wanted.interface, wanted.segments)
             self._backend.apply(name, old, wanted)
             lines = sender.build(wanted) if old is None else sender.change(old, wanted)
-            return self._differences(wanted, [*lines, *self._backend.lines(old, wanted)])
+            return self._differences(attached, wanted, [*lines, *self._backend.lines(old, wanted)])
 
         if problems := attached.namespace.run(work):
             raise HostError(f"links of {name} did not take: {'; '.join(problems)}")
         attached.plan = wanted
 
-    def _differences(self, plan: Plan, lines: Sequence[str] = ()) -> list[str]:
+    def _differences(self, attached: Attached, plan: Plan, lines: Sequence[str] = ()) -> list[str]:
         """Carry out lines of ``tc``, and say where the kernel then holds something else than the plan."""
         classes, filters = self._backend.reads(plan)
         shown = tc.run(lines, [plan.interface, *classes], [(plan.interface, "1:"), *filters], self._backend.tables)
@@ -195,6 +242,7 @@ class Shaping:
             *([] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]),
             *sender.differences(plan, shown.classes, shown.qdiscs, shown.filters[0]),
             *self._backend.differences(plan, shown),
+            *(self._gate.differences(plan.interface, attached.ways) if self._gate and attached.ways else []),
         ]
 
     def show(self) -> dict[str, Any]:
@@ -204,7 +252,9 @@ class Shaping:
             devices = {}
             for name, attached in sorted(self._devices.items()):
                 wanted = self._plan(attached)
-                differences = attached.namespace.run(lambda wanted=wanted: self._differences(wanted))  # type: ignore[misc]
+                differences = attached.namespace.run(
+                    lambda attached=attached, wanted=wanted: self._differences(attached, wanted)  # type: ignore[misc]
+                )
                 devices[name] = {
                     "address": attached.endpoint.address,
                     "interface": attached.interface.name,
@@ -225,15 +275,19 @@ class Shaping:
                 for name, attached in sorted(self._devices.items())
             }
             figures = {"backend": self._backend.name, **self._backend.statistics(), "queues": queues}
+            if self._gate is not None:
+                figures["gate"] = self._gate.statistics()
             if reset:
                 self._backend.reset()
+                if self._gate is not None:
+                    self._gate.reset()
             return figures
 
     def _queue_counts(self, attached: Attached) -> dict[str, int]:
         """Count, in the device's namespace, the packets that found a queue full."""
         shown = json.loads(command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name]))
         counts = {"sender_drops": sum(entry.get("drops", 0) for entry in shown if entry.get("kind") == "pfifo")}
-        if self._backend.name == Userspace.name:
+        if self._backend.name == Userspace.name or attached.ways:
             rows = kernel_queues()
             counts["queue_dropped"] = sum(row["queue_dropped"] for row in rows)
             counts["user_dropped"] = sum(row["user_dropped"] for row in rows)
@@ -246,6 +300,8 @@ class Shaping:
                 attached.namespace.close()
             self._devices.clear()
             self._backend.close()
+            if self._gate is not None:
+                self._gate.stop()
             self._pool.shutdown()
 
     def probe(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
@@ -259,6 +315,7 @@ class Shaping:
                     if name not in self._devices:
                         raise InputError(f"'{name}' does not run: its links cannot be measured")
             links = {pair: self._links[pair] for pair in pairs}
+            media = self._media(pairs)
             with contextlib.ExitStack() as stack:
                 sites = {}
                 for name in {name for pair in pairs for name in pair}:
@@ -269,4 +326,10 @@ class Shaping:
                     sites[name] = Site(namespace, endpoint.address, endpoint.uplink, endpoint.downlink)
                 held = stack.pop_all()
         with held:
-            return measure(links, sites) if links else []
+            return measure(links, sites, media) if links else []
+
+    def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Way]:
+        """Return the shared channels among these links."""
+        ways = {name: self._ways(self._devices[name]) for name in {source for source, _ in pairs}}
+        address = {name: other.endpoint.address for name, other in self._devices.items()}
+        return {(a, b): ways[a][address[b]] for a, b in pairs if address[b] in ways[a]}
