@@ -267,7 +267,10 @@ class Shaping:
             return {"backend": self._backend.name, "devices": devices, "links": links}
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
-        """Return what bears on trust: drops at queues, the delay line's lateness; ``reset`` starts lateness anew."""
+        """Return what bears on trust: drops at queues, and how late packets were let go, by the delay line or the gate.
+
+        ``reset`` starts the lateness anew.
+        """
         with self._lock:
             self.release_the_dead()
             queues = {
@@ -276,7 +279,12 @@ class Shaping:
             }
             figures = {"backend": self._backend.name, **self._backend.statistics(), "queues": queues}
             if self._gate is not None:
-                figures["gate"] = self._gate.statistics()
+                gate = figures["gate"] = self._gate.statistics()
+                lateness = figures.get("lateness", {})
+                figures["lateness"] = {
+                    key: max(value, lateness.get(key, 0.0)) for key, value in gate["lateness"].items()
+                }
+                figures["processor_seconds"] = figures.get("processor_seconds", 0.0) + gate["processor_seconds"]
             if reset:
                 self._backend.reset()
                 if self._gate is not None:

@@ -91,6 +91,7 @@ class Cast:
     number: int
     """Of the sender's casts since it booted."""
     start: float
+    """When its first datagram had left."""
 
 
 class Channel:

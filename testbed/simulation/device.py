@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from testbed.device import Cost, Span, Unreachable
 from testbed.network.broadcast import audience
-from testbed.network.framing import cast_wire_bytes
+from testbed.network.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.simulation.channel import Cast, Channel, Parcel
 from testbed.simulation.host import Host
 from testbed.simulation.medium import occupy
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from testbed.simulation.world import World
 
 T = TypeVar("T")
-ENVELOPE = 110
-"""Bytes of a message on the wire beside fields, names and tensors: prefix, keys and numbers of its header."""
-TENSOR_HEADER = 70
-"""Bytes with which safetensors describes one tensor, beside its name."""
+ENVELOPE = 20 + len('{"kind":"","fields":,"sender":"","incarnation":,"sequence":,"padding":0}') + 14 + 2
+"""Bytes of a message on the wire beside its fields, names and tensors: the prefix, and keys and numbers of the header
+(of a machine that has been on for a day, and of a hundredth message)."""
+_ALIGNMENT = 64
+"""Of the first byte of a message's tensors."""
 _SCALARS = frozenset((int, float, bool, type(None)))
 
 
 def _plain_size(fields: Mapping[str, Any]) -> int | None:
     """Return the bytes of a flat object as JSON, or None where it is not flat and has to be written to know."""
-    size = 2
+    size = 1
     for key, value in fields.items():
         kind = type(value)
         if kind is str:
@@ -51,8 +52,10 @@ def snapshot(message: Message, sender: str) -> tuple[Message, int]:
     The size is what `testbed.wire.encode` would come to, give or take some bytes, without really encoding.
     """
     fields = message.fields
-    size = ENVELOPE + len(message.kind) + len(sender) + message.padding
-    if fields:
+    size = ENVELOPE + len(message.kind) + len(sender)
+    if not fields:
+        size += 2
+    else:
         plain = _plain_size(fields)
         if plain is None:
             text = json.dumps(dict(fields), separators=(",", ":"))
@@ -63,8 +66,15 @@ def snapshot(message: Message, sender: str) -> tuple[Message, int]:
     tensors = message.tensors
     if tensors:
         tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        size += sum(tensor.nbytes + len(name) + TENSOR_HEADER for name, tensor in tensors.items())
-    return Message(message.kind, fields, tensors, sender, message.padding), size
+        described, content = 9, 0
+        for name, tensor in tensors.items():
+            end = content + tensor.nbytes
+            # What `testbed.tensors.write` says of each; nearly all are of a type with a name of three letters.
+            offsets = f'"{name}":{{"dtype":"F32","shape":[{tensor.ndim * ","}],"data_offsets":[{content},{end}]}}'
+            described += len(offsets) + sum(len(str(length)) for length in tensor.shape)
+            content = end
+        size = -(-(size + described) // _ALIGNMENT) * _ALIGNMENT + content
+    return Message(message.kind, fields, tensors, sender, message.padding), size + message.padding
 
 
 class _Work:
@@ -89,6 +99,7 @@ class SimulatedDevice:
     """One device from one boot to the next; see `testbed.device.Device` for what it promises."""
 
     __slots__ = (
+        "_cast_until",
         "_casts",
         "_channels",
         "_inbox",
@@ -120,6 +131,8 @@ class SimulatedDevice:
         self._loop = world.loop
         self._channels: dict[str, Channel] = {}
         self._casts = 0
+        self._cast_until = 0.0
+        """When the last of them has left."""
         self._inbox: deque[Message] = deque()
         self._receivers: deque[asyncio.Future[None]] = deque()
         self._processor: deque[_Work] = deque()
@@ -193,9 +206,11 @@ class SimulatedDevice:
         seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
         called = self._loop.now
         start, end = occupy(self._world.cast_media(self.name), called, seconds)
+        ready, self._cast_until = max(called, self._cast_until), end
         number = self._casts
         self._casts += 1
-        cast = Cast(sent, size, number, start)
+        first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size)
+        cast = Cast(sent, size, number, start + first)
         self._loop.at(end, self._spread, (channels, cast))
         await asyncio.sleep(end - called)
         self.write(
@@ -204,8 +219,8 @@ class SimulatedDevice:
                 "peers": sorted(peers),
                 "message": message.kind,
                 "bytes": size,
-                "start": start,
-                "duration": end - start,
+                "start": ready,
+                "duration": end - ready,
                 "number": number,
             },
         )

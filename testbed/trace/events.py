@@ -29,7 +29,8 @@ by how much that exceeded the charged time (0 when the pacing could hide it), ``
 work late in all: the deficit, and what it began or woke up too late. For host, ``waited`` is how long threads of the
 device, but for the one that computes, were ready and had no processor, in the last ``interval``. For send, ``queued``
 is the wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive,
-from the first to the last byte. ``number`` counts a device's casts since it booted; ``cast`` is that of the one
+from the first to the last byte. A cast's ``start`` is when the device's casts before it had left; ``duration`` holds
+the wait for a shared channel. ``number`` counts a device's casts since it booted; ``cast`` is that of the one
 received.
 """
 

@@ -11,7 +11,8 @@ from testbed.network.broadcast import audience, broadcast_rate, heard
 from testbed.network.cell import Cell
 from testbed.network.framing import cast_wire_bytes
 from testbed.network.link import Link
-from testbed.wire import Message
+from testbed.simulation.device import snapshot
+from testbed.wire import Message, encode
 
 RADIO = Link(rate=250e3, delay=0.01)
 DEVICES = ("b", "c", "d")
@@ -153,12 +154,12 @@ def test_the_devices_of_a_cell_take_turns_and_a_gateway_waits_for_both_of_its_ce
     run.run()
     found = {event.device: event.fields for event in run.events if event.event == "cast"}
     seconds = {name: cast_wire_bytes(cast["bytes"]) * 8 / 250e3 for name, cast in found.items()}
-    assert found["a"]["start"] == 0
-    assert found["b"]["start"] == pytest.approx(seconds["a"])
-    assert found["b"]["duration"] == pytest.approx(seconds["b"])
-    assert (found["x"]["start"], found["x"]["duration"]) == (0.001, pytest.approx(seconds["x"] / 2))
-    assert found["gate"]["start"] == pytest.approx(seconds["a"] + seconds["b"])
-    assert found["gate"]["duration"] == pytest.approx(seconds["gate"])
+    left = {name: cast["start"] + cast["duration"] for name, cast in found.items()}
+    assert {name: cast["start"] for name, cast in found.items()} == {"a": 0, "b": 0.001, "x": 0.001, "gate": 0.002}
+    assert left["a"] == pytest.approx(seconds["a"])
+    assert left["b"] == pytest.approx(seconds["a"] + seconds["b"])
+    assert left["x"] == pytest.approx(0.001 + seconds["x"] / 2)
+    assert left["gate"] == pytest.approx(seconds["a"] + seconds["b"] + seconds["gate"])
 
 
 def test_who_is_no_neighbour_cannot_be_told():
@@ -167,6 +168,19 @@ def test_who_is_no_neighbour_cannot_be_told():
             await device.cast(["nobody"], Message("m"))
 
     world({"a": lead}).run()
+
+
+def test_a_message_weighs_what_it_would_on_the_wire():
+    import torch
+
+    for message in (
+        Message("m"),
+        Message("payload", {"request": 12}, {"payload": torch.zeros(250)}),
+        Message("two", {"a": 1.5, "b": "xy", "c": None}, {"x": torch.zeros(3), "yy": torch.zeros(4, 5)}),
+        Message("nested", {"list": [1, {"deep": True}]}, padding=100),
+    ):
+        really = len(encode(message, "node1", incarnation=87_000_000_000_000, sequence=12))
+        assert abs(snapshot(message, "node1")[1] - really) <= 2
 
 
 def test_draws_and_audience_by_hand():
