@@ -39,9 +39,9 @@ class Layer:
     name: str
     kind: Kind
     input: Shape
-    """(channels, height, width) or (features,); of a route, the concatenation of all that enters."""
+    """(channels, height, width) or (features,); of a route, the concatenation of all that enters. Flattening does not
+    show: a fully connected layer after a feature map takes the map."""
     output: Shape
-    """As the next layer takes it where that is a convolution or pooling; flattening does not show."""
     sources: tuple[int, ...]
     """Indices of the layers whose outputs enter; `IMAGE` is the network's input."""
     weights: int = 0
@@ -79,8 +79,9 @@ class Layer:
 
     @property
     def input_channels(self) -> int:
-        """What LIP divides: input channels of a convolution, input features of a fully connected layer."""
-        return self.inputs if self.kind == "fc" else self.input[0]
+        """What LIP divides: channels of what enters. A fully connected layer has ``math.prod(input[1:])`` columns of
+        weights for each: one, unless it flattens a feature map, whose channels then stay in one piece."""
+        return self.input[0]
 
     @property
     def parameters(self) -> int:
