@@ -40,7 +40,7 @@ def _inputs(network: Network, index: int, shares: Sequence[Fraction]) -> tuple[R
     if not network.follows(index) or not network.layers[index - 1].splits:
         return divide(layer.input_channels, shares)
     channels = network.layers[index - 1].output_channels
-    # More than one where the layer's description flattens what the one before it gives as a feature map.
+    # More than one where a fully connected layer takes a feature map, of which each device has whole channels.
     factor = layer.input_channels // channels
     return tuple(Range(first * factor, last * factor) for first, last in divide(channels, shares))
 
