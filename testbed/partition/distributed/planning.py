@@ -164,14 +164,18 @@ def enough_devices(network: Network, devices: Sequence[DeviceSpec], wish: Wish) 
     """
     others = [device for index, device in enumerate(devices) if index != wish.source]
     ordered = [devices[wish.source], *others]
-    for count in range(1, MOST_DEVICES + 1):
+    inner = replace(wish, source=0)
+
+    def fits(count: int) -> bool:
         some = [*ordered[:count], *[ordered[-1]] * (count - len(ordered))]
         if BYTES_PER_VALUE * network.weights > sum(device.memory for device in some):
-            continue
-        inner = replace(wish, source=0)
-        if _fullest(network, some, _fitting(network, some, inner), inner) is None:
-            return count
-    return 0
+            return False
+        return _fullest(network, some, _fitting(network, some, inner), inner) is None
+
+    # What does not fit into so many will not fit into fewer, and is known at once.
+    if not fits(MOST_DEVICES):
+        return 0
+    return next(count for count in range(1, MOST_DEVICES + 1) if fits(count))
 
 
 def _megabytes(size: float) -> str:
