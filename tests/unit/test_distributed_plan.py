@@ -17,6 +17,7 @@ from testbed.network.framing import wire_bytes
 from testbed.partition.distributed import DistributedPlan, Network
 from testbed.partition.distributed.communication import Crew, total
 from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.figures import compare
 from testbed.partition.distributed.network import Place
 from testbed.partition.distributed.planning import NAMES, Name, Wish, enough_devices, plan
 from testbed.partition.distributed.resources import (
@@ -255,3 +256,18 @@ def test_layers_of_one_unit_are_described_apart_with_what_follows_each_element_b
     assert network.layers[3].sources == (2,)
     (blocked, _) = network_of(chain("n", (4, 2, 2), 2, [("r", [block]), ("b", [Flatten(), Linear(2)])])).layers
     assert (blocked.kind, blocked.splits, blocked.parameters) == ("other", False, block.parameters((4, 2, 2)))
+
+
+def test_figures_of_all_schemes_beside_each_other() -> None:
+    found = {each.scheme: each for each in compare(FOUR_LAYERS, even(2, memory=900.0), Wish())}
+    assert {name: (max(each.weights), each.longest_path, each.formula) for name, each in found.items()} == {
+        "single": (240, 240, 0),
+        "sequential": (160, 240, 16),
+        "lop": (120, 120, 34),
+        "lip": (120, 120, 48),
+        "fuse": (120, 120, 22),
+        "optimal": (120, 120, 22),
+    }
+    assert [name for name, each in found.items() if not each.fits] == ["single"]
+    assert found["sequential"].elements == 20
+    assert found["optimal"].schemes == ("lop", "fuse1", "fuse2", "lop")

@@ -59,7 +59,7 @@ def plan(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> Distrib
         InputError: for layers, grids and pairs that cannot be, and where a device has too little memory: with the
             smallest number of devices that would do.
     """
-    found = _fitting(network, devices, wish)
+    found = draft(network, devices, wish)
     fullest = _fullest(network, devices, found, wish)
     if fullest is None:
         return found
@@ -79,7 +79,7 @@ def _fullest(
     return (device, needs[device]) if needs[device] > devices[device].memory else None
 
 
-def _fitting(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> DistributedPlan:
+def draft(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> DistributedPlan:
     """Return a plan that fits into the devices; where there is none, one that does not."""
     names = [device.name for device in devices]
     if wish.scheme == "single":
@@ -170,7 +170,7 @@ def enough_devices(network: Network, devices: Sequence[DeviceSpec], wish: Wish) 
         some = [*ordered[:count], *[ordered[-1]] * (count - len(ordered))]
         if BYTES_PER_VALUE * network.weights > sum(device.memory for device in some):
             return False
-        return _fullest(network, some, _fitting(network, some, inner), inner) is None
+        return _fullest(network, some, draft(network, some, inner), inner) is None
 
     # What does not fit into so many will not fit into fewer, and is known at once.
     if not fits(MOST_DEVICES):
