@@ -147,7 +147,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "idle": [name for name in devices if name not in {row["device"] for row in rows}],
         "step_time": chosen.step_time,
         "schedule": _draw_schedule(prepared),
-        "alternatives": [asdict(each) for each in prepared.method.alternatives(task, chosen)],
+        "alternatives": [asdict(each) for each in prepared.method.alternatives(task)],
         "details": chosen.details,
     }
 

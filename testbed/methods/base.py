@@ -129,7 +129,7 @@ class Method(ABC):
     async def program(self, device: Device, job: Job) -> None:
         """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
 
-    def alternatives(self, problem: Problem, plan: Plan) -> tuple[Alternative, ...]:
+    def alternatives(self, problem: Problem) -> tuple[Alternative, ...]:
         """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
         return ()
 

@@ -65,8 +65,8 @@ def plan(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> Distrib
         return found
     device, need = fullest
     raise InputError(
-        f"{devices[device].name} has {_megabytes(devices[device].memory)} of memory, but its part of {network.name} by "
-        f"{wish.scheme} needs {_megabytes(need)}: {_what_fits(network, devices, wish)}"
+        f"{devices[device].name} has {_written(devices[device].memory)} of memory, but its part of {network.name} by "
+        f"{wish.scheme} needs {_written(need)}: {_what_fits(network, devices, wish)}"
     )
 
 
@@ -178,5 +178,5 @@ def enough_devices(network: Network, devices: Sequence[DeviceSpec], wish: Wish) 
     return next(count for count in range(1, MOST_DEVICES + 1) if fits(count))
 
 
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:.1f} MB"
+def _written(size: float) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
