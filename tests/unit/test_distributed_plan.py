@@ -1,7 +1,9 @@
 """Plans: who computes what, what that takes and sends, devices of unequal speed and memory, and refusals."""
 
+import time
 from itertools import pairwise, product
 from math import prod
+from typing import Literal
 
 import pytest
 from described import FOUR_LAYERS, chains, yolov2
@@ -32,6 +34,7 @@ from testbed.partition.distributed.resources import (
 from testbed.partition.distributed.transfers import bytes_on_wire, elements, transfers
 
 YOLO = yolov2()
+HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16
 
 
 def devices(*speeds: float, memory: float = 4e9) -> list[DeviceSpec]:
@@ -161,6 +164,29 @@ def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
     # Of the layers from 16 on, up to the rounding to whole channels, that is C of FUSE2: 67.3 MiB.
     later = [each for each in transfers(YOLO, found) if each.layer >= 16]
     assert 4 * elements(later) / 2**20 == pytest.approx(67.26, rel=2e-3)
+
+
+@pytest.mark.parametrize("program", ["dynamic", "integer"])
+def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms(program: Literal["dynamic", "integer"]) -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        plan(YOLO, even(6), Wish(program=program))
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.1
+
+
+def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
+    found = plan(YOLO, even(4), Wish(grid=(2, 2), source=1))
+    assert found.tiling is not None
+    sent = [each for each in transfers(YOLO, found) if each.tile is not None]
+    elsewhere = [tile for tile in found.tiling.tiles if tile.device != 1]
+    assert [(each.what, each.elements) for each in sent] == [
+        *(("tile-input", 3 * tile.regions[0].pixels) for tile in elsewhere),
+        *(("tile-output", 256 * 19 * 19) for _ in elsewhere),
+    ]
+    # A 3x3 needs one pixel more of its input, and each pooling before it doubles that: 59 of the image.
+    assert {tile.regions[0].pixels for tile in elsewhere} == {HALF_AND_HALO**2}
 
 
 def test_bytes_on_the_wire_are_those_of_every_message() -> None:

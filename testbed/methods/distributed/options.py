@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from testbed.methods.base import Options
 from testbed.partition.distributed.communication import Reuse
@@ -50,3 +50,11 @@ class DistributedOptions(Options):
         2.0, gt=0, description="without progress until devices are asked, and without an answer until they are lost"
     )
     return_window: Duration = Field(5.0, description="how long a lost device may take to come back")
+
+    @model_validator(mode="after")
+    def _pairs_have_their_scheme(self) -> Self:
+        if self.fused is not None and self.scheme != "fuse":
+            raise ValueError(
+                f"'fused' names pairs for the scheme fuse, but the scheme is {self.scheme}: use scheme fuse"
+            )
+        return self

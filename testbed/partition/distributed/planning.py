@@ -85,7 +85,7 @@ def draft(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> Distri
     if wish.scheme == "single":
         return alone(wish.scheme, network, names, wish.source)
     if wish.scheme == "sequential":
-        return in_a_row(wish.scheme, network, names, wish.source)
+        return in_a_row(wish.scheme, network, names, wish.source, [device.memory for device in devices])
     early, tiling = _tiled(network, devices, wish)
     caps: dict[int, Fraction] = {}
     while True:
