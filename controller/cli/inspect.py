@@ -199,24 +199,23 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
 
 def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:
     """Print what each way takes of the device that it takes most of, and of the network."""
-    numbers = ("weights", "memory", "longest path", "C", "sent", "on the wire", "messages")
+    numbers = ("weights", "memory", "T", "C", "on the wire")
     table = _table("scheme", *numbers, "", right=numbers)
     for each in alternatives:
+        notes = [] if each["fits"] else ["does not fit"]
         table.add_row(
             each["name"] + (" *" if each["chosen"] else ""),
             _amount(max(each["weights"].values())),
             _amount(max(each["memory"].values()), "B"),
             _amount(each["longest_path"]),
             _amount(each["communication"]),
-            _amount(each["elements"]),
             _amount(each["wire_bytes"], "B"),
-            str(each["messages"]),
-            ("" if each["fits"] else "does not fit; ") + each["notes"],
+            "; ".join([*notes, *([each["notes"]] if each["notes"] else [])]),
         )
     console.print(table)
     console.print(
-        "\n[dim]* the plan's; weights in elements and memory: the device with most; longest path: multiplications of a "
-        "sample; C, sent: elements of a sample by the paper's formula and as they are; the rest: per request[/dim]"
+        "\n[dim]* chosen; weights, in elements, and memory: of the device with most; T: multiplications one after the "
+        "other, C: elements sent by the paper's formulas, per sample; on the wire: all that a request sends[/dim]"
     )
 
 
