@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 from described import FOUR_LAYERS, chains, yolov2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
@@ -98,6 +98,7 @@ def allowed(network: Network, schemes: tuple[Scheme, ...]) -> bool:
     )
 
 
+@settings(deadline=None)
 @given(chains(most=5), st.integers(1, 8), st.sampled_from(["paper", "everywhere"]))
 def test_the_dynamic_program_finds_the_least_there_is(network: Network, devices: int, reuse: Reuse) -> None:
     crew = Crew.equal(devices)

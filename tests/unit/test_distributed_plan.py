@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 from described import FOUR_LAYERS, chains, yolov2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
@@ -82,6 +82,7 @@ def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(scheme: Nam
     assert elements(transfers(network, found)) == total(network, schemes, Crew.equal(count))
 
 
+@settings(deadline=None)
 @given(chains(), st.lists(st.sampled_from([1.0, 2.0, 3.5, 10.0]), min_size=1, max_size=8), st.data())
 def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
     network: Network, speeds: list[float], data: st.DataObject
@@ -103,6 +104,7 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
     assert [sum(row) for row in multiplications(network, found)] == [layer.multiplications for layer in network.layers]
 
 
+@settings(deadline=None)
 @given(chains(), st.lists(st.sampled_from([1.0, 2.0, 3.5, 10.0]), min_size=1, max_size=8), st.data())
 def test_whoever_computes_gets_what_it_lacks_and_nothing_twice(
     network: Network, speeds: list[float], data: st.DataObject
@@ -152,6 +154,11 @@ def test_weights_per_device_fall_as_one_over_n(count: int) -> None:
         found = plan(YOLO, even(count), Wish(scheme))
         for device, held in enumerate(weights(YOLO, found)):
             assert held == pytest.approx(early * bool(tiles_of(found, device)) + split / count, rel=0.02)
+
+
+def test_memory_of_the_weights_is_that_of_table_1_where_all_layers_are_divided() -> None:
+    found = [max(weights(YOLO, plan(YOLO, even(count), Wish("lop", early=0)))) for count in (1, 3, 5, 6, 7)]
+    assert [round(4 * most / 1e6) for most in found] == [204, 68, 41, 34, 29]
 
 
 def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
@@ -214,6 +221,20 @@ def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> 
         assert 0.95e6 < needs[0] <= 1e6
         sizes = [each.size for each in (found.layers[1].outputs or found.layers[1].inputs)]
         assert sizes[1] == pytest.approx(2 * sizes[2], abs=2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    chains(), st.lists(st.tuples(st.sampled_from([1.0, 3.0]), st.sampled_from([2e3, 4e3, 1e4])), min_size=1, max_size=5)
+)
+def test_a_plan_fits_or_is_refused(network: Network, kinds: list[tuple[float, float]]) -> None:
+    crew = [DeviceSpec(f"d{index}", speed, memory) for index, (speed, memory) in enumerate(kinds)]
+    for scheme in ("lop", "optimal"):
+        try:
+            found = plan(network, crew, Wish(scheme))
+        except InputError:
+            continue
+        assert all(need <= device.memory for need, device in zip(memory(network, found), crew, strict=True))
 
 
 @pytest.mark.parametrize(("name", "memory"), [("alexnet", 80e6), ("vgg16", 150e6)])
