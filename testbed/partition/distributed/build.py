@@ -40,7 +40,7 @@ def _inputs(network: Network, index: int, shares: Sequence[Fraction]) -> tuple[R
     if not network.follows(index) or not network.layers[index - 1].splits:
         return divide(layer.input_channels, shares)
     channels = network.layers[index - 1].output_channels
-    # More than one where the layer's description flattens what the one before it gives as a feature map.
+    # More than one where a fully connected layer takes a feature map, of which each device has whole channels.
     factor = layer.input_channels // channels
     return tuple(Range(first * factor, last * factor) for first, last in divide(channels, shares))
 
@@ -50,14 +50,18 @@ def alone(name: str, network: Network, devices: Sequence[str], source: int) -> D
     return _owned(name, devices, source, [source] * len(network.layers))
 
 
-def in_a_row(name: str, network: Network, devices: Sequence[str], source: int) -> DistributedPlan:
+def in_a_row(
+    name: str, network: Network, devices: Sequence[str], source: int, capacities: Sequence[float]
+) -> DistributedPlan:
     """Return sequential layer mapping, DL: layers in a row over the devices, the source first.
 
-    The cuts are those that make the largest part of the weights on one device least.
+    The cuts are those for which the weights on the fullest device are the least, in relation to its capacity.
     """
     order = [source, *(index for index in range(len(devices)) if index != source)][: len(network.layers)]
     costs = Costs(
-        lambda _stage, first, last: float(sum(layer.weights for layer in network.layers[first:last])),
+        lambda stage, first, last: (
+            sum(layer.weights for layer in network.layers[first:last]) / capacities[order[stage]]
+        ),
         lambda _stage, _cut: 0.0,
     )
     _, cuts = best(len(network.layers), len(order), costs, max)

@@ -45,36 +45,40 @@ def fused(network: Network, pairs: Collection[Pair], first: int = 0) -> Schemes:
     return tuple(schemes)
 
 
-def all_pairs(network: Network, first: int = 0) -> tuple[Pair, ...]:
-    """Return pairs from the front, as many as fit: the paper's Fig. 6."""
-    pairs: list[Pair] = []
-    for index in range(first, len(network.layers)):
-        if network.fuses(index) and (not pairs or pairs[-1][1] < index):
-            pairs.append((index, index + 1))
-    return tuple(pairs)
+def least_communication(
+    network: Network, crew: Crew, reuse: Reuse = "everywhere", first: int = 0, lip: bool = True
+) -> Schemes:
+    """Return the schemes with the least C from layer ``first`` on; of equals LOP before LIP before FUSE.
 
-
-def least_communication(network: Network, crew: Crew, reuse: Reuse = "everywhere", first: int = 0) -> Schemes:
-    """Return the schemes with the least C from layer ``first`` on; of equals LOP before LIP before FUSE."""
+    Without ``lip`` only LOP and fused pairs are looked at, as the variants of the paper's Table 2 do.
+    """
     count = len(network.layers)
     # best[index][after_lop]: the least C of this and all later layers, and their schemes.
     best: dict[int, dict[bool, tuple[Fraction, Schemes]]] = {count: dict.fromkeys((False, True), (Fraction(0), ()))}
     for index in reversed(range(first, count)):
-        layer = network.layers[index]
-        ways: list[Schemes] = [("lop",), ("lip",)] if layer.splits else [("whole",)]
-        if network.fuses(index):
-            ways.append(("fuse1", "fuse2"))
         best[index] = {}
         for after_lop in (False, True):
             held = after_lop and network.follows(index)
             found = []
-            for way in ways:
+            for way in _ways(network, index, lip):
                 cost, rest = best[index + len(way)][way[-1] == "lop"]
                 for offset, scheme in enumerate(way):
                     cost += elements(network.layers[index + offset], scheme, crew, held and offset == 0, reuse)
                 found.append((cost, (*way, *rest)))
             best[index][after_lop] = min(found, key=lambda each: each[0])
     return (*everywhere(network, "lop", first)[:first], *best[first][False][1])
+
+
+def _ways(network: Network, index: int, lip: bool) -> list[Schemes]:
+    """Return what can be done with a layer, or with it and the next."""
+    if not network.layers[index].splits:
+        return [("whole",)]
+    ways: list[Schemes] = [("lop",)]
+    if lip:
+        ways.append(("lip",))
+    if network.fuses(index):
+        ways.append(("fuse1", "fuse2"))
+    return ways
 
 
 def pairs_of(schemes: Sequence[Scheme]) -> tuple[Pair, ...]:

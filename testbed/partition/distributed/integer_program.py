@@ -58,8 +58,13 @@ class _Program:
         return [float(value) for value in solution.x]
 
 
-def least_communication(network: Network, crew: Crew, reuse: Reuse = "everywhere", first: int = 0) -> Schemes:
-    """Return schemes with the least C from layer ``first`` on. Of equals any, so compare by what they cost."""
+def least_communication(
+    network: Network, crew: Crew, reuse: Reuse = "everywhere", first: int = 0, lip: bool = True
+) -> Schemes:
+    """Return schemes with the least C from layer ``first`` on. Of equals any, so compare by what they cost.
+
+    Without ``lip`` only LOP and fused pairs are looked at, as the variants of the paper's Table 2 do.
+    """
     layers = network.layers
     split = [index for index in range(first, len(layers)) if layers[index].splits]
     schemes: list[Scheme] = ["tiled" if index < first else "whole" for index in range(len(layers))]
@@ -71,7 +76,7 @@ def least_communication(network: Network, crew: Crew, reuse: Reuse = "everywhere
         # (13), and likewise where pooling or a route comes in between.
         able = {
             "lop": True,
-            "lip": True,
+            "lip": lip,
             "fuse1": network.fuses(index),
             "fuse2": index - 1 in split and network.fuses(index - 1),
         }

@@ -79,9 +79,8 @@ class Layer:
 
     @property
     def input_channels(self) -> int:
-        """What LIP divides: channels of what enters. A fully connected layer has ``math.prod(input[1:])`` columns of
-        weights for each: one, unless it flattens a feature map, whose channels then stay in one piece."""
-        return self.input[0]
+        """What LIP divides: input channels of a convolution, input features of a fully connected layer."""
+        return self.inputs if self.kind == "fc" else self.input[0]
 
     @property
     def parameters(self) -> int:

@@ -67,6 +67,16 @@ def parameters(network: Network, plan: DistributedPlan) -> tuple[int, ...]:
     return tuple(found)
 
 
+def split_weights(network: Network, plan: DistributedPlan, device: int) -> int:
+    """Return the weights a device stores of layers that are split: what shrinks with its share."""
+    found = 0
+    for layer, part in zip(network.layers, plan.layers, strict=True):
+        if part.scheme not in ("whole", "tiled"):
+            some, of = _part(layer, part, device)
+            found += layer.weights * some // of
+    return found
+
+
 def multiplications(network: Network, plan: DistributedPlan) -> tuple[tuple[int, ...], ...]:
     """Return each layer's multiplications on each device: one row a layer, one column a device."""
     count = early(plan)

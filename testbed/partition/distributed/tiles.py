@@ -9,6 +9,9 @@ along one axis at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 
 from testbed.errors import InputError
 from testbed.partition.distributed.network import Layer, Network
@@ -90,6 +93,68 @@ def padding(layer: Layer, out: Region) -> tuple[int, int, int, int]:
     return (*beyond(out.left, out.right, width), *beyond(out.top, out.bottom, height))
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """Early layers cut into rows and columns, before anybody owns a tile."""
+
+    layers: Sequence[Layer]
+    rows: int
+    columns: int
+
+    @cached_property
+    def _down(self) -> list[list[Range]]:
+        return [_traced(self.layers, out, 1) for out in divide(self.layers[-1].output[1], equal(self.rows))]
+
+    @cached_property
+    def _across(self) -> list[list[Range]]:
+        return [_traced(self.layers, out, 2) for out in divide(self.layers[-1].output[2], equal(self.columns))]
+
+    @cached_property
+    def work(self) -> list[int]:
+        """Multiplications of each tile, row by row."""
+        per_pixel = [layer.multiplications // (layer.output[1] * layer.output[2]) for layer in self.layers]
+        found = []
+        for highs in self._down:
+            per_column = [each * high.size for each, high in zip(per_pixel, highs[1:], strict=True)]
+            for wides in self._across:
+                found.append(sum(each * wide.size for each, wide in zip(per_column, wides[1:], strict=True)))
+        return found
+
+    def least_time(self, speeds: Sequence[float]) -> float:
+        """Return a time that no assignment of the tiles can beat, in multiplications per unit of speed."""
+        return max(max(self.work) / max(speeds), sum(self.work) / sum(speeds))
+
+    def owners(self, speeds: Sequence[float], source: int) -> tuple[list[int], float]:
+        """Give each tile to a device; return the owners, and when the last device is done."""
+        loads = [0] * len(speeds)
+        owners = [source] * len(self.work)
+        for index in sorted(range(len(owners)), key=lambda index: -self.work[index]):
+            more = self.work[index]
+            ends = [(load + more) / speed for load, speed in zip(loads, speeds, strict=True)]
+            soonest = min(ends)
+            device = source if ends[source] == soonest else ends.index(soonest)
+            loads[device] += more
+            owners[index] = device
+        return owners, max(load / speed for load, speed in zip(loads, speeds, strict=True))
+
+    def tiling(self, owners: Sequence[int]) -> Tiling:
+        """Return the tiles with their regions."""
+        cells = product(enumerate(self._down), enumerate(self._across))
+        return Tiling(
+            rows=self.rows,
+            columns=self.columns,
+            tiles=tuple(
+                Tile(
+                    row=row,
+                    column=column,
+                    device=owner,
+                    regions=tuple(Region(*high, *wide) for high, wide in zip(highs, wides, strict=True)),
+                )
+                for owner, ((row, highs), (column, wides)) in zip(owners, cells, strict=True)
+            ),
+        )
+
+
 def tile(layers: Sequence[Layer], rows: int, columns: int, speeds: Sequence[float], source: int) -> Tiling:
     """Cut early layers into a grid and give the tiles to devices.
 
@@ -105,29 +170,29 @@ def tile(layers: Sequence[Layer], rows: int, columns: int, speeds: Sequence[floa
             raise InputError(
                 f"method.grid: a map of {height}x{width} pixels cannot be cut into {parts} {name}: use 1 to {size}"
             )
-    down = [_traced(layers, out, 1) for out in divide(height, equal(rows))]
-    across = [_traced(layers, out, 2) for out in divide(width, equal(columns))]
-    tiles = [
-        Tile.model_construct(
-            row=row,
-            column=column,
-            device=source,
-            regions=tuple(Region(*high, *wide) for high, wide in zip(highs, wides, strict=True)),
-        )
-        for row, highs in enumerate(down)
-        for column, wides in enumerate(across)
-    ]
-    work = [sum(multiplications(layers, each)) for each in tiles]
-    loads = [0.0] * len(speeds)
-    owners = {}
-    for index in sorted(range(len(tiles)), key=lambda index: (-work[index], index)):
-        device = min(
-            range(len(speeds)), key=lambda device: ((loads[device] + work[index]) / speeds[device], device != source)
-        )
-        loads[device] += work[index]
-        owners[index] = device
-    owned = tuple(each.model_copy(update={"device": owners[index]}) for index, each in enumerate(tiles))
-    return Tiling.model_construct(rows=rows, columns=columns, tiles=owned)
+    grid = _Grid(layers, rows, columns)
+    return grid.tiling(grid.owners(speeds, source)[0])
+
+
+def best_tiling(layers: Sequence[Layer], speeds: Sequence[float], source: int) -> Tiling:
+    """Return a grid with about one or two tiles for each device that is computed soonest; of equals the coarsest."""
+    _, height, width = layers[-1].output
+    count = len(speeds)
+    cuts = {
+        (rows, min(columns, width))
+        for rows in range(1, min(count, height) + 1)
+        for columns in (max(1, count // rows), -(-count // rows), 2 * count // rows)
+    }
+    grids = [_Grid(layers, *each) for each in sorted(cuts)]
+    best: tuple[float, int, list[int], _Grid] | None = None
+    for bound, grid in sorted(((grid.least_time(speeds), grid) for grid in grids), key=lambda each: each[0]):
+        if best is not None and bound > best[0]:
+            break
+        owners, time = grid.owners(speeds, source)
+        if best is None or (time, len(owners)) < best[:2]:
+            best = (time, len(owners), owners, grid)
+    assert best is not None
+    return best[3].tiling(best[2])
 
 
 def _traced(layers: Sequence[Layer], out: Range, axis: int) -> list[Range]:
@@ -150,24 +215,3 @@ def redundant_multiplications(layers: Sequence[Layer], tiling: Tiling) -> int:
     """Return what the tiles multiply more than the layers in one piece: the price of the halo."""
     tiled = sum(sum(multiplications(layers, each)) for each in tiling.tiles)
     return tiled - sum(layer.multiplications for layer in layers)
-
-
-def tiled_time(layers: Sequence[Layer], tiling: Tiling, speeds: Sequence[float]) -> float:
-    """Return when the last device is done with its tiles, in multiplications per unit of speed."""
-    loads = [0] * len(speeds)
-    for each in tiling.tiles:
-        loads[each.device] += sum(multiplications(layers, each))
-    return max(load / speed for load, speed in zip(loads, speeds, strict=True))
-
-
-def best_tiling(layers: Sequence[Layer], speeds: Sequence[float], source: int) -> Tiling:
-    """Return the grid of at most twice as many tiles as devices that is computed soonest; of equals the coarsest."""
-    _, height, width = layers[-1].output
-    limit = 2 * len(speeds)
-    grids = [
-        (rows, columns)
-        for rows in range(1, min(limit, height) + 1)
-        for columns in range(1, min(limit // rows, width) + 1)
-    ]
-    tilings = [tile(layers, rows, columns, speeds, source) for rows, columns in grids]
-    return min(tilings, key=lambda tiling: (tiled_time(layers, tiling, speeds), len(tiling.tiles)))

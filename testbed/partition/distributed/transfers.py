@@ -123,7 +123,7 @@ def _inputs(network: Network, plan: DistributedPlan, index: int, device: int) ->
     needs = _needs(part, device, layer.input_channels)
     missing = without(needs, held(network, plan, index, device)) if needs.size else ()
     if missing:
-        size = sum(each.size for each in missing) * math.prod(layer.input[1:])
+        size = sum(each.size for each in missing) * (layer.inputs // layer.input_channels)
         yield Transfer(index, "input", plan.source, device, size, missing)
 
 
