@@ -20,6 +20,8 @@ trace    what, value, intended                                                  
 step     step, loss, samples                                                       method, a training step done
 evaluate step, accuracy, loss                                                      method, on the test data
 request  request, latency                                                          method, an inference done
+failed   request, error, after                                                     method, an inference given up
+memory   weights, activations (bytes; the most so far)                             method, as it holds more than before
 recovery phase (detected | resumed), step, missing?, partition?                    method, a fault outlived
 log      text                                                                      anybody
 ======== ========================================================================= ===========================

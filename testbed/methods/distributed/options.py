@@ -8,10 +8,9 @@ from pydantic import Field, model_validator
 
 from testbed.methods.base import Options
 from testbed.partition.distributed.communication import Reuse
+from testbed.partition.distributed.flow import Exchange
 from testbed.partition.distributed.planning import Name
 from testbed.scenario.quantities import Duration
-
-Exchange = Literal["direct", "source"]
 
 
 class DistributedOptions(Options):

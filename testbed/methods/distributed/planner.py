@@ -12,6 +12,7 @@ from testbed.methods.distributed.options import DistributedOptions
 from testbed.partition.distributed.choice import pairs_of
 from testbed.partition.distributed.describe import network_of
 from testbed.partition.distributed.figures import Figures, compare
+from testbed.partition.distributed.flow import Flow, flow
 from testbed.partition.distributed.network import Network
 from testbed.partition.distributed.plan import DistributedPlan
 from testbed.partition.distributed.planning import Wish
@@ -53,15 +54,21 @@ def over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
 
 
 def assignments(problem: Problem, decided: DistributedPlan) -> tuple[Assignment, ...]:
-    """Return what each device holds and computes: a part of every unit."""
+    """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
     network, wish = network_of(problem.model), _wish(problem, _among(problem, decided.devices))
     needs = memory(network, decided, wish.samples, wish.in_flight)
     held = parameters(network, decided)
     work = [2.0 * sum(column) for column in zip(*multiplications(network, decided), strict=True)]
-    return tuple(
+    found = [
         Assignment(device=name, first=0, last=len(problem.model.units), memory=need, parameters=values, flops=flops)
         for name, need, values, flops in zip(decided.devices, needs, held, work, strict=True)
-    )
+    ]
+    return (found.pop(decided.source), *found)
+
+
+def flow_of(problem: Problem, decided: DistributedPlan) -> Flow:
+    """Return what every device does and sends."""
+    return flow(network_of(problem.model), decided, options_of(problem).exchange)
 
 
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
