@@ -9,6 +9,7 @@ from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Alternative, Assignment, Plan, Problem
 from testbed.methods.distributed.options import DistributedOptions
+from testbed.methods.parts import costs
 from testbed.partition.distributed.choice import pairs_of
 from testbed.partition.distributed.describe import network_of
 from testbed.partition.distributed.figures import Figures, compare
@@ -17,7 +18,7 @@ from testbed.partition.distributed.network import Network
 from testbed.partition.distributed.plan import DistributedPlan
 from testbed.partition.distributed.planning import Wish
 from testbed.partition.distributed.planning import plan as planned
-from testbed.partition.distributed.resources import memory, multiplications, parameters
+from testbed.partition.distributed.resources import multiplications
 
 
 def plan(method: str, problem: Problem) -> Plan:
@@ -56,8 +57,11 @@ def over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
 def assignments(problem: Problem, decided: DistributedPlan) -> tuple[Assignment, ...]:
     """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
     network, wish = network_of(problem.model), _wish(problem, _among(problem, decided.devices))
-    needs = memory(network, decided, wish.samples, wish.in_flight)
-    held = parameters(network, decided)
+    # What waits at once on each device depends on the way of exchange, which the planners by formula do not look at.
+    spread = flow_of(problem, decided)
+    held, needs = spread.held, spread.memory(wish.samples, wish.in_flight)
+    for name, need in zip(decided.devices, needs, strict=True):
+        costs.check_memory(problem.device(name), need)
     work = [2.0 * sum(column) for column in zip(*multiplications(network, decided), strict=True)]
     found = [
         Assignment(device=name, first=0, last=len(problem.model.units), memory=need, parameters=values, flops=flops)
