@@ -7,8 +7,10 @@ from distributed import CNN, FC, distributed, infer
 from runs import events, of
 
 from testbed.errors import InputError
+from testbed.partition.distributed.timing import in_turn, overlapped, phases
 from testbed.partition.distributed.transfers import elements, transfers
 from testbed.partition.pipeline import ENVELOPE
+from testbed.trace.critical import CriticalPaths
 from testbed.trace.intervals import total
 
 SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
@@ -135,8 +137,8 @@ def test_a_request_fails_clearly_where_the_scenario_says_so_and_the_next_one_wor
 def test_several_requests_under_way_are_done_sooner_and_never_more_than_asked_for():
     ends, outputs = {}, {}
     for in_flight in (1, 3):
-        method = {"scheme": "lop", "exchange": "direct", "in_flight": in_flight}
-        network = {"link": {"rate": "20mbit", "delay": "200us"}}
+        method = {"scheme": "lop", "exchange": "direct", "in_flight": in_flight, "chunks": 1}
+        network = {"link": {"rate": "10mbit", "delay": "10us"}}
         found = infer(distributed(2, method, {"requests": 8, "model": CNN}, network=network, speed="5mflops"))
         spans = [
             (event["start"], event["start"] + event["duration"], event["batch"])
@@ -149,7 +151,8 @@ def test_several_requests_under_way_are_done_sooner_and_never_more_than_asked_fo
         }
         most = max(sum(begin <= at < end for begin, end in life.values()) for at, _ in life.values())
         assert most == in_flight
-        ends[in_flight] = [event.time for event in found.outcome.events if event.event == "request"][-1]
+        times = [event.time for event in found.outcome.events if event.event == "request"]
+        ends[in_flight] = times[-1] - times[0]
         outputs[in_flight] = found.error
     assert ends[3] < 0.8 * ends[1]
     assert max(outputs.values()) < 1e-4
@@ -188,3 +191,22 @@ def test_schemes_rank_by_run_time_as_by_communication():
         times[scheme] = of(found.outcome, "request")[0]["latency"]
         sent[scheme] = found.flow.communication
     assert sorted(times, key=times.__getitem__) == sorted(sent, key=sent.__getitem__)
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("scheme", ["lop", "fuse"])
+def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exchange):
+    model = {"name": "mlp", "hidden": [512, 256, 512, 256, 512]}
+    board = {"speed": "100mflops", "uplink": "20mbit", "downlink": "20mbit"}
+    keys = {"network": {"link": {"delay": "1ms"}}, "devices": {"source": board, "worker": {**board, "count": 5}}}
+    method = {"scheme": scheme, "exchange": exchange, "least_chunk": 4096}
+    found = infer(distributed(5, method, {"model": model, "requests": 1, "batch_size": 40}, **keys))
+    (request,) = of(found.outcome, "request")
+    apart = phases(found.flow, found.experiment.devices, found.experiment.links, samples=40)
+    assert found.plan.step_time == overlapped(apart)
+    assert 0.95 * overlapped(apart) < request["latency"] < in_turn(apart)
+    # What the run really spent its time on: one of the two at every instant of the way that everything waited for.
+    paths = CriticalPaths(found.outcome.events, found.experiment)
+    end = next(event.time for event in found.outcome.events if event.event == "request")
+    spent = paths.spent("source", (end - request["latency"], end))
+    assert spent.computing + spent.messaging == pytest.approx(request["latency"], rel=0.01)

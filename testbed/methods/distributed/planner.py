@@ -19,6 +19,7 @@ from testbed.partition.distributed.plan import DistributedPlan
 from testbed.partition.distributed.planning import Wish
 from testbed.partition.distributed.planning import plan as planned
 from testbed.partition.distributed.resources import multiplications
+from testbed.partition.distributed.timing import overlapped, phases
 
 
 def plan(method: str, problem: Problem) -> Plan:
@@ -29,10 +30,12 @@ def plan(method: str, problem: Problem) -> Plan:
         raise InputError(f"method.source: there is no device '{source}'; choose one of {', '.join(names)}")
     _check_links(problem, source)
     decided = distributed(problem, names)
+    samples = problem.workload.batch_size
     return Plan(
         method=method,
         lead=source,
         assignments=assignments(problem, decided),
+        step_time=overlapped(phases(flow_of(problem, decided), problem.devices, problem.links, samples)),
         details={"distributed": decided.model_dump(mode="json")},
     )
 
