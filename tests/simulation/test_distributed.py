@@ -7,6 +7,8 @@ from distributed import CNN, FC, distributed, infer
 from runs import events, of
 
 from testbed.errors import InputError
+from testbed.methods.distributed.weights import cut, draw
+from testbed.models import create
 from testbed.partition.distributed.timing import in_turn, overlapped, phases
 from testbed.partition.distributed.transfers import elements, transfers
 from testbed.partition.pipeline import ENVELOPE
@@ -82,8 +84,6 @@ def test_each_of_n_devices_holds_an_nth_of_the_weights():
 
 @pytest.mark.parametrize("given", [True, False])
 def test_devices_have_the_same_weights_drawn_or_given(given):
-    from testbed.methods.distributed.weights import cut, draw
-    from testbed.models import create
 
     model = create("vgg5", {}, (3, 8, 8), 10)
     found = infer(distributed(3, {"early": None}), model)
@@ -210,3 +210,25 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
     end = next(event.time for event in found.outcome.events if event.event == "request")
     spent = paths.spent("source", (end - request["latency"], end))
     assert spent.computing + spent.messaging == pytest.approx(request["latency"], rel=0.01)
+
+
+FAST = {"speed": "100gflops", "network": {"link": {"rate": "1gbit", "delay": "1ms"}}}
+SMALL = {"hidden": [100, 90]}
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize(
+    ("name", "options", "shape", "scheme", "devices"),
+    [
+        *(("alexnet", SMALL, (3, 80, 80), scheme, 5) for scheme in ("lop", "lip", "fuse", "optimal")),
+        *(("vgg16", SMALL, (3, 32, 32), scheme, 3) for scheme in ("lop", "lip", "optimal")),
+        ("yolov2", {}, (3, 64, 32), "optimal", 2),
+    ],
+)
+def test_large_networks_give_what_the_single_device_gives(name, options, shape, scheme, devices, exchange):
+    method = {"scheme": scheme, "exchange": exchange, "early": None}
+    found = infer(
+        distributed(devices - 1, method, {"requests": 1, "batch_size": 1}, **FAST), create(name, options, shape, 10)
+    )
+    assert found.outcome.status == "finished", found.outcome.error
+    assert found.error < 1e-4
