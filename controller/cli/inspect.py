@@ -199,7 +199,7 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
 
 def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:
     """Print what each way takes of the device that it takes most of, and of the network."""
-    numbers = ("weights", "memory", "T", "C", "on the wire")
+    numbers = ("weights", "memory", "T", "C", "on the wire", "time")
     table = _table("scheme", *numbers, "", right=numbers)
     for each in alternatives:
         notes = [] if each["fits"] else ["does not fit"]
@@ -210,12 +210,13 @@ def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]
             _amount(each["longest_path"]),
             _amount(each["communication"]),
             _amount(each["wire_bytes"], "B"),
+            "-" if each["step_time"] is None else _seconds(each["step_time"]),
             "; ".join([*notes, *([each["notes"]] if each["notes"] else [])]),
         )
     console.print(table)
     console.print(
         "\n[dim]* chosen; weights, in elements, and memory: of the device with most; T: multiplications one after the "
-        "other, C: elements sent by the paper's formulas, per sample; on the wire: all that a request sends[/dim]"
+        "other, C: elements sent by the paper's formulas, per sample; on the wire, time: of a request[/dim]"
     )
 
 
