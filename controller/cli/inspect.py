@@ -78,7 +78,8 @@ def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     For each device of the plan: its units, parameters, memory against what it has, and the FLOPs it computes in
     a step; then the step time that the planner predicts and, for a pipeline, its schedule drawn as a grid
-    (F0 is the forward of micro-batch 0, B0 its backward). A sweep is planned at each of its points.
+    (F0 is the forward of micro-batch 0, B0 its backward). A method that can divide the work in several ways shows
+    each beside the chosen one. A sweep is planned at each of its points.
 
     SCENARIO is a file, or the name of one in scenarios/.
 
