@@ -19,7 +19,7 @@ from testbed.partition.distributed.plan import DistributedPlan
 from testbed.partition.distributed.planning import Wish
 from testbed.partition.distributed.planning import plan as planned
 from testbed.partition.distributed.resources import multiplications
-from testbed.partition.distributed.timing import overlapped, phases
+from testbed.partition.distributed.timing import interval, phases
 
 
 def plan(method: str, problem: Problem) -> Plan:
@@ -30,12 +30,11 @@ def plan(method: str, problem: Problem) -> Plan:
         raise InputError(f"method.source: there is no device '{source}'; choose one of {', '.join(names)}")
     _check_links(problem, source)
     decided = distributed(problem, names)
-    samples = problem.workload.batch_size
     return Plan(
         method=method,
         lead=source,
         assignments=assignments(problem, decided),
-        step_time=overlapped(phases(flow_of(problem, decided), problem.devices, problem.links, samples)),
+        step_time=_step_time(problem, decided),
         details={"distributed": decided.model_dump(mode="json")},
     )
 
@@ -81,17 +80,17 @@ def flow_of(problem: Problem, decided: DistributedPlan) -> Flow:
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices."""
     network, wish = network_of(problem.model), _wish(problem, problem.devices)
-    names = [device.name for device in problem.devices]
-    return tuple(_alternative(network, names, each, wish) for each in compare(network, problem.devices, wish))
+    return tuple(_alternative(problem, network, each) for each in compare(network, problem.devices, wish))
 
 
-def _alternative(network: Network, names: list[str], found: Figures, wish: Wish) -> Alternative:
+def _alternative(problem: Problem, network: Network, found: Figures) -> Alternative:
+    names = found.plan.devices
     pairs = [f"{one}+{other}" for one, other in pairs_of(found.schemes)]
     lip = [str(index) for index, scheme in enumerate(found.schemes) if scheme == "lip" and found.scheme != "lip"]
     notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [f"LIP {', '.join(lip)}"] * bool(lip)
     return Alternative(
         name=found.scheme,
-        chosen=found.scheme == wish.scheme,
+        chosen=found.scheme == options_of(problem).scheme,
         fits=found.fits,
         weights=dict(zip(names, found.weights, strict=True)),
         memory=dict(zip(names, found.memory, strict=True)),
@@ -100,6 +99,7 @@ def _alternative(network: Network, names: list[str], found: Figures, wish: Wish)
         elements=found.elements,
         wire_bytes=found.wire_bytes,
         messages=found.messages,
+        step_time=_step_time(problem, found.plan),
         notes="; ".join(notes),
         details={
             "layers": {layer.name: scheme for layer, scheme in zip(network.layers, found.schemes, strict=True)},
@@ -107,6 +107,12 @@ def _alternative(network: Network, names: list[str], found: Figures, wish: Wish)
             "redundant_multiplications": found.redundant,
         },
     )
+
+
+def _step_time(problem: Problem, decided: DistributedPlan) -> float:
+    """Predict the seconds from one result to the next; with one request under way, its latency."""
+    devices, samples = _among(problem, decided.devices), problem.workload.batch_size
+    return interval(phases(flow_of(problem, decided), devices, problem.links, samples), options_of(problem).in_flight)
 
 
 def _among(problem: Problem, there: Collection[str]) -> list[DeviceSpec]:
