@@ -3,10 +3,12 @@
 from collections import defaultdict
 
 import pytest
+import torch
 from distributed import CNN, FC, distributed, infer
 from runs import events, of
 
-from testbed.errors import InputError
+from testbed.errors import InputError, TestbedError
+from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.weights import cut, draw
 from testbed.models import create
 from testbed.partition.distributed.timing import in_turn, overlapped, phases
@@ -166,3 +168,38 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
     assert figures["path_compute"] + figures["path_network"] == pytest.approx(request["latency"], rel=0.01)
     assert 1 <= figures["over_bound"] < request["latency"] / max(phase.network for phase in apart)
     assert figures["devices"]["source"]["weights"] == 4 * found.flow.parameters(0)
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("scheme", ["lop", "lip", "optimal"])
+def test_faster_devices_take_larger_shares_of_the_same_result(scheme, exchange):
+    devices = {"source": {"speed": "20mflops"}, "slow": {"speed": "7mflops"}, "fast": {"speed": "53mflops", "count": 2}}
+    method = {"scheme": scheme, "exchange": exchange, "source": "slow"}
+    found = infer(distributed(3, method, {"model": CNN}, devices=devices))
+    assert found.error < 1e-4
+    work = {name: figures["flops"] for name, figures in figures_of(found)["devices"].items()}
+    assert work["fast1"] > 1.5 * work["slow"]
+
+
+def figures_of(found):
+    return metrics(found.outcome, found.experiment, found.plan)
+
+
+def test_a_device_that_holds_more_than_its_memory_fails():
+    ledger = Ledger("board", 1000)
+    ledger.weights = 600
+    kept = ledger.hold(torch.zeros(100))
+    with pytest.raises(TestbedError, match="board has"):
+        ledger.hold(torch.zeros(1))
+    ledger.drop(kept)
+
+
+def test_the_lead_answers_again_after_each_of_several_losses():
+    faults = [
+        {"kill": name, "when": {"device": name, "begins": "forward", "batch": batch}}
+        for name, batch in (("worker1", 1), ("worker3", 3))
+    ]
+    found = infer(distributed(3, {"exchange": "direct", **CALM}, {"requests": 6, "model": CNN}, faults=faults))
+    assert found.outcome.status == "finished", found.outcome.error
+    assert [event["request"] for event in of(found.outcome, "request")] == list(range(6))
+    assert found.error < 1e-4
