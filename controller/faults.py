@@ -10,7 +10,8 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from controller import runstate
 from controller.agents import AgentGone
 from controller.lab import Lab
 from testbed.errors import InputError
-from testbed.faults import UNDOING
+from testbed.faults import UNDOING, FaultScript
 from testbed.network.link import Link, Pair, link_from
 from testbed.network.state import NetworkState
 from testbed.scenario.schema import FaultPart
@@ -263,6 +264,27 @@ def inflict(lab: Lab, part: FaultPart, handle: str) -> Changed:
         case _:
             return conditions.add(part, handle)
     return Changed()
+
+
+def flapping(lab: Lab, part: FaultPart, handle: str) -> Iterator[tuple[int, float]]:
+    """Take a flap's links down and up until it is over, from now on; they are up when this ends, however it ends.
+
+    Yields after each change how often they went down so far, and by how many seconds the latest of the changes was
+    late.
+    """
+    script, began = FaultScript([part]), time.monotonic()
+    turns, late = 0, 0.0
+    try:
+        while (deadline := script.next_deadline()) is not None:
+            time.sleep(max(0.0, began + deadline - time.monotonic()))
+            for strike in script.due(deadline):
+                (inflict if strike.phase == "strike" else undo)(lab, part, handle)
+                actual = time.monotonic() - began
+                script.done(strike, actual)
+                turns, late = turns + (strike.phase == "strike"), max(late, actual - deadline)
+                yield turns, late
+    finally:
+        Conditions(lab).undo(handle)
 
 
 def undo(lab: Lab, part: FaultPart, handle: str) -> Changed:
