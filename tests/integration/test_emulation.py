@@ -99,6 +99,9 @@ def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
     assert [change["what"].split()[0] for change in events(outcome, "trace")] == ["link", "link", "device"]
     factors = [(each["target"], each["factor"]) for each in events(outcome, "speed")]
     assert factors == [("worker2", 0.5), ("source", 0.25), ("source", 1.0)]
+    checks = {check["name"]: check["detail"] for check in figures["verdict"]["checks"]}
+    assert "3 changes by the trace" in checks["trace"]
+    assert "6 changes by the flaps" in checks["flaps"]
     strikes = [each for each in events(outcome, "fault") if each["action"] == "flap"]
     assert [each["phase"] for each in strikes] == ["strike", "undo"] * 3
     slow, fast = [], []
