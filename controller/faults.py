@@ -24,12 +24,16 @@ from testbed.faults import UNDOING, FaultScript
 from testbed.network.link import Link, Pair, link_from
 from testbed.network.state import NetworkState
 from testbed.scenario.schema import FaultPart
-from testbed.speeds import Speeds
+from testbed.speeds import MIN_FACTOR, Speeds
 
 if TYPE_CHECKING:
     from controller.agents import Agent
     from testbed.replay import Change
     from testbed.scenario.experiment import Experiment
+
+
+HALTED = MIN_FACTOR
+"""Share of its own speed at which a device that is about to be paused computes: what it has begun waits as it does."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,10 @@ class Conditions:
         if not fresh or now.speeds.factor(name) != 1.0:
             self._tell_speeds({name: now.speeds.factor(name)})
 
+    def halt(self, name: str) -> None:
+        """Let a device compute nothing until it is told otherwise: while it is frozen no paced time must pass."""
+        self._tell_speeds({name: HALTED})
+
     def _change(self, change: Callable[[_Situation], _Situation]) -> Changed:
         with self._path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -253,6 +261,7 @@ def inflict(lab: Lab, part: FaultPart, handle: str) -> Changed:
             lab.start(str(part.restart), conditions.links())
             conditions.tell(str(part.restart))
         case "pause":
+            conditions.halt(str(part.pause))
             lab.pause(str(part.pause))
         case "resume":
             lab.resume(str(part.resume))

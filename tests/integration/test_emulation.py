@@ -112,6 +112,24 @@ def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
     assert min(slow) == pytest.approx(4 * sorted(fast)[len(fast) // 2], rel=0.1)
 
 
+def test_what_a_paused_device_computes_stands_still_too() -> None:
+    prepared = scenario(
+        "emu-pause",
+        devices={"source": {"speed": "100mflops"}},
+        workload={"model": {"name": "cnn"}, "method": {"name": "single"}, "batch_size": 32, "steps": 6},
+        faults=[{"pause": "source", "when": {"device": "source", "begins": "forward", "batch": 3}, "for": "1s"}],
+    )
+    outcome, _ = run(prepared)
+    assert outcome.status == "finished", outcome.error
+    struck, undone = (each["time"] for each in events(outcome, "fault"))
+    works = [each for each in events(outcome, "compute") if each["span"] == "forward"]
+    paused = [each for each in works if each["start"] < struck < each["time"]]
+    assert paused
+    usual = sorted(each["duration"] for each in works)[len(works) // 2]
+    assert usual > 0.1
+    assert paused[0]["duration"] == pytest.approx(usual + undone - struck, abs=0.3 * usual)
+
+
 def test_a_device_down_before_the_start_is_the_methods_business() -> None:
     prepared = scenario("emu-absent")
     outcome, figures = run(prepared, killing("worker2", "handing out the work", "emu-absent"))

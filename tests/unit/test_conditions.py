@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from controller.agents import AgentGone
-from controller.faults import Changed, Conditions, flapping, inflict, undo
+from controller.faults import HALTED, Changed, Conditions, flapping, inflict, undo
 from controller.lab import Lab
 from testbed.errors import HostError, InputError
 from testbed.network.link import Link, Pair
@@ -116,7 +116,7 @@ def test_a_device_that_boots_or_goes_on_is_told_what_is_in_force(lab: Remembered
     assert lab.booted_with["a", "b"].delay == 0.05
     do(lab, pause="b")
     do(lab, unthrottle="b")
-    assert lab.agents["b"].factors == [0.5]
+    assert lab.agents["b"].factors == [0.5, HALTED]
 
 
 def test_one_that_was_paused_meanwhile_has_its_own_speed_back(lab: RememberedLab) -> None:
@@ -124,7 +124,7 @@ def test_one_that_was_paused_meanwhile_has_its_own_speed_back(lab: RememberedLab
     do(lab, pause="b")
     do(lab, unthrottle="b")
     do(lab, resume="b")
-    assert lab.agents["b"].factors == [0.5, 1.0]
+    assert lab.agents["b"].factors == [0.5, HALTED, 1.0]
 
 
 def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
