@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from controller.shaping import interfaces, modules, netem, receiver, sender, tc
+from controller.shaping import interfaces, modules, netem, nfqueue, receiver, sender, tc
 from controller.shaping.delayline import DelayLine, Impairment
 from controller.shaping.namespaces import Namespace, command, read_proc
 from controller.shaping.nfqueue import open_socket
@@ -317,5 +317,5 @@ def netem_works() -> str:
 
 def iptables_for_queues() -> str:
     """Return the iptables program that can lead packets into a queue here; raises HostError when none can."""
-    open_socket().close()
+    nfqueue.check()
     return modules.iptables()
