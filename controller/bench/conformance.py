@@ -24,11 +24,12 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, pstdev
+from typing import Any
 
 from controller.bench.bare import Network
 from controller.bench.figure import Figure
 from controller.bench.flows import Flow, flows, tcp_rates, udp_rates
-from controller.places import CHECKOUT
+from controller.places import BUILD, CHECKOUT
 from controller.shaping import modules
 from controller.shaping.plan import FRAME
 from controller.shaping.shaper import Shaping
@@ -38,6 +39,8 @@ from testbed.network.impairments import burst_lengths, chain, expected_loss
 from testbed.network.link import GilbertElliott, Link, Pair
 
 BACKENDS = ("userspace", "netem")
+RESULTS = BUILD / "conformance"
+"""Where `measure` leaves what it found, for the table in the documentation."""
 JITTER_FRACTION = 0.1
 BURSTS_FRACTION = 0.1
 TCP_LOWEST = 0.92
@@ -375,22 +378,49 @@ def conformance(backend: str, *, slow_host: bool = False) -> Iterator[Figure]:
 
 
 def measure() -> Iterator[Figure]:
-    """Yield the figures of each backend, or why there are none."""
+    """Yield the figures of each backend, or why there are none, and keep them in `RESULTS`."""
     if os.geteuid() != 0:
         yield Figure("links", 0, "", detail="not measured: network namespaces need root")
         return
+    RESULTS.mkdir(parents=True, exist_ok=True)
     for backend in BACKENDS:
+        kept = RESULTS / f"{backend}.json"
+        kept.unlink(missing_ok=True)
         try:
-            figures: Iterator[Figure] = conformance(backend)
             if modules.missing()[backend]:
-                figures = _in_virtual_machine(backend)
-            for figure in figures:
-                yield replace(figure, name=f"{backend}: {figure.name}")
+                document = _in_virtual_machine(backend)
+                figures = [_figure(entry) for entry in document["figures"]]
+                yield from (replace(figure, name=f"{backend}: {figure.name}") for figure in figures)
+            else:
+                figures = []
+                for figure in conformance(backend):
+                    figures.append(figure)
+                    yield replace(figure, name=f"{backend}: {figure.name}")
+                document = _document(backend, figures, ["--links", backend])
         except HostError as error:
             yield Figure(f"{backend}: links", 0, "", detail=f"not measured: {error}")
+        else:
+            kept.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _in_virtual_machine(backend: str) -> Iterator[Figure]:
+def _document(backend: str, figures: Sequence[Figure], arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what `controller.bench.page` makes a table of."""
+    machine = ["python tests/netem/vm.py --"] if os.environ.get("TESTBED_IN_VM") else []
+    return {
+        "backend": backend,
+        "kernel": os.uname().release,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join([*machine, "python -m controller.bench.conformance", *arguments]),
+        "figures": [asdict(figure) for figure in figures],
+    }
+
+
+def _figure(entry: Mapping[str, Any]) -> Figure:
+    between = entry["between"]
+    return Figure(**{**entry, "between": tuple(between) if between else None})
+
+
+def _in_virtual_machine(backend: str) -> dict[str, Any]:
     machine = CHECKOUT / "tests/netem/vm.py"
     if not machine.exists():
         raise HostError("this kernel has none, and a virtual machine is booted only from a checkout")
@@ -401,9 +431,8 @@ def _in_virtual_machine(backend: str) -> Iterator[Figure]:
     done = subprocess.run(booted, check=False, capture_output=True, text=True)
     if not found.exists():
         raise HostError(f"the virtual machine gave no figures: {done.stderr.strip().splitlines()[-1:]}")
-    for entry in json.loads(found.read_text())["figures"]:
-        between = entry.pop("between")
-        yield Figure(**entry, between=tuple(between) if between else None)
+    document: dict[str, Any] = json.loads(found.read_text())
+    return document
 
 
 def main() -> int:
@@ -419,14 +448,7 @@ def main() -> int:
         print(f"{'ok ' if figure.reached else 'BAD'} {figure.name}: {figure.value:.5g} {figure.unit} {figure.detail}")
         sys.stdout.flush()
     if arguments.json:
-        machine = ["python tests/netem/vm.py --"] if os.environ.get("TESTBED_IN_VM") else []
-        document = {
-            "backend": arguments.links,
-            "kernel": os.uname().release,
-            "date": time.strftime("%Y-%m-%d"),
-            "command": " ".join([*machine, "python -m controller.bench.conformance", *_without_files(sys.argv[1:])]),
-            "figures": [asdict(figure) for figure in figures],
-        }
+        document = _document(arguments.links, figures, _without_files(sys.argv[1:]))
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if all(figure.reached for figure in figures) else 1
 

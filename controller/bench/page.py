@@ -1,6 +1,8 @@
 """Writes what `controller.bench.conformance` measured into the documentation.
 
 python -m controller.bench.page userspace.json netem.json
+
+``make bench`` does that with what its part ``conformance`` found.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ def _bounds(figure: Mapping[str, Any]) -> str:
 
 
 def main(files: Sequence[str]) -> None:
-    """Put the table of these files between the page's marks."""
-    runs = [json.loads(Path(file).read_text()) for file in files]
+    """Put the table of these files, those that are there, between the page's marks."""
+    runs = [json.loads(Path(file).read_text()) for file in files if Path(file).exists()]
+    if not runs:
+        return
     text = PAGE.read_text()
     before, rest = text.split(_BEGIN)
     _, after = rest.split(_END)
