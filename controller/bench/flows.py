@@ -26,6 +26,8 @@ _RECEIVE_BUFFER = 256 << 20
 _BUFFER_PER_FRAME = 2304
 """What the kernel charges to a socket for a full frame."""
 _PORT = 5001
+_WAIT_TO_SEND = 0.0005
+"""Seconds between attempts to send where the socket's buffer is full."""
 
 
 @dataclass
@@ -92,16 +94,24 @@ def flows(
                 if time.monotonic() >= until:
                     return
 
+        def send(pair: Pair, number: int) -> float:
+            while True:
+                now = time.monotonic()
+                content = _CONTENT.pack(run, number, now) + filler[:rest]
+                try:
+                    senders[pair[0]].sendto(content, targets[pair])
+                except BlockingIOError:  # the kernel has yet to carry off what was sent before
+                    drain(now + _WAIT_TO_SEND)
+                else:
+                    return now
+
         for pair in pairs:
             senders[pair[0]].sendto(b"", targets[pair])  # makes the addresses known
         drain(time.monotonic() + 0.02)
         start = time.monotonic()
         for number in range(count):
             for pair, flow in made.items():
-                now = time.monotonic()
-                flow.sent.append(now)
-                content = _CONTENT.pack(run, number, now) + filler[:rest]
-                senders[pair[0]].sendto(content, targets[pair])
+                flow.sent.append(send(pair, number))
             drain(start + (number + 1) * gap)
         drain(time.monotonic() + linger)
     return made
