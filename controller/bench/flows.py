@@ -94,27 +94,34 @@ def flows(
                 if time.monotonic() >= until:
                     return
 
-        def send(pair: Pair, number: int) -> float:
-            while True:
-                now = time.monotonic()
-                content = _CONTENT.pack(run, number, now) + filler[:rest]
-                try:
-                    senders[pair[0]].sendto(content, targets[pair])
-                except BlockingIOError:  # the kernel has yet to carry off what was sent before
-                    drain(now + _WAIT_TO_SEND)
-                else:
-                    return now
-
         for pair in pairs:
             senders[pair[0]].sendto(b"", targets[pair])  # makes the addresses known
         drain(time.monotonic() + 0.02)
         start = time.monotonic()
         for number in range(count):
             for pair, flow in made.items():
-                flow.sent.append(send(pair, number))
+                flow.sent.append(_send(senders[pair[0]], targets[pair], (run, number), filler[:rest], drain))
             drain(start + (number + 1) * gap)
         drain(time.monotonic() + linger)
     return made
+
+
+def _send(
+    sender: socket.socket,
+    target: tuple[str, int],
+    mark: tuple[bytes, int],
+    filler: bytes,
+    drain: Callable[[float], None],
+) -> float:
+    """Send a datagram, once there is room for it; return when."""
+    while True:
+        now = time.monotonic()
+        try:
+            sender.sendto(_CONTENT.pack(*mark, now) + filler, target)
+        except BlockingIOError:  # the kernel has yet to carry off what was sent before
+            drain(now + _WAIT_TO_SEND)
+        else:
+            return now
 
 
 def _take(receiver: socket.socket, flow: Flow, run: bytes, filler: bytes) -> None:
