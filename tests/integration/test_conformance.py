@@ -18,7 +18,7 @@ from controller.bench.conformance import Lab, settled
 from controller.bench.figure import Figure
 from testbed.errors import HostError
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 IN_VM = os.environ.get("TESTBED_IN_VM") == "1"
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hostload import BUSY, load_by_others
 
 from controller.bench.pacing import loaded
 from controller.emulation import emulate
 from controller.engine import connect
-from controller.fidelity import HostMonitor
 from controller.removal import DEVICE, RUN
 from testbed.data import load as load_data
 from testbed.errors import TestbedError
@@ -179,14 +178,6 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
     assert after
 
 
-def load_by_others(seconds: float = 1.0) -> float:
-    """Return the share of the processors that is busy now, with nothing of ours at work."""
-    monitor = HostMonitor()
-    monitor.start()
-    time.sleep(seconds)
-    return float(monitor.stop()["host_load"])
-
-
 def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> None:
     others = load_by_others()
     _, idle = run(scenario("emu-idle"))
@@ -196,7 +187,7 @@ def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> No
     if not idle["trusted"]:
         # Without another's doing, an idle host has no reason to be distrusted.
         others = max(others, load_by_others())
-        assert others > 0.2, idle["verdict"]["summary"]
+        assert others > BUSY, idle["verdict"]["summary"]
         pytest.skip(f"others keep {others:.0%} of this host busy: {idle['verdict']['summary']}")
     with loaded():
         _, busy = run(scenario("emu-busy"))
