@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from pydantic import Field
@@ -12,6 +12,7 @@ from testbed.methods.parts import costs
 from testbed.methods.parts.arrangement import StagesOptions, all_devices, assignments
 from testbed.methods.parts.asynchronous import Asynchrony
 from testbed.methods.parts.replication import Replication
+from testbed.network.link import Pair
 from testbed.partition.asynchronous import Asynchronous, Profile
 from testbed.partition.cuts import even
 from testbed.partition.redistribution import Partition, take_over
@@ -75,6 +76,8 @@ class Homogeneous:
     """PipeDream's choice: all devices count as equal, and nothing that the run shows changes that."""
 
     admits = True
+    profile_runs = 0
+    """How often each unit is tried before training; 0: nothing is measured."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -104,6 +107,13 @@ class Homogeneous:
 
     def observe(self, partition: Partition, times: Sequence[float | None]) -> None:
         """Take in the mean seconds of a batch of each stage."""
+
+    def unknown(self, partition: Partition) -> list[Pair]:
+        """Return the neighbours, both ways, whose link is yet to be measured."""
+        return []
+
+    def learn(self, profile: Profile | None, rates: Mapping[Pair, float]) -> None:
+        """Take in what was measured: seconds of each unit on the first device, bit/s between devices."""
 
     def better(self, old: Partition, there: Sequence[str]) -> Partition | None:
         """Return a partition that is worth changing to, or None: only for devices that have come."""

@@ -48,4 +48,4 @@ class AsynchronousMethod(Method):
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a stage; a device that the plan leaves out becomes one after a recovery at most."""
-        return frozenset({"load", "forward", "backward", "update", "replicate", "keep", "evaluate"})
+        return frozenset({"profile", "load", "forward", "backward", "update", "replicate", "keep", "evaluate"})

@@ -10,6 +10,7 @@ only means another try.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -24,10 +25,13 @@ from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.keeper import Keeper
 from testbed.methods.parts.lead import Lead, Temper
 from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts.profiling import profile
 from testbed.methods.parts.replicas import BEGINNING, Inventory, Lineage, Point
 from testbed.methods.parts.replication import held_at, resume_point
 from testbed.methods.parts.shard import weights_of
 from testbed.methods.parts.verdict import judge
+from testbed.network.link import Pair
+from testbed.partition.asynchronous import Profile
 from testbed.partition.redistribution import Need, Partition, needs
 from testbed.wire import Message
 
@@ -49,6 +53,15 @@ class Arranger(Protocol):
 
     def observe(self, partition: Partition, times: Sequence[float | None]) -> None:
         """Take in the mean seconds of a batch of each stage."""
+
+    profile_runs: int
+    """How often each unit is tried on the central node before training; 0: nothing is measured."""
+
+    def unknown(self, partition: Partition) -> list[Pair]:
+        """Return the neighbours, both ways, whose link is yet to be measured."""
+
+    def learn(self, profile: Profile | None, rates: Mapping[Pair, float]) -> None:
+        """Take in what was measured: seconds of each unit on the central node, bit/s between devices."""
 
     def better(self, old: Partition, there: Sequence[str]) -> Partition | None:
         """Return a partition that is worth changing to, or None."""
@@ -99,6 +112,9 @@ class Central(Lead):
         self._replicated: dict[int, set[str]] = {}
         """Who has had his units of a step replicated."""
         self._evaluated = 0
+        self._measured: dict[Pair, float] = {}
+        """Bit/s between devices, as they say."""
+        self._profiled = False
         self._recovering = False
         """Whether the next batch done is the first one after a recovery."""
         self._wanted: Partition | None = None
@@ -120,7 +136,7 @@ class Central(Lead):
 
     def handle(self, message: Message) -> None:
         """Take in any message that reaches this device; never waits."""
-        if message.kind not in (messages.DRAINED, messages.REPLICATED):
+        if message.kind not in (messages.DRAINED, messages.REPLICATED, messages.MEASURED):
             super().handle(message)
             return
         if message["configuration"] != self._configuration:
@@ -128,6 +144,9 @@ class Central(Lead):
         self._heard += 1
         if message.kind == messages.DRAINED:
             self._drained.add(message.sender)
+        elif message.kind == messages.MEASURED:
+            rate = message["rate"]
+            self._measured[message.sender, message["target"]] = math.inf if rate is None else rate
         else:
             self._note_replicated(message["step"], message.sender)
         self._news.ring()
@@ -151,6 +170,8 @@ class Central(Lead):
 
         The pipeline is empty before and after.
         """
+        if not self._recovering:
+            await self._learn()
         window = self._asynchrony.window(len(self.layout))
         self.device.record(
             "stretch", step=first, in_flight=window, partition=self._stages(), configuration=self._configuration
@@ -172,6 +193,28 @@ class Central(Lead):
                     ending = self._end(fed)
         await self.until(lambda: self._drained >= {part.device for part in self.layout})
         return fed
+
+    async def _learn(self) -> None:
+        """Measure, while nothing else goes on, what the choice of partitions needs and nobody knows yet."""
+        found = None
+        if self._arranger.profile_runs and not self._profiled:
+            images, labels = self._training.batch(0)
+            found = await profile(self.device, self._problem, images, labels, self._arranger.profile_runs)
+            self._profiled = True
+            self.device.record("profile", seconds=list(found.execution))
+        rates = {}
+        for pair in self._arranger.unknown(self.partition):
+            rates[pair] = await self._rate(*pair)
+        self._arranger.learn(found, rates)
+
+    async def _rate(self, source: str, target: str) -> float:
+        """Have a stage measure the link to another."""
+        self._outbox.post(source, messages.MEASURE, configuration=self._configuration, target=target)
+        await self.until(lambda: (source, target) in self._measured)
+        rate = self._measured.pop((source, target))
+        finite = None if math.isinf(rate) else rate
+        self.device.record("bandwidth", source=source, destination=target, rate=finite)
+        return rate
 
     def _feed(self, batch: int, first: bool) -> None:
         images, labels = self._training.batch(batch)

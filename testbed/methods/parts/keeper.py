@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+
 from testbed.device import Device
 from testbed.methods.base import Problem
 from testbed.methods.parts import messages
 from testbed.methods.parts.asynchronous import AsynchronousStage, Asynchrony
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts.profiling import bandwidth
 from testbed.methods.parts.replicas import Inventory, Point, Replicas
 from testbed.methods.parts.stage import Place, Stage
 from testbed.methods.parts.worker import Worker
@@ -37,6 +41,7 @@ class Keeper(Worker):
         """Where the configuration that is prepared goes on from."""
         self._awaited: set[int] = set()
         """Units that are still to come before it can."""
+        self._measuring: asyncio.Task[None] | None = None
         self._seeded = False
         """Whether its units come from the seed."""
 
@@ -55,17 +60,31 @@ class Keeper(Worker):
             self.replicas.put(point, message.tensors, [message["unit"]])
         elif kind == messages.KEEP:
             self.replicas.keep(_points(message))
-        elif self.stage is None or message["configuration"] != self.stage.place.configuration:
-            return
-        elif kind == messages.UNIT:
+        elif self.stage is not None and message["configuration"] == self.stage.place.configuration:
+            self._handle_as_stage(self.stage, message)
+
+    def _handle_as_stage(self, stage: Stage, message: Message) -> None:
+        kind = message.kind
+        if kind == messages.UNIT:
             self._take_in(message)
         elif kind == messages.COMMIT:
-            self._commit(message)
-        else:
-            self.stage.put(message)
+            self._commit(stage, message)
+        elif kind == messages.MEASURE:
+            self._measuring = self._background.start(self._measure(message["configuration"], message["target"]))
+        elif kind != messages.PACKET:
+            stage.put(message)
 
     def _busy(self, stage: Stage | None) -> bool:
-        return super()._busy(stage) or self._outbox.waiting()
+        return super()._busy(stage) or self._outbox.waiting() or self._is_measuring()
+
+    def _is_measuring(self) -> bool:
+        return self._measuring is not None and not self._measuring.done()
+
+    def enter(self, configuration: int) -> None:
+        """Give up everything that belongs to a lower configuration."""
+        if configuration > self.configuration and self._measuring is not None:
+            self._measuring.cancel()
+        super().enter(configuration)
 
     def _held(self) -> Inventory:
         return self.replicas.inventory()
@@ -93,6 +112,12 @@ class Keeper(Worker):
             )
         self._report()
 
+    async def _measure(self, configuration: int, peer: str) -> None:
+        """Measure the link to a peer and tell the lead; a number that JSON has no name for is None."""
+        rate = await bandwidth(self._device, peer, configuration)
+        finite = None if math.isinf(rate) else rate
+        self._outbox.post(self._lead, messages.MEASURED, configuration=configuration, target=peer, rate=finite)
+
     def _hand_out(self, message: Message) -> None:
         point = Point(message["made"], message["step"])
         if not self.replicas.units(point) >= set(message["units"]):
@@ -116,12 +141,11 @@ class Keeper(Worker):
                 self._lead, messages.CONFIGURED, configuration=self.configuration, incarnation=self.incarnation
             )
 
-    def _commit(self, message: Message) -> None:
-        assert self.stage is not None
+    def _commit(self, stage: Stage, message: Message) -> None:
         assert self._point is not None
-        state = None if self._seeded else self.replicas.state(self._point, range(*self.stage.place.units))
+        state = None if self._seeded else self.replicas.state(self._point, range(*stage.place.units))
         self.replicas.clear_but(_points(message))
-        self._running = self._background.start(self.stage.run(state))
+        self._running = self._background.start(stage.run(state))
 
 
 def _points(message: Message) -> list[Point]:

@@ -41,6 +41,9 @@ drained    stage -> lead  configuration, step: all updates before this step are 
 replica    stage -> any   configuration, step, unit; its weights, buffers and momentum: keep them for me
 replicated stage -> lead  configuration, step: whoever is to keep my units of this step has them
 keep       lead -> stage  configuration, keep: as in commit, but later points stay too
+measure    lead -> stage  configuration, target: measure your link to it
+packet     stage -> peer  configuration; only its size matters
+measured   stage -> lead  configuration, target, rate (bit/s on the wire; null: it takes no time)
 ========== ============== ======================================================================================
 """
 
@@ -66,6 +69,9 @@ DRAINED = "drained"
 REPLICA = "replica"
 REPLICATED = "replicated"
 KEEP = "keep"
+MEASURE = "measure"
+PACKET = "packet"
+MEASURED = "measured"
 
 TENSOR = "tensor"
 """Name of the tensor in messages that carry one."""
