@@ -83,6 +83,10 @@ class Asynchronous(Chain):
     def _with_batch(self, batch_size: int) -> Chain:
         return replace(self, batch_size=batch_size)
 
+    def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
+        added = (self.capacities[-1],) * (len(devices) - len(self.devices))
+        return replace(self, devices=devices, links=links, capacities=self.capacities + added)
+
     @cached_property
     def _sums(self) -> dict[str, list[float]]:
         kinds = {"forward": self.profile.forward, "backward": self.profile.backward, "update": self.profile.update}
