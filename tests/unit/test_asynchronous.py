@@ -25,7 +25,7 @@ from testbed.partition.cuts import Cuts
 from testbed.partition.memory import asynchronous_bytes, training_bytes
 from testbed.partition.pipeline import ENVELOPE
 from testbed.scenario.schema import OptimizerPart
-from testbed.schedule import orders
+from testbed.schedule import Action, orders
 from testbed.schedule.synchronous import one_forward_one_backward
 from testbed.schedule.versions import aggregates, in_flight, kept, needed, numbered, used
 
@@ -194,6 +194,23 @@ def test_memory_counts_versions_and_batches_in_flight() -> None:
         assert found.memory(stage, 4, 9) == (3 + 2) * weights + flying
         assert replace(found, vertical_sync=False).memory(stage, 4, 9) == (3 - stage + 2) * weights + flying
     assert asynchronous_bytes(part, 16, 1, momentum=True) == training_bytes(part, 16, momentum=True)
+
+
+def test_the_order_is_1f1b_and_one_batch_at_a_time_where_the_window_is_one() -> None:
+    found = chain(MOBILENET.units, (1, 1, 1))
+    cuts = found.least_bottleneck()
+    played: list[list[Action]] = [[], [], []]
+    for slot in found.timeline(cuts, 7):
+        if slot.action.kind != "update":
+            played[slot.stage].append(slot.action)
+    assert list(map(tuple, played)) == list(orders(one_forward_one_backward, 3, 7))
+    alone = replace(found, window=1)
+    # All forwards and backwards one after the other; the later stages update while gradients go on to the first.
+    there_and_back = sum(found.profile.forward) + sum(found.profile.backward)
+    assert alone.batch_time(cuts) == pytest.approx(there_and_back + alone.seconds("update", 0, *cuts[:2]))
+    assert alone.memory(0, 0, 5) < found.memory(0, 0, 5)
+    assert replace(found, window=9).memory(0, 0, 5) == found.memory(0, 0, 5)
+    assert found.batch_time(cuts) <= replace(found, window=2).batch_time(cuts) <= alone.batch_time(cuts)
 
 
 def test_memory_counts_replicas() -> None:
