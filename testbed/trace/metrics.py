@@ -13,6 +13,7 @@ from typing import Any
 from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
 from testbed.scenario.experiment import Experiment
+from testbed.trace.changes import after, busiest_share, last_change, pace_figures, pauses
 from testbed.trace.critical import CriticalPaths, Lateness
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
 from testbed.trace.events import Event
@@ -47,6 +48,10 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     recovery_time              longest time from strike to resumption
     detection_time             longest time from strike to detection
     resume_time                longest time from detection to resumption
+    step_time_before           median of the steady steps before the first fault that the method noticed
+    step_time_after            median of those after the last recovery or repartition
+    busiest_share              largest share of the steady steps' time, after the last recovery or repartition, that a
+                               device computes or a link carries
     requests                   inferences done
     requests_per_second        requests / duration
     latency, latency_mean      median and mean latency of a request
@@ -78,7 +83,8 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     end = run_end(outcome.events, plan.lead)
     events = [event for event in outcome.events if event.time <= end]
     struck, outlived = strikes(events), recoveries(events)
-    steps = _steps(events, [strike.window(end) for strike in struck if not strike.mends], outlived, end)
+    windows = [strike.window(end) for strike in struck if not strike.mends] + pauses(events)
+    steps = _steps(events, windows, outlived, end)
     devices = _devices(outcome.events, experiment, plan, end, _phase(events, steps, end))
     recovered = [_recovery(recovery, outcome.events) for recovery in outlived]
     links = _links(events, experiment.links, outcome.links, end)
@@ -93,6 +99,8 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         **({} if plan.step_time is None else {"predicted_step_time": plan.step_time}),
         "faults": sum(not strike.mends for strike in struck),
         **_recovery_times(outlived),
+        **pace_figures(events, steps, outlived),
+        **_busiest(outcome, experiment, events, after(steps, last_change(events, outlived)), end),
         **_inference(events, end),
         **_casting(events),
         "messages": sum(device["messages_sent"] for device in devices.values()),
@@ -220,6 +228,17 @@ def _recovery_times(outlived: Sequence[Recovery]) -> dict[str, Any]:
     if noticed:
         figures["detection_time"] = max(noticed)
     return figures
+
+
+def _busiest(
+    outcome: Outcome, experiment: Experiment, events: Sequence[Event], steps: Sequence[Mapping[str, Any]], end: float
+) -> dict[str, float]:
+    computing: dict[str, list[Interval]] = defaultdict(list)
+    for bar in bars(outcome.events, end):
+        if bar.kind == "compute":
+            computing[bar.device].append((bar.start, bar.end))
+    share = busiest_share([union(part) for part in computing.values()], experiment.links, events, steps)
+    return {} if share is None else {"busiest_share": share}
 
 
 def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
