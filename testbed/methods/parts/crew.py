@@ -33,6 +33,7 @@ class Answer:
     actions: int
     computing: bool
     overdue: Mapping[str, float]
+    held: Sequence[tuple[int, int, Sequence[int]]] = ()
 
 
 class Crew:
@@ -53,7 +54,7 @@ class Crew:
         self._problem = problem
         self._outbox = outbox
         self._news = news
-        self._appointed: dict[str, float] = {}
+        self.appointed: dict[str, float] = {}
         """Incarnations of the devices that were told what to be."""
         self._probes: dict[str, asyncio.Future[None]] = {}
         self._question = 0
@@ -70,7 +71,7 @@ class Crew:
     def appoint(self) -> None:
         """From now on, a device that starts anew has lost what it is being told."""
         self.restarted.clear()
-        self._appointed = dict(self.there)
+        self.appointed = dict(self.there)
         self._still = (-1, 0.0)
 
     def ask(self, names: Collection[str]) -> None:
@@ -90,12 +91,12 @@ class Crew:
         if message.kind != messages.HELLO and message["configuration"] != self.configuration:
             return
         self.there[name] = incarnation
-        if self._appointed.setdefault(name, incarnation) != incarnation:
+        if self.appointed.setdefault(name, incarnation) != incarnation:
             self.restarted.add(name)
         if message.kind == messages.CONFIGURED:
             self.ready.add(name)
         elif message.kind == messages.ALIVE and message["question"] == self._question:
-            self.answers[name] = Answer(*(message[key] for key in ("holds", "actions", "computing", "overdue")))
+            self.answers[name] = Answer(*(message[key] for key in ("holds", "actions", "computing", "overdue", "held")))
         self._news.ring()
 
     async def roll_call(self, layout: Sequence[Assignment], patience: float, heard: Callable[[], int]) -> bool:

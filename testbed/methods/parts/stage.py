@@ -108,11 +108,20 @@ class Stage:
         training = message.kind == messages.GRADIENT or message["work"] == messages.TRAIN
         if training:
             self._mailbox.put((message.kind, message["batch"], message["micro"]), message.tensors[messages.TENSOR])
-        if message.kind == messages.ACTIVATION and (not training or message["micro"] == 0):
+        if message.kind == messages.ACTIVATION and (not training or self._begins(message)):
             self._orders.put_nowait(message)
+
+    def _begins(self, message: Message) -> bool:
+        """Say whether this activation begins a piece of training."""
+        return bool(message["micro"] == 0)
 
     async def run(self, state: State | None) -> None:
         """Build the shard, from a state or from the seed, say so to the lead, and work until cancelled."""
+        await self._load(state)
+        self._tell(self.place.lead, messages.CONFIGURED, incarnation=self._incarnation)
+        await self._serve()
+
+    async def _load(self, state: State | None) -> None:
         optimizer = self._problem.workload.optimizer
 
         def build() -> Shard:
@@ -122,7 +131,8 @@ class Stage:
             return shard
 
         self._shard = await self._compute(build, costs.copy(self._units, optimizer), Span("load"))
-        self._tell(self.place.lead, messages.CONFIGURED, incarnation=self._incarnation)
+
+    async def _serve(self) -> None:
         try:
             while True:
                 order = await self._orders.get()
