@@ -19,8 +19,7 @@ from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
 from testbed.partition.memory import asynchronous_bytes
 from testbed.partition.pipeline import Chain
-from testbed.schedule import Action, orders, play
-from testbed.schedule.synchronous import one_forward_one_backward
+from testbed.schedule import Action, play
 from testbed.schedule.timeline import Slot
 from testbed.schedule.versions import in_flight, kept
 
@@ -59,6 +58,8 @@ class Asynchronous(Chain):
     capacities: tuple[float, ...]
     """C_i: how many times as long as the central node a device takes; the first stage's is 1 while nothing slows it."""
     momentum: bool = False
+    window: int | None = None
+    """Batches in the pipeline at once; None, and never more than: as many as there are stages."""
     vertical_sync: bool = True
     half_duplex: bool = False
     """Whether activations and gradients share a link's rate: the factor 2 of equation (5)."""
@@ -74,14 +75,18 @@ class Asynchronous(Chain):
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
         stages = len(self.devices)
-        samples = in_flight(stages, stage) * self.batch_size
-        versions = kept(stages, stage, self.vertical_sync)
+        samples = in_flight(stages, stage, self.window) * self.batch_size
+        versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
         return asynchronous_bytes(self.units[first:last], samples, versions, self.momentum) + self.extra(
             stage, first, last
         )
 
     def _with_batch(self, batch_size: int) -> Chain:
         return replace(self, batch_size=batch_size)
+
+    def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
+        added = (self.capacities[-1],) * (len(devices) - len(self.devices))
+        return replace(self, devices=devices, links=links, capacities=self.capacities + added)
 
     @cached_property
     def _sums(self) -> dict[str, list[float]]:
@@ -155,14 +160,8 @@ class Asynchronous(Chain):
 
     def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
         """Return when each stage does what in a run of so many batches, in seconds."""
-        stages = [
-            [
-                step
-                for action in actions
-                for step in ((action, Action("update", action.micro)) if action.kind == "backward" else (action,))
-            ]
-            for actions in orders(one_forward_one_backward, len(self.devices), batches)
-        ]
+        count = len(self.devices)
+        stages = [_actions(in_flight(count, stage, self.window), batches) for stage in range(count)]
 
         def duration(stage: int, action: Action) -> float:
             return self.seconds(action.kind, stage, *cuts[stage : stage + 2])
@@ -183,6 +182,17 @@ class Asynchronous(Chain):
         turns = 4 * stages
         ends = [slot.end for slot in self.timeline(cuts, 3 * turns) if slot.stage == 0 and slot.action.kind == "update"]
         return (ends[2 * turns - 1] - ends[turns - 1]) / turns
+
+
+def _actions(ahead: int, batches: int) -> list[Action]:
+    """Return what a stage does that has so many batches in flight at most: 1F1B, an update after each backward."""
+    found: list[Action] = []
+    for batch in range(batches + ahead):
+        if batch >= ahead:
+            found += [Action("backward", batch - ahead), Action("update", batch - ahead)]
+        if batch < batches:
+            found.append(Action("forward", batch))
+    return found
 
 
 def measured(rates: Mapping[Pair, float]) -> dict[Pair, Link]:

@@ -165,9 +165,13 @@ class Chain:
                 for one, other in pairwise(d.name for d in devices)
                 for pair in ((one, other), (other, one))
             }
-            if replace(self, devices=devices, links=links).fullness[0] <= 1:
+            if self._with_devices(devices, links).fullness[0] <= 1:
                 return count
         return 0
+
+    def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
+        """Return the same over these devices and some more at the end."""
+        return replace(self, devices=devices, links=links)
 
     @property
     def latency_costs(self) -> Costs:

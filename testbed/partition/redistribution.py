@@ -109,6 +109,8 @@ def missing(held: Held, units: int) -> set[int]:
 def needs(old: Partition, new: Partition, held: Held) -> dict[str, Need]:
     """Return for each device of the new partition where it finds its units.
 
+    ``old`` is the partition under which the state was replicated.
+
     What a device has itself it does not fetch. Anything else comes from the unit's device in the old partition; from
     that one's successor, which has the chain replica, if it has it no more; from the central node if both have not;
     and else from whoever has it. Raises `UnitsLostError` where nobody has.

@@ -8,9 +8,12 @@ Figure 2 counts it, and `numbered` does as well.
 from __future__ import annotations
 
 
-def in_flight(stages: int, stage: int) -> int:
-    """Return how many batches a stage has forwarded and not yet backwarded at most: n - i, each with its version."""
-    return stages - stage
+def in_flight(stages: int, stage: int, window: int | None = None) -> int:
+    """Return how many batches a stage has forwarded and not yet backwarded at most: n - i, each with its version.
+
+    Fewer where ``window``, how many are anywhere in the pipeline at once, is smaller.
+    """
+    return min(window or stages, stages - stage)
 
 
 def used(batch: int, stages: int, stage: int = 0) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
 from testbed.scenario.experiment import Experiment
+from testbed.trace.changes import after, busiest_share, last_change, pace_figures, pauses
 from testbed.trace.critical import CriticalPaths, Lateness
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
 from testbed.trace.events import Event
@@ -54,6 +55,10 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     repartition_pause          longest time from the last batch before such a change until training could go on
     repartition_bytes          weights and optimizer state that they moved in all
     versions_kept              most versions of its weights that any stage kept at once
+    step_time_before           median of the steady steps before the first fault that the method noticed
+    step_time_after            median of those after the last recovery or repartition
+    busiest_share              largest share of the steady steps' time, after the last recovery or repartition, that a
+                               device computes or a link carries
     requests                   inferences done
     requests_per_second        requests / duration
     latency, latency_mean      median and mean latency of a request
@@ -86,7 +91,8 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     end = run_end(outcome.events, plan.lead)
     events = [event for event in outcome.events if event.time <= end]
     struck, outlived = strikes(events), recoveries(events)
-    steps = _steps(events, [strike.window(end) for strike in struck if not strike.mends], outlived, end)
+    windows = [strike.window(end) for strike in struck if not strike.mends] + pauses(events)
+    steps = _steps(events, windows, outlived, end)
     devices = _devices(outcome.events, experiment, plan, end, _phase(events, steps, end))
     recovered = [_recovery(recovery, outcome.events) for recovery in outlived]
     links = _links(events, experiment.links, outcome.links, end)
@@ -102,6 +108,8 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "faults": sum(not strike.mends for strike in struck),
         **_recovery_times(outlived),
         **_asynchronous(events),
+        **pace_figures(events, steps, outlived),
+        **_busiest(outcome, experiment, events, after(steps, last_change(events, outlived)), end),
         **_inference(events, end),
         **_casting(events),
         "messages": sum(device["messages_sent"] for device in devices.values()),
@@ -254,6 +262,17 @@ def _asynchronous(events: Sequence[Event]) -> dict[str, Any]:
         figures["repartition_pause"] = max(change["seconds"] for change in changes)
         figures["repartition_bytes"] = sum(change["bytes"] for change in changes)
     return figures
+
+
+def _busiest(
+    outcome: Outcome, experiment: Experiment, events: Sequence[Event], steps: Sequence[Mapping[str, Any]], end: float
+) -> dict[str, float]:
+    computing: dict[str, list[Interval]] = defaultdict(list)
+    for bar in bars(outcome.events, end):
+        if bar.kind == "compute":
+            computing[bar.device].append((bar.start, bar.end))
+    share = busiest_share([union(part) for part in computing.values()], experiment.links, events, steps)
+    return {} if share is None else {"busiest_share": share}
 
 
 def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
