@@ -48,6 +48,13 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     recovery_time              longest time from strike to resumption
     detection_time             longest time from strike to detection
     resume_time                longest time from detection to resumption
+    repartition_time           longest time from detection to the decision who goes on with what
+    redistribution_time        longest time from that decision until all devices have what they need for it
+    first_batch_time           longest time from detection until the first batch after it was trained
+    repartitions               changes of the partition in a run that goes on, without those of recoveries
+    repartition_pause          longest time from the last batch before such a change until training could go on
+    repartition_bytes          weights and optimizer state that they moved in all
+    versions_kept              most versions of its weights that any stage kept at once
     step_time_before           median of the steady steps before the first fault that the method noticed
     step_time_after            median of those after the last recovery or repartition
     busiest_share              largest share of the steady steps' time, after the last recovery or repartition, that a
@@ -72,6 +79,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     samples, steady; ``evaluations``; ``requests``), ``devices`` by name (``compute``, ``send``, ``receive``, ``down``,
     ``idle`` seconds and their ``_share`` of the duration, ``communicate``: sending or receiving while not computing,
     traffic, ``flops``, ``deficit``), ``links`` (those used or measured), ``fault_list``, ``recovery_list``,
+    ``repartition_list``, ``version_list`` (what each stage kept in each stretch of asynchronous training),
     ``verdict`` (see ``testbed.trace.verdict``).
 
     ``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another; ``idle`` is what
@@ -99,6 +107,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         **({} if plan.step_time is None else {"predicted_step_time": plan.step_time}),
         "faults": sum(not strike.mends for strike in struck),
         **_recovery_times(outlived),
+        **_asynchronous(events),
         **pace_figures(events, steps, outlived),
         **_busiest(outcome, experiment, events, after(steps, last_change(events, outlived)), end),
         **_inference(events, end),
@@ -119,6 +128,8 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "requests": [{"time": event.time, **event.fields} for event in events if event.event == "request"],
     }
     figures["devices"] = devices
+    figures["version_list"] = [{"device": e.device, **e.fields} for e in events if e.event == "versions"]
+    figures["repartition_list"] = [{"time": e.time, **e.fields} for e in events if e.event == "repartition"]
     figures["links"] = links
     figures["fault_list"] = [_fault(strike) for strike in struck]
     figures["recovery_list"] = recovered
@@ -224,9 +235,32 @@ def _recovery_times(outlived: Sequence[Recovery]) -> dict[str, Any]:
     if done:
         figures["recovery_time"] = max(item.duration or 0.0 for item in done)
         figures["resume_time"] = max((item.resumed or 0.0) - item.detected for item in done)
+    for name, begun, ended in (
+        ("repartition_time", "detected", "repartitioned"),
+        ("redistribution_time", "repartitioned", "redistributed"),
+        ("first_batch_time", "detected", "trained"),
+    ):
+        spans = [(getattr(item, begun), getattr(item, ended)) for item in outlived]
+        known = [last - first for first, last in spans if first is not None and last is not None]
+        if known:
+            figures[name] = max(known)
     noticed = [item.detected - item.struck for item in outlived if item.struck is not None]
     if noticed:
         figures["detection_time"] = max(noticed)
+    return figures
+
+
+def _asynchronous(events: Sequence[Event]) -> dict[str, Any]:
+    """Return what only asynchronous training has to tell."""
+    figures: dict[str, Any] = {}
+    changes = [event.fields for event in events if event.event == "repartition"]
+    reports = [event.fields for event in events if event.event == "versions"]
+    if reports:
+        figures["versions_kept"] = max(report["kept"] for report in reports)
+        figures["repartitions"] = len(changes)
+    if changes:
+        figures["repartition_pause"] = max(change["seconds"] for change in changes)
+        figures["repartition_bytes"] = sum(change["bytes"] for change in changes)
     return figures
 
 
@@ -458,5 +492,10 @@ def _recovery(recovery: Recovery, events: Sequence[Event]) -> dict[str, Any]:
         "seconds": recovery.duration,
         "step": recovery.step,
         "missing": list(recovery.missing),
+        "repartitioned": recovery.repartitioned,
+        "redistributed": recovery.redistributed,
+        "trained": recovery.trained,
+        "moved": recovery.moved,
+        "case": recovery.case,
         "deficit": max((_deficit(part, window) for part in own.values()), default=0.0),
     }

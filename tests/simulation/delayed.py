@@ -33,7 +33,8 @@ class Reference:
         chosen = batch(len(self.data.train_labels), self.problem.workload.batch_size, self.problem.seed, step)
         images, labels = (torch.from_numpy(part[chosen]) for part in (self.data.train_images, self.data.train_labels))
         used = {name: value.clone().requires_grad_() for name, value in weights.items()}
-        loss = torch.nn.functional.cross_entropy(torch.func.functional_call(self.model, used, images), labels)
+        outputs = torch.func.functional_call(self.model, used, images)
+        loss = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / len(labels)
         self.losses.append(float(loss.detach()))
         return dict(zip(used, torch.autograd.grad(loss, used.values()), strict=True))
 
@@ -45,10 +46,10 @@ class Reference:
             used = {name: history[max(first, step - spans[int(name.split(".")[0])] + 1)][name] for name in self.newest}
             following = {}
             for name, gradient in self.gradients(step, used).items():
-                change = gradient + optimizer.weight_decay * self.newest[name]
+                change = gradient.add(self.newest[name], alpha=optimizer.weight_decay)
                 before = self.momentum.get(name)
-                self.momentum[name] = change if before is None else optimizer.momentum * before + change
-                following[name] = self.newest[name] - optimizer.learning_rate * self.momentum[name]
+                self.momentum[name] = change if before is None else before.mul(optimizer.momentum).add(change)
+                following[name] = self.newest[name].add(self.momentum[name], alpha=-optimizer.learning_rate)
             self.newest = history[step + 1] = following
         return self
 

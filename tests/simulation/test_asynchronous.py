@@ -14,7 +14,7 @@ def trained(workers=3, method=METHOD, **keys):
     return outcome
 
 
-def assert_equal(found, expected, tolerance=1e-6):
+def assert_equal(found, expected, tolerance=0.0):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance)

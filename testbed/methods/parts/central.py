@@ -315,7 +315,7 @@ class Central(Lead):
 
     async def _recover(self, lost: Lost) -> None:
         """Find out who has what, choose the state to go on from and the stages to go on with."""
-        self.device.record("recovery", phase="detected", step=self.start, missing=lost.missing)
+        self.device.record("recovery", phase="detected", step=self.progress, missing=lost.missing)
         self._cut |= lost.cut
         self._wanted = None
         given_up, before = self._configuration, dict(self._crew.appointed)
