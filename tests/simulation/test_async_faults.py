@@ -72,8 +72,22 @@ def test_worker_killed_for_good(method, victim):
     ]
 
 
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("batch", [2, 13, 34])
+def test_central_node_dies_and_comes_back(batch, also):
+    faults = [{"kill": "source", "when": during("source", "forward", batch), "for": "1s"}]
+    if also:
+        faults.append({"kill": "worker1", "when": during("source", "forward", batch)})
+    outcome = disturbed(*faults)
+    assert_right(outcome)
+    _, decided, *_ = of(outcome, "recovery")
+    assert decided["case"] == "restart"
+    assert decided["step"] == max(0, batch - 3) // 4 * 4  # what was replicated, wherever; nothing starts over
+    assert ("worker1" in [device for device, _, _ in decided["partition"]]) is not also
+
+
 def random_fault(draw: random.Random, first: bool) -> dict:
-    kind = draw.choice(["kill", "kill", "pause", "partition", "degrade", "throttle"])
+    kind = draw.choice(["kill", "kill", "pause", "partition", "degrade", "throttle", "central"])
     lasting = draw.choice(["300ms", "1s", "3s", "8s", None])
     victim = draw.choice(WORKERS)
     if kind == "partition":
@@ -82,6 +96,9 @@ def random_fault(draw: random.Random, first: bool) -> dict:
         fault = {"degrade": {"device": victim, "rate": draw.choice(["100bit", "200kbit"]), "delay": "100ms"}}
     elif kind == "throttle":
         fault = {"throttle": {"device": draw.choice(DEVICES), "slowdown": draw.choice([2, 10, 100])}}
+    elif kind == "central":
+        fault = {draw.choice(["kill", "pause"]): "source"}
+        lasting = lasting or "2s"
     else:
         fault = {kind: victim}
     if lasting:

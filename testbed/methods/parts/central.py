@@ -26,7 +26,7 @@ from testbed.methods.parts.keeper import Keeper
 from testbed.methods.parts.lead import Lead, Temper
 from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.profiling import profile
-from testbed.methods.parts.replicas import BEGINNING, Inventory, Lineage, Point
+from testbed.methods.parts.replicas import BEGINNING, Inventory, Lineage, Point, dump, load
 from testbed.methods.parts.replication import held_at, resume_point
 from testbed.methods.parts.shard import weights_of
 from testbed.methods.parts.verdict import judge
@@ -130,9 +130,34 @@ class Central(Lead):
     async def run(self) -> None:
         """Train to the end through whatever happens; raises `TestbedError` when too few devices are left."""
         self.device.expose(self._weights)
+        if self._remember():
+            await self._return()
+        else:
+            self._enter()
+            self._take_up(self.partition)
+        await self._go_on(self._recovering)
+
+    def _remember(self) -> bool:
+        """Read what the central node's program has left on the disk before it died; say whether there was anything."""
+        training, replicas = self.device.saved("training"), self.device.saved("replicas")
+        if training is None:
+            return False
+        self._lineage = Lineage(tuple((made, begin) for made, begin in training["begun"]))
+        self.partition = Partition(tuple(training["devices"]), tuple(training["cuts"]))
+        self.layout = self._arranger.assignments(self.partition)
+        if replicas is not None:
+            load(self._keeper.replicas, replicas)
+            points = [point for point in self._keeper.replicas.points() if point in self._lineage]
+            full = [point for point in points if len(self._keeper.replicas.units(point)) == self._units]
+            self._whole = max(full, key=lambda point: point.step, default=BEGINNING)
+        return True
+
+    async def _return(self) -> None:
+        """Go on where the program was before it died, as far as that is known to somebody."""
+        self.device.record("recovery", phase="detected", step=self._whole.step, missing=[self.device.name])
         self._enter()
-        self._take_up(self.partition)
-        await self._go_on()
+        await self._gather(self.partition.devices, max(self._temper.patience, self._temper.return_window))
+        self._resume("restart")
 
     def handle(self, message: Message) -> None:
         """Take in any message that reaches this device; never waits."""
@@ -312,6 +337,7 @@ class Central(Lead):
         for part in self.layout:
             whole = {self._whole} if part.device == self.device.name else set()
             self._tell_to_keep(messages.KEEP, part.device, {point, *whole})
+        self.device.save("replicas", dump(self._keeper.replicas))
 
     async def _recover(self, lost: Lost) -> None:
         """Find out who has what, choose the state to go on from and the stages to go on with."""
@@ -324,8 +350,11 @@ class Central(Lead):
         self._learn_patience(lost, given_up)
         there = self._there()
         now = {name: self._crew.there.get(name, before.get(name, 0.0)) for name in there}
-        case = judge({name: before.get(name, now.get(name, 0.0)) for name in self.partition.devices}, now).case
-        self._take_up(self._after_loss(there))
+        self._resume(judge({name: before.get(name, now.get(name, 0.0)) for name in self.partition.devices}, now).case)
+
+    def _resume(self, case: str) -> None:
+        """Choose the state to go on from and the stages to go on with, among the devices that have answered."""
+        self._take_up(self._after_loss(self._there()))
         self._recovering = True
         self.device.record("recovery", phase="repartitioned", step=self._step, case=case, partition=self._stages())
 
@@ -387,6 +416,8 @@ class Central(Lead):
         )
         self._replicated.clear()
         self.partition, self.layout = partition, self._arranger.assignments(partition)
+        begun, devices = self._lineage.begun, partition.devices
+        self.device.save("training", Message("training", {"begun": begun, "devices": devices, "cuts": partition.cuts}))
         self.joiners = (self.joiners | crew.answers.keys()) - set(partition.devices) - self._cut
 
     def _all_units(self, having: Mapping[str, Collection[int]]) -> Need:

@@ -112,9 +112,9 @@ class Lead(ABC):
         self._enter()
         await self._go_on()
 
-    async def _go_on(self) -> None:
+    async def _go_on(self, recovering: bool = False) -> None:
         """Work, recover and work again until all is done."""
-        recovering, fruitless = False, 0
+        fruitless = 0
         while True:
             before = self.progress
             try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from testbed.methods.parts.shard import State, restrict
+from testbed.wire import Message
 
 if TYPE_CHECKING:
     import torch
@@ -113,3 +114,24 @@ class Lineage:
             device: {step: units for made, step, units in points if Point(made, step) in self}
             for device, points in inventory.items()
         }
+
+
+def dump(replicas: Replicas) -> Message:
+    """Return all replicas as one message, for the disk."""
+    tensors = {
+        f"{point.configuration}/{point.step}/{name}": tensor
+        for point in replicas.points()
+        for name, tensor in replicas.state(point, sorted(replicas.units(point))).items()
+    }
+    return Message("replicas", {"held": replicas.inventory()}, tensors)
+
+
+def load(replicas: Replicas, written: Message) -> None:
+    """Take in what `dump` has written."""
+    states: dict[Point, dict[str, torch.Tensor]] = {}
+    for path, tensor in written.tensors.items():
+        made, step, name = path.split("/", 2)
+        states.setdefault(Point(int(made), int(step)), {})[name] = tensor
+    for configuration, done, units in written["held"]:
+        point = Point(configuration, done)
+        replicas.put(point, states.get(point, {}), units)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from testbed.methods.parts.sgd import Sgd
@@ -61,6 +62,8 @@ class Shard:
         self._statistics = Statistics(self._module)
         self.versions = Versions(self._module)
         self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._postponed: dict[Hashable, Callable[[], object]] = {}
+        """Forwards that are done again, this time keeping what backward needs, just before their backward."""
 
     def forward(self, key: Hashable, inputs: torch.Tensor, version: int | None = None) -> torch.Tensor:
         """Return the outputs for a micro-batch, keeping what its `backward` needs."""
@@ -68,6 +71,25 @@ class Shard:
         outputs = self._train(key, inputs, version)
         self._kept[key] = (inputs, outputs)
         return outputs.detach()
+
+    def forward_lightly(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, keeping nothing but the inputs: `backward` computes them again (GPipe).
+
+        The second time draws what the first one drew and leaves the running statistics alone.
+        """
+        import torch
+
+        with torch.no_grad():
+            outputs = self._run(key, inputs)
+        self._postponed[key] = partial(self._again, key, inputs)
+        return outputs
+
+    def _again(self, key: Hashable, inputs: torch.Tensor) -> None:
+        inputs = inputs.detach().requires_grad_(self.first > 0)
+        with self._statistics.set_aside(key):
+            outputs = self._run(key, inputs)
+        self._statistics.drop(key)
+        self._kept[key] = (inputs, outputs)
 
     def forward_loss(
         self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int, version: int | None = None
@@ -90,6 +112,8 @@ class Shard:
 
         ``gradient`` is that of the outputs; None where the forward computed the loss.
         """
+        if key in self._postponed:
+            self._postponed.pop(key)()
         inputs, outputs = self._kept.pop(key)
         if outputs.requires_grad:
             # The gradient of this sum is the one given, to the bit. Handing that to `backward` would make torch import
@@ -144,6 +168,7 @@ class Shard:
         self.versions.use(self.versions.newest)
         self._module.load_state_dict(weights_of(state))
         self._kept.clear()
+        self._postponed.clear()
         self._statistics.clear()
         self._sgd.momentum.clear()
         for name, parameter in self._module.named_parameters():

@@ -34,6 +34,8 @@ class Routine:
     schedule: Schedule
     checkpoint_every: int
     """Steps after which each stage sends its state to the lead; it does so after the last step in any case."""
+    recompute: bool = False
+    """Whether all stages but the last keep no activations, and forward a second time before they backward."""
 
     def checkpoints(self, step: int, steps: int) -> bool:
         """Say whether the state after ``step`` of ``steps`` is kept."""
@@ -194,8 +196,10 @@ class Stage:
     async def _forward(self, order: Message, micro: int) -> None:
         batch = order["batch"]
         inputs = await self._mailbox.take((messages.ACTIVATION, batch, micro))
+        assert self._routine is not None
+        forward = self._shard.forward_lightly if self._routine.recompute else self._shard.forward
         outputs = await self._compute(
-            partial(self._shard.forward, (batch, micro), inputs),
+            partial(forward, (batch, micro), inputs),
             costs.forward(self._units, len(inputs)),
             Span("forward", batch, micro),
         )
@@ -214,9 +218,13 @@ class Stage:
         gradient = None
         if self.place.after is not None:
             gradient = await self._mailbox.take((messages.GRADIENT, batch, micro))
+        assert self._routine is not None
+        cost = costs.backward(self._units, samples)
+        if self._routine.recompute and self.place.after is not None:
+            cost = Cost(cost.flops + costs.forward(self._units, samples).flops)
         gradient = await self._compute(
             partial(self._shard.backward, (batch, micro), gradient),
-            costs.backward(self._units, samples),
+            cost,
             Span("backward", batch, micro),
         )
         if self.place.before is not None:

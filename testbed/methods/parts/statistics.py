@@ -52,6 +52,10 @@ class Statistics:
                 else:
                     buffer.mul_(keep).add_(value)
 
+    def drop(self, key: Hashable) -> None:
+        """Forget what the forward of this key had to add."""
+        del self._aside[key]
+
     def clear(self) -> None:
         """Forget what was set aside: those batches are done again."""
         self._aside.clear()

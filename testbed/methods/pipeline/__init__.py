@@ -34,7 +34,7 @@ class Pipeline(Method):
         """Lead on the first device, serve as a stage elsewhere."""
         problem, options = job.problem, job.problem.options
         assert isinstance(options, PipelineOptions)
-        routine = Routine(SCHEDULES[options.schedule], options.checkpoint_every)
+        routine = Routine(SCHEDULES[options.schedule], options.checkpoint_every, options.recompute)
         temper = Temper(options.patience, options.return_window, options.return_window)
 
         await run_stages(
