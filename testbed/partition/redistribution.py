@@ -78,29 +78,6 @@ class UnitsLostError(Exception):
         self.units = frozenset(units)
 
 
-def own(partition: Partition) -> dict[str, set[int]]:
-    """Return what is held where nothing is replicated: each stage its own units."""
-    return {device: set(partition.of(device)) for device in partition.devices}
-
-
-def chained(partition: Partition) -> dict[str, set[int]]:
-    """Return what is held after a chain replication."""
-    held = own(partition)
-    for device in partition.devices:
-        held[partition.successor(device)] |= set(partition.of(device))
-    return held
-
-
-def gathered(partition: Partition) -> dict[str, set[int]]:
-    """Return what is held after a global replication without a chain replication."""
-    return own(partition) | {partition.central: set(range(partition.units))}
-
-
-def without(held: Held, lost: Collection[str]) -> dict[str, set[int]]:
-    """Return what is left when some devices have lost what they had, gone or come back empty."""
-    return {device: set(units) for device, units in held.items() if device not in lost}
-
-
 def missing(held: Held, units: int) -> set[int]:
     """Return the units of a model of so many that nobody has."""
     return set(range(units)).difference(*held.values())
@@ -119,33 +96,6 @@ def needs(old: Partition, new: Partition, held: Held) -> dict[str, Need]:
     if lost:
         raise UnitsLostError(lost)
     return {device: _need(device, old, new, held) for device in new.devices}
-
-
-def redistribution(
-    old: Partition, new: Partition, lost: Collection[str] = (), everything: bool = True
-) -> dict[str, Need]:
-    """Return who fetches what after a complete chain replication, with a complete global one if ``everything``.
-
-    This is Algorithm 1 for one device lost or several; with none lost it is the repartition, in which only what a
-    device has not yet moves. A device that is lost and in ``new`` has come back empty. Raises `UnitsLostError` where
-    two neighbours are lost and the central node does not have everything.
-    """
-    held = chained(old)
-    if not lost:
-        held = own(old)
-    elif everything:
-        held[old.central] |= set(range(old.units))
-    return needs(old, new, without(held, lost))
-
-
-def moved(plan: Mapping[str, Need]) -> list[tuple[str, str, int]]:
-    """Return every (source, target, unit) that a plan sends over a link."""
-    return [
-        (source, target, unit)
-        for target, need in plan.items()
-        for source, fetch in need.fetch.items()
-        for unit in fetch
-    ]
 
 
 def take_over(old: Partition, lost: Collection[str]) -> Partition:

@@ -1,8 +1,8 @@
 """Versions of weights in asynchronous 1F1B: which one a batch uses, how many there are, when they are aggregated.
 
 Batches and versions are counted from 0: version v of a stage's weights is what the updates of the batches before v have
-made, so every stage's version v stands for the same batches. Aggregation does not count as a version here; FTPipeHD's
-Figure 2 counts it, and `numbered` does as well.
+made, so every stage's version v stands for the same batches. Aggregation does not count as a version here; in
+FTPipeHD's Figure 2 it does.
 """
 
 from __future__ import annotations
@@ -35,25 +35,10 @@ def kept(stages: int, stage: int, vertical_sync: bool = True) -> int:
     return in_flight(stages, 0 if vertical_sync else stage)
 
 
-def needed(done: int, batch: int, stages: int, stage: int, vertical_sync: bool = True) -> range:
-    """Return the versions a stage must keep after the updates of ``done`` batches, ``batch`` being forwarded next.
+def aggregates(done: int, trainings: int, multiple: int = 1) -> bool:
+    """Say whether a stage aggregates after the updates of ``done`` batches, its weights being those of one before.
 
-    From the one that the oldest batch in flight uses to the newest.
+    At an interval that is a multiple of the n - i trainings that go on side by side; 0 is never. A single one has
+    nothing to aggregate.
     """
-    oldest = min(done, batch)
-    return range(used(oldest, stages, 0 if vertical_sync else stage), done + 1)
-
-
-def interval(stages: int, stage: int, multiple: int = 1) -> int:
-    """Return after how many updates a stage aggregates: a multiple of the n - i trainings that go on side by side."""
-    return multiple * in_flight(stages, stage)
-
-
-def aggregates(done: int, stages: int, stage: int, multiple: int = 1) -> bool:
-    """Say whether a stage aggregates after the updates of ``done`` batches; with a single version it never does."""
-    return in_flight(stages, stage) > 1 and done > 0 and done % interval(stages, stage, multiple) == 0
-
-
-def numbered(done: int, stages: int, stage: int, multiple: int = 1) -> int:
-    """Return the number that Figure 2 gives the newest version after ``done`` batches: aggregations count too."""
-    return done + (done // interval(stages, stage, multiple) if in_flight(stages, stage) > 1 else 0)
+    return multiple > 0 and trainings > 1 and done > 0 and done % (multiple * trainings) == 0

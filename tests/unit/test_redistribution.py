@@ -7,19 +7,9 @@ from math import comb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from replicated import chained, moved, own, redistribution, without
 
-from testbed.partition.redistribution import (
-    Partition,
-    UnitsLostError,
-    chained,
-    missing,
-    moved,
-    needs,
-    own,
-    redistribution,
-    take_over,
-    without,
-)
+from testbed.partition.redistribution import Partition, UnitsLostError, missing, needs, take_over
 
 NAMES = ("centre", "one", "two", "three", "four")
 

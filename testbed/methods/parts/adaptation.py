@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from testbed.network.link import Pair
 from testbed.partition.cuts import Cuts
 
 
@@ -35,30 +34,9 @@ def estimate(execution: Sequence[float], cuts: Cuts, observed: Sequence[float | 
     )
 
 
-def shifted(before: Mapping[str, float], now: Mapping[str, float], tolerance: float = 0.1) -> tuple[str, ...]:
-    """Return the devices whose capacity has changed by more than the tolerance, either way, in the order of ``now``.
-
-    A device that was not there before has changed.
-    """
-    return tuple(device for device, value in now.items() if _apart(before.get(device), value, tolerance))
-
-
-def shifted_links(before: Mapping[Pair, float], now: Mapping[Pair, float], tolerance: float = 0.1) -> tuple[Pair, ...]:
-    """Return the links whose bandwidth has changed by more than the tolerance, either way."""
-    return tuple(pair for pair, value in now.items() if _apart(before.get(pair), value, tolerance))
-
-
 def worthwhile(current: float, best: float, least_gain: float = 0.02) -> bool:
     """Say whether a partition of bottleneck ``best`` is worth leaving one of ``current`` for.
 
     Measurements scatter: without a least gain the cuts would flutter between neighbours that are as good as each other.
     """
     return best < current * (1 - least_gain)
-
-
-def _apart(before: float | None, now: float, tolerance: float) -> bool:
-    if before is None:
-        return True
-    if before == now:
-        return False
-    return max(before, now) > (1 + tolerance) * min(before, now)

@@ -183,8 +183,7 @@ class AsynchronousStage(Stage):
         oldest = self._base + versions.used(min(done, forward) - self._base, self._span)
         cost = costs.update(self._units, self._problem.workload.optimizer)
         aggregated = 0
-        multiple = self._asynchrony.aggregate * self._depth
-        if multiple and self._depth > 1 and (done - self._base) % multiple == 0:
+        if versions.aggregates(done - self._base, self._depth, self._asynchrony.aggregate):
             aggregated = self._depth
             cost = Cost(cost.flops + aggregated * costs.parameters(self._units))
         advance = partial(self._shard.advance, (batch, 0), self._used(batch), oldest, aggregated)

@@ -8,14 +8,10 @@ with weights that went on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from testbed.methods.parts import costs
-from testbed.models.chain import Unit
-from testbed.partition.asynchronous import Extra
 from testbed.partition.redistribution import missing
-from testbed.scenario.schema import OptimizerPart
 
 Inventory = Mapping[str, Mapping[int, Collection[int]]]
 """Device -> number of batches done -> the units it has of that state, complete ones only."""
@@ -38,14 +34,6 @@ class Replication:
         """Say whether a global replication is due after ``done`` batches."""
         return _due(done, self.global_every)
 
-    def last(self, done: int) -> int:
-        """Return the newest state, of those due up to ``done`` batches, that was replicated either way; 0 at first."""
-        return max((done // every * every for every in (self.chain_every, self.global_every) if every), default=0)
-
-    def last_global(self, done: int) -> int:
-        """Return the newest state that the central node should have as a whole; 0 at first."""
-        return done // self.global_every * self.global_every if self.global_every else 0
-
 
 def resume_point(inventory: Inventory, units: int) -> int | None:
     """Return the newest state of which every unit is somewhere, as its number of batches done; None if there is none.
@@ -64,46 +52,6 @@ def resume_point(inventory: Inventory, units: int) -> int | None:
 def held_at(inventory: Inventory, done: int) -> dict[str, Collection[int]]:
     """Return who has which units of one state, for `testbed.partition.redistribution.needs`."""
     return {device: held[done] for device, held in inventory.items() if done in held}
-
-
-def obsolete(inventory: Inventory, units: int, central: str) -> set[int]:
-    """Return the states that nothing can make training resume from any more, whoever is lost next.
-
-    Those are all before one that the central node, which does not fail, has whole; and those before one that is whole
-    and of which every device has at least as many units.
-    """
-    states = sorted({done for held in inventory.values() for done in held}, reverse=True)
-    found: set[int] = set()
-    for newer in states:
-        whole = held_at(inventory, newer)
-        if missing(whole, units):
-            continue
-        safe = len(set(whole.get(central, ()))) == units
-        found |= {
-            older
-            for older in states
-            if older < newer
-            and (
-                safe or all(set(has) <= set(whole.get(device, ())) for device, has in held_at(inventory, older).items())
-            )
-        }
-    return found
-
-
-def replica_bytes(units: Sequence[Unit], optimizer: OptimizerPart) -> Extra:
-    """Return what replication adds to a stage's memory, for planning.
-
-    Of everything there is the last state and the next one, which is not complete yet. A stage has its own units and
-    those of the one before, of which the planner knows only that they end where its own begin; so all before them are
-    counted.
-    The central node has all units, and the last stage's once more, counted as all behind its own.
-    """
-
-    def extra(stage: int, first: int, last: int) -> float:
-        kept = units[:last] if stage else (*units, *units)
-        return 2 * costs.state_bytes(kept, optimizer)
-
-    return extra
 
 
 def _due(done: int, every: int) -> bool:

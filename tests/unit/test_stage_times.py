@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.parts.aggregation import mean
-from testbed.methods.parts.costs import state_bytes, update_flops
-from testbed.methods.parts.replication import replica_bytes
 from testbed.models import create
 from testbed.models.chain import Unit
 from testbed.models.layers import Linear
@@ -24,10 +22,9 @@ from testbed.partition.asynchronous import Asynchronous, Profile, capacities, di
 from testbed.partition.cuts import Cuts
 from testbed.partition.memory import asynchronous_bytes, training_bytes
 from testbed.partition.pipeline import ENVELOPE
-from testbed.scenario.schema import OptimizerPart
 from testbed.schedule import Action, orders
 from testbed.schedule.synchronous import one_forward_one_backward
-from testbed.schedule.versions import aggregates, in_flight, kept, needed, numbered, used
+from testbed.schedule.versions import aggregates, in_flight, kept, used
 
 MOBILENET = create("mobilenetv2", {}, (3, 32, 32), 10)
 PAPER = (1.0, 1.0, 0.1)
@@ -213,16 +210,6 @@ def test_the_order_is_1f1b_and_one_batch_at_a_time_where_the_window_is_one() -> 
     assert found.batch_time(cuts) <= replace(found, window=2).batch_time(cuts) <= alone.batch_time(cuts)
 
 
-def test_memory_counts_replicas() -> None:
-    optimizer = OptimizerPart(learning_rate=0.1, momentum=0.9, weight_decay=4e-5)
-    assert update_flops(optimizer) == 6
-    extra = replica_bytes(MOBILENET.units, optimizer)
-    plain = chain(MOBILENET.units, PAPER)
-    found = replace(plain, extra=extra)
-    assert found.memory(1, 4, 9) - plain.memory(1, 4, 9) == 2 * state_bytes(MOBILENET.units[:9], optimizer)
-    assert found.memory(0, 0, 4) - plain.memory(0, 0, 4) == 4 * state_bytes(MOBILENET.units, optimizer)
-
-
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("vertical_sync", [True, False])
 def test_versions_are_bounded_in_a_run_of_1f1b(stages: int, vertical_sync: bool) -> None:
@@ -246,7 +233,8 @@ def test_versions_are_bounded_in_a_run_of_1f1b(stages: int, vertical_sync: bool)
                 assert flying.pop(action.micro) in stored
                 done += 1
                 stored.add(done)
-            stored &= set(needed(done, forwarded, stages, stage, vertical_sync))
+            oldest = used(min(done, forwarded), stages, 0 if vertical_sync else stage)
+            stored &= set(range(oldest, done + 1))
             assert done in stored
             most_flying, most_stored = max(most_flying, len(set(flying.values()))), max(most_stored, len(stored))
         assert most_flying == in_flight(stages, stage) == stages - stage
@@ -256,11 +244,11 @@ def test_versions_are_bounded_in_a_run_of_1f1b(stages: int, vertical_sync: bool)
 def test_the_papers_figure_2() -> None:
     """Three stages: batches 0 to 2 use version 0, 3 to 5 use 1 to 3, and batch 6 version 5, for one aggregation."""
     assert [used(batch, 3) for batch in range(6)] == [0, 0, 0, 1, 2, 3]
-    assert [aggregates(done, 3, 0) for done in range(7)] == [False, False, False, True, False, False, True]
-    assert numbered(used(6, 3), 3, 0) == 5
-    assert [done for done in range(1, 9) if aggregates(done, 3, 1, multiple=2)] == [4, 8]
-    assert not any(aggregates(done, 3, 2) for done in range(9))
-    assert numbered(7, 3, 2) == 7
+    aggregations = [done for done in range(9) if aggregates(done, in_flight(3, 0))]
+    assert aggregations == [3, 6]
+    assert used(6, 3) + sum(done <= used(6, 3) for done in aggregations) == 5
+    assert [done for done in range(9) if aggregates(done, in_flight(3, 1), multiple=2)] == [4, 8]
+    assert not any(aggregates(done, in_flight(3, 2)) or aggregates(done, 3, multiple=0) for done in range(9))
 
 
 def test_the_mean_of_versions() -> None:
