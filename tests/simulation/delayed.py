@@ -38,8 +38,12 @@ class Reference:
         self.losses.append(float(loss.detach()))
         return dict(zip(used, torch.autograd.grad(loss, used.values()), strict=True))
 
-    def train(self, first, last, spans):
-        """Train from one batch to another; ``spans`` gives each unit's delay plus one."""
+    def train(self, first, last, spans, averaged=None):
+        """Train from one batch to another.
+
+        ``spans`` gives each unit's delay plus one, ``averaged`` after how many updates how many of its versions become
+        one.
+        """
         optimizer = self.problem.workload.optimizer
         history = {first: self.newest}
         for step in range(first, last):
@@ -51,15 +55,20 @@ class Reference:
                 self.momentum[name] = change if before is None else before.mul(optimizer.momentum).add(change)
                 following[name] = self.newest[name].add(self.momentum[name], alpha=-optimizer.learning_rate)
             self.newest = history[step + 1] = following
+            for name in following:
+                every, count = (averaged or {}).get(int(name.split(".")[0]), (0, 1))
+                if count > 1 and (step + 1 - first) % every == 0:
+                    following[name] = torch.stack([history[step + 1 - back][name] for back in range(count)]).mean(0)
         return self
 
-    def replay(self, outcome, last, vertical_sync=True):
+    def replay(self, outcome, last, vertical_sync=True, aggregate=0):
         """Train as a run says that it did, leaving out what it undid."""
         found = stretches(outcome)
         for (first, window, partition), end in zip(found, [one[0] for one in found[1:]] + [last], strict=True):
-            spans = {}
+            spans, averaged = {}, {}
             for stage, (_, begin, stop) in enumerate(partition):
                 depth = min(window, len(partition) - stage)
                 spans |= dict.fromkeys(range(begin, stop), window if vertical_sync else depth)
-            self.train(first, end, spans)
+                averaged |= dict.fromkeys(range(begin, stop), (aggregate * depth, depth)) if aggregate else {}
+            self.train(first, end, spans, averaged)
         return self

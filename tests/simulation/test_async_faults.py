@@ -136,3 +136,76 @@ def test_random_faults(seed):
     if outcome.status == "failed" and "not enough devices" in outcome.error:
         return
     assert_right(outcome)
+
+
+def test_with_one_batch_in_flight_a_fault_changes_nothing():
+    """Nothing of what was undone is left, and nothing is missing: as if nobody had died."""
+    calm = disturbed(method={"in_flight": 1})
+    killed = disturbed({"kill": "worker2", "when": during("worker2", "update", 17)}, method={"in_flight": 1})
+    assert of(killed, "recovery")
+    assert all(torch.equal(tensor, killed.weights[name]) for name, tensor in calm.weights.items())
+    assert of(killed, "evaluate") == of(calm, "evaluate")
+
+
+def test_worker_that_came_back_empty_is_filled_again():
+    fault = {"kill": "worker2", "when": during("worker2", "backward", 17), "for": "1s"}
+    outcome = disturbed(fault, method={"return_window": "5s"})
+    assert_right(outcome)
+    (decided,) = recovered(outcome)
+    assert decided["case"] == "refill"
+    before, after = stretches(outcome)[-2:]
+    assert before[2] == after[2]
+
+
+def test_two_neighbours_at_once_go_back_to_the_global_replica():
+    when = during("worker2", "backward", 14)
+    outcome = disturbed({"kill": "worker1", "when": when}, {"kill": "worker2", "when": when})
+    assert_right(outcome)
+    (decided,) = recovered(outcome)
+    assert decided["step"] == 8  # the chain's replica after batch 12 is not whole any more
+    assert [device for device, _, _ in decided["partition"]] == ["source", "worker3"]
+
+
+@pytest.mark.parametrize("name", ["ftpipehd", "respipe"])
+def test_replaced_worker_joins_again_or_is_turned_away(name):
+    fault = {"pause": "worker2", "when": during("worker2", "backward", 13), "for": "6s"}
+    given = {"name": name, "chain_every": 4, "global_every": 8, "patience": "500ms"}
+    method = {**METHOD, "return_window": "0s"} if name == "ftpipehd" else given
+    steps = 150
+    outcome = run(scenario(workload={"steps": steps, "model": MODEL}, method=method, faults=[fault], speed="2mflops"))
+    assert_right(outcome, steps)
+    members = [[device for device, _, _ in partition] for _, _, partition in stretches(outcome)]
+    assert ["source", "worker1", "worker3"] in members
+    assert ("worker2" in members[-1]) is (name == "ftpipehd")
+    words = [event["text"] for event in of(outcome, "log")]
+    assert any("worker2" in text and ("joins" if name == "ftpipehd" else "turned away") in text for text in words)
+
+
+@pytest.mark.parametrize("span", ["keep", "load"])
+def test_worker_dies_while_the_partition_changes(span):
+    devices = {name: {"speed": "2mflops"} for name in DEVICES[:3]} | {"worker3": {"speed": "200kflops"}}
+    calm = disturbed(devices=devices)
+    assert of(calm, "repartition")
+    when = {"device": "source", "event": "repartition"} if span == "load" else {"device": "worker1", "begins": span}
+    outcome = disturbed({"kill": "worker1", "when": when}, devices=devices)
+    assert_right(outcome)
+    assert recovered(outcome)
+
+
+def test_throttled_device_is_noticed_at_the_next_point():
+    fault = {"throttle": {"device": "worker1", "slowdown": 8}, "when": during("worker1", "forward", 13)}
+    outcome = disturbed(fault, steps=60, speed="2mflops")
+    assert_right(outcome, 60)
+    change = next(event for event in of(outcome, "repartition") if event["step"] > 13)
+    assert change["step"] <= 20 + 4
+    units = {device: last - first for device, first, last in change["partition"]}
+    assert units["worker1"] == min(units.values())
+
+
+def test_too_few_devices_is_said():
+    devices = {name: {"speed": "20mflops", "memory": "162kB" if name == "source" else "72kB"} for name in DEVICES}
+    when = during("worker2", "backward", 13)
+    outcome = disturbed({"kill": "worker2", "when": when}, {"kill": "worker1", "when": when}, devices=devices)
+    assert outcome.status == "failed"
+    assert "not enough devices: " in outcome.error
+    assert "fit" in outcome.error  # and what would be enough

@@ -48,6 +48,40 @@ def test_equals_sgd_with_delayed_gradients(vertical_sync, in_flight):
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(reference.losses, abs=1e-6)
 
 
+@pytest.mark.parametrize("vertical_sync", [True, False])
+@pytest.mark.parametrize("aggregate", [1, 2])
+def test_versions_are_averaged_at_their_interval(aggregate, vertical_sync):
+    outcome = trained(method={"aggregate": aggregate, "vertical_sync": vertical_sync}, workload={"steps": 30})
+    reference = Reference(scenario(workload={"steps": 30})).replay(outcome, 30, vertical_sync, aggregate)
+    assert_equal(outcome.weights, reference.newest)
+    alone = trained(method={"vertical_sync": vertical_sync}, workload={"steps": 30}).weights
+    assert any(not torch.equal(outcome.weights[name], tensor) for name, tensor in alone.items())
+
+
+NORMALISED = {"model": {"name": "mobilenetv2", "width": 0.1}, "batch_size": 8, "steps": 5}
+"""A network with dropout and batch normalisation."""
+
+
+def test_running_statistics_and_dropout_depend_on_the_batches_alone():
+    one, other = (
+        trained(
+            3, workload=NORMALISED, devices={"source": {"speed": first}, "worker": {"speed": "1gflops", "count": 3}}
+        )
+        for first in ("1gflops", "10mflops")
+    )
+    assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+    counts = {int(tensor) for name, tensor in one.weights.items() if name.endswith("num_batches_tracked")}
+    assert counts == {5}
+
+
+def test_undone_forwards_leave_no_trace_in_running_statistics():
+    method = {"in_flight": 1, "chain_every": 2, "patience": "500ms", "return_window": "5s"}
+    fault = {"kill": "worker1", "when": {"device": "worker1", "begins": "backward", "batch": 3}, "for": "1s"}
+    disturbed, calm = (trained(2, workload=NORMALISED, method=method, faults=list(f)) for f in ([fault], []))
+    assert [event["step"] for event in of(disturbed, "recovery")][-1] == 2
+    assert all(torch.equal(tensor, disturbed.weights[name]) for name, tensor in calm.weights.items())
+
+
 def test_forwards_and_backwards_alternate():
     outcome = trained(2, workload={"steps": 6})
     assert order_of(outcome, "source") == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"

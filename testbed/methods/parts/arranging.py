@@ -68,6 +68,7 @@ def pipeline_over(
         capacities=tuple(capacities or [1.0] * len(names)),
         momentum=workload.optimizer.momentum > 0,
         vertical_sync=options.vertical_sync,
+        window=options.in_flight,
         extra=extra,
     )
 

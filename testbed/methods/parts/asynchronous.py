@@ -48,7 +48,7 @@ class Asynchrony:
 
     def depth(self, stages: int, stage: int) -> int:
         """Return how many batches a stage has forwarded and not yet backwarded at most."""
-        return min(self.window(stages), versions.in_flight(stages, stage))
+        return versions.in_flight(stages, stage, self.window(stages))
 
 
 class AsynchronousStage(Stage):

@@ -119,6 +119,7 @@ class Central(Lead):
         """Whether the next batch done is the first one after a recovery."""
         self._wanted: Partition | None = None
         """What to change to once the pipeline is empty."""
+        self._turned_away: set[str] = set()
         self._ended = 0.0
         """When it was last told to run empty."""
 
@@ -163,6 +164,8 @@ class Central(Lead):
         """Take in any message that reaches this device; never waits."""
         if message.kind not in (messages.DRAINED, messages.REPLICATED, messages.MEASURED):
             super().handle(message)
+            if not self._arranger.admits:
+                self._turn_away()
             return
         if message["configuration"] != self._configuration:
             return
@@ -175,6 +178,13 @@ class Central(Lead):
         else:
             self._note_replicated(message["step"], message.sender)
         self._news.ring()
+
+    def _turn_away(self) -> None:
+        """Do without devices that have come since the stages were arranged, where the method cannot use them."""
+        for name in sorted(self.joiners - self._turned_away):
+            self.device.record("log", text=f"{name} is turned away: its units are another's")
+        self._turned_away |= self.joiners
+        self.joiners.clear()
 
     async def work(self) -> None:
         """Train in stretches to the last batch, evaluate in between and at the end."""
@@ -415,6 +425,9 @@ class Central(Lead):
             point if point in self._lineage else BEGINNING for point in (self._safe, self._whole)
         )
         self._replicated.clear()
+        joining = set(partition.devices).difference(self.partition.devices)
+        if joining:
+            self.device.record("log", text=f"{', '.join(sorted(joining))} joins at step {step}")
         self.partition, self.layout = partition, self._arranger.assignments(partition)
         begun, devices = self._lineage.begun, partition.devices
         self.device.save("training", Message("training", {"begun": begun, "devices": devices, "cuts": partition.cuts}))
