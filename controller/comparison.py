@@ -33,7 +33,7 @@ COMPARED = (
     "compute_share",
     "idle_share",
 )
-UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "network.subnet")
+UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "paper", "network.subnet")
 """Keys of a scenario that change no figure."""
 TWO_CLOCKS = 0.10
 """Step times of an emulated and a simulated run of one scenario should agree within this share."""

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,18 @@ def run_name(experiment: Experiment) -> str:
     """Return the name of a run's folder, such as ``quickstart`` or ``quickstart,rate=10mbit,repetition=2``."""
     short = [key.rpartition(".")[2] for key in experiment.point]
     keys = short if len(set(short)) == len(short) else list(experiment.point)
-    parts = [f"{key}={value}" for key, value in zip(keys, experiment.point.values(), strict=True)]
+    parts = [f"{key}={written(value)}" for key, value in zip(keys, experiment.point.values(), strict=True)]
     if experiment.repetition:
         parts.append(f"repetition={experiment.repetition + 1}")
     text = ",".join([experiment.scenario.name, *parts])
     return "".join(character if character.isalnum() or character in "=,.-_" else "_" for character in text)[:200]
+
+
+def written(value: object) -> str:
+    """Write the value of a swept key; of a mapping such as a method with its options the values, and what they are."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    return " ".join(written(inner) if key == "name" else f"{key} {written(inner)}" for key, inner in value.items())
 
 
 def _natural(path: Path) -> list[tuple[bool, float, str]]:

@@ -32,7 +32,8 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
       testbed report results/quickstart
       testbed report results/quickstart --open yes
     """
-    from controller.report.terminal import show, show_summary
+    from controller import reproduction
+    from controller.report.terminal import show, show_reproduction, show_summary
     from controller.results import load_all, rebuild
     from controller.summary import summarize
 
@@ -41,6 +42,10 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
         rebuild(run)
     several = len(runs) > 1 or runs[0].path != folder
     content = summarize(folder) if several else runs[0].metrics
+    part = runs[0].experiment.scenario.paper
+    table = reproduction.reproduce(part, runs) if part else []
+    if part:
+        reproduction.write(folder, part, table)
     console = Console(highlight=False)
     if as_json:
         click.echo(json.dumps(content, indent=2, default=str))
@@ -48,6 +53,8 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
         show_summary(console, content, folder)
     else:
         show(console, runs[0])
+    if part and not as_json:
+        show_reproduction(console, part.source, table, folder)
     if show_page == "yes":
         webbrowser.open((runs[0].path / "report.html").absolute().as_uri())
 

@@ -19,8 +19,10 @@ from testbed.scenario.prepare import Prepared, batches, data_folder, prepare
 if TYPE_CHECKING:
     import torch
 
+    from controller.reproduction import Row
     from controller.results import Run
     from testbed.data.dataset import Dataset
+    from testbed.scenario.schema import PaperPart
     from testbed.trace.outcome import Outcome
 
 
@@ -88,14 +90,14 @@ def run(
     console = Console(stderr=as_json, highlight=False)
     start = _read_weights(weights) if weights else None
     if len(prepared) > 1:
-        from controller.results import fresh
+        from controller.results import fresh, written
 
         # Runs of one sweep lie together, and never among those of an earlier one.
         out = fresh(out or Path("results") / loaded.name)
     runs = []
     for number, each in enumerate(prepared):
         if len(prepared) > 1:
-            point = ", ".join(f"{key}={value}" for key, value in each.experiment.point.items())
+            point = ", ".join(f"{key}={written(value)}" for key, value in each.experiment.point.items())
             console.print(
                 f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.experiment.repetition}"
             )
@@ -106,15 +108,16 @@ def run(
             raise
         runs.append(_keep(each, outcome, _folder(each, out, single=len(prepared) == 1)))
         if not as_json:
-            _show(console, runs[-1])
+            _show(console, runs[-1], brief=len(prepared) > 1)
         if outcome.status == "interrupted":
             break
     if len(prepared) > 1:
         _summarize(runs, console)
+    table = _reproduce(loaded.paper, runs, console) if loaded.paper else []
     if as_json:
         shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
         click.echo(json.dumps(shown[0] if len(prepared) == 1 else shown, indent=2, default=str))
-    _judge(runs)
+    _judge(runs, table)
 
 
 def _run_one(
@@ -191,10 +194,13 @@ def _keep(prepared: Prepared, outcome: Outcome, folder: Path) -> Run:
     return results.load(results.write(folder, prepared.experiment, prepared.plan, outcome))
 
 
-def _show(console: Console, finished: Run) -> None:
-    from controller.report.terminal import show
+def _show(console: Console, finished: Run, *, brief: bool) -> None:
+    from controller.report.terminal import show, show_briefly
 
-    show(console, finished)
+    if brief and finished.outcome.status == "finished":
+        show_briefly(console, finished)
+    else:
+        show(console, finished)
 
 
 def _summarize(runs: list[Run], console: Console) -> None:
@@ -205,7 +211,18 @@ def _summarize(runs: list[Run], console: Console) -> None:
     show_summary(console, summarize(folder), folder)
 
 
-def _judge(runs: list[Run]) -> None:
+def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[Row]:
+    from controller import reproduction
+    from controller.report.terminal import show_reproduction
+
+    folder = runs[0].path.parent if len(runs) > 1 else runs[0].path
+    table = reproduction.reproduce(part, runs)
+    reproduction.write(folder, part, table)
+    show_reproduction(console, part.source, table, folder)
+    return table
+
+
+def _judge(runs: list[Run], table: list[Row]) -> None:
     """Raise what decides the exit status: a run that failed, or an expectation that does not hold."""
     for finished in runs:
         if finished.outcome.status != "finished":
@@ -217,5 +234,6 @@ def _judge(runs: list[Run]) -> None:
         for expectation in finished.expectations
         if not expectation.holds
     ]
+    missed += [f"{row.name} is {row.ours}, expected {row.condition}" for row in table if row.holds is False]
     if missed:
         raise ExpectationError("; ".join(missed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.scenario.expect import kind_of
+from testbed.scenario.expect import Kind, kind_of
 
 NONE = "–"
 
@@ -107,6 +107,11 @@ def figure(name: str, value: Any) -> str:
         kind = kind_of(name)
     except KeyError:
         kind = "number"
+    return of_kind(kind, value)
+
+
+def of_kind(kind: Kind, value: float | None) -> str:
+    """Write a figure of that kind."""
     writers = {"seconds": seconds, "bytes": size, "share": share}
     return writers.get(kind, number)(value)
 

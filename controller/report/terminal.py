@@ -15,7 +15,8 @@ from rich.text import Text
 
 from controller.report import formats
 from controller.report.grouping import group_links
-from controller.results import Run
+from controller.reproduction import Row
+from controller.results import Run, written
 from testbed.scenario.expect import Expectation, kind_of
 
 WIDE = 100
@@ -29,6 +30,14 @@ SUMMARY_FIGURES = ("accuracy", "loss", "step_time", "latency", "recovery_time", 
 def show(console: Console, run: Run) -> None:
     """Print a finished run."""
     console.print(render(run, console.width))
+
+
+def show_briefly(console: Console, run: Run) -> None:
+    """Print one of many runs in a line."""
+    found = {name: run.metrics.get(name) for name in SUMMARY_FIGURES}
+    parts = [f"{_heading(name)} {formats.figure(name, value)}" for name, value in found.items() if value is not None]
+    sign, colour = VERDICTS[run.metrics["verdict"]["kind"]]
+    console.print(Text(f" {sign} ", style=colour).append(", ".join(parts), style="default"))
 
 
 def render(run: Run, width: int) -> RenderableType:
@@ -61,12 +70,35 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     for point in points:
         runs = len(point["runs"])
         trusted = "" if point["trusted"] == runs else f" ({runs - point['trusted']} not trusted)"
-        cells = [Text(str(point["point"].get(key, ""))) for key in keys]
+        cells = [Text(written(point["point"].get(key, ""))) for key in keys]
         table.add_row(*cells, f"{runs}{trusted}", *(_mean(name, point["figures"].get(name)) for name in names))
     note = f"{len(points)} points, " if keys else ""
     note += "mean ± half width of the 95 % confidence interval (Student)"
     console.print(Text(), _titled(summary["scenario"], note, table))
     console.print(_where(folder, "summary.csv"))
+
+
+def show_reproduction(console: Console, source: str, rows: Sequence[Row], folder: Path) -> None:
+    """Print a publication's figures beside ours."""
+    table = _table()
+    table.add_column("", style="bold")
+    for head in ("Paper", "Ours", "Ours / paper", "Runs"):
+        table.add_column(head, justify="right")
+    table.add_column("Expected")
+    for row in rows:
+        ours = Text(formats.of_kind(row.kind, row.ours))
+        if row.half_width is not None:
+            ours.append(f" ± {formats.of_kind(row.kind, row.half_width)}", style="dim")
+        runs = f"{row.runs}" + (f" ({row.untrusted} not trusted)" if row.untrusted else "")
+        expected = Text()
+        if row.holds is not None:
+            expected.append(f"{'✔' if row.holds else '✘'} {row.condition}", style="green" if row.holds else "red")
+        paper = formats.of_kind(row.kind, row.paper)
+        table.add_row(Text(row.name), paper, ours, formats.ratio(row.ratio), runs, expected)
+    notes = [Text(f" {row.name}: {row.note}", style="dim") for row in rows if row.note]
+    note = "mean ± half width of the 95 % confidence interval (Student)"
+    console.print(Text(), _titled(source, note, table, *notes))
+    console.print(_where(folder, "paper.md"))
 
 
 def _mean(name: str, figure: Mapping[str, Any] | None) -> Text:

@@ -16,6 +16,7 @@ from testbed.network.overlay import overlay
 from testbed.network.presets import PRESETS
 from testbed.network.topology import directed_pairs
 from testbed.replay import Change
+from testbed.scenario import paper
 from testbed.scenario.experiment import Experiment
 from testbed.scenario.loading import nearest, put, validate
 from testbed.scenario.schema import DevicePart, LinkPart, Scenario
@@ -27,11 +28,16 @@ _MAX_NAME = 31
 
 
 def experiments(scenario: Scenario) -> list[Experiment]:
-    """Return every run that the scenario asks for: each point of its sweep, each repetition of each.
+    """Return every run that the scenario asks for: each point of its sweep and beside it, each repetition of each.
 
     The first repetition has the scenario's own seed, later ones seeds derived from it; all points of a sweep
     share them, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
     """
+    # Of a run that was kept neither sweep nor points are left.
+    points = [point for _, point in swept(scenario)] if scenario.sweep or scenario.points else None
+    wrong = list(paper.problems(scenario.paper, points))
+    if wrong:
+        raise scenario.source.error(wrong)
     return [
         _experiment(point, values, repetition)
         for point, values in _points(scenario)
@@ -41,23 +47,32 @@ def experiments(scenario: Scenario) -> list[Experiment]:
 
 def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
     source = scenario.source
-    empty = [Problem(("sweep", key), "has no values") for key, values in scenario.sweep.items() if not values]
-    if empty:
-        raise source.error(empty)
+    problems = [Problem(("sweep", key), "has no values") for key, values in scenario.sweep.items() if not values]
+    problems += [Problem(("points", index), "sets no key") for index, point in enumerate(scenario.points) if not point]
+    if problems:
+        raise source.error(problems)
     plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
-    plain |= {"sweep": {}}
-    for values in itertools.product(*scenario.sweep.values()):
-        point: dict[str, object] = dict(zip(scenario.sweep, values, strict=True))
+    plain |= {"sweep": {}, "points": []}
+    for place, point in swept(scenario):
         if not point:
             yield scenario, {}
             return
         tree: dict[str, Any] = copy.deepcopy(plain)
         places = {}
         for dotted, value in point.items():
-            where = source.where(("sweep", dotted))
+            where = source.where((*place, dotted))
             put(tree, parse_key(dotted), value, where)
-            places[parse_key(dotted)] = f"{where} (sweep: {value})"
+            places[parse_key(dotted)] = f"{where} ({place[0]}: {value})"
         yield validate(tree, source.override(places)), point
+
+
+def swept(scenario: Scenario) -> Iterator[tuple[Key, dict[str, object]]]:
+    """Yield each point, all combinations of the sweep and then the further ones, with where it is written."""
+    if scenario.sweep or not scenario.points:
+        for values in itertools.product(*scenario.sweep.values()):
+            yield ("sweep",), dict(zip(scenario.sweep, values, strict=True))
+    for index, point in enumerate(scenario.points):
+        yield ("points", index), dict(point)
 
 
 def _experiment(scenario: Scenario, point: dict[str, object], repetition: int) -> Experiment:
@@ -65,7 +80,7 @@ def _experiment(scenario: Scenario, point: dict[str, object], repetition: int) -
     names = [device.name for device in devices]
     links = _links(scenario, names)
     seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
-    single = scenario.model_copy(update={"sweep": {}, "repetitions": 1, "seed": seed})
+    single = scenario.model_copy(update={"sweep": {}, "points": (), "repetitions": 1, "seed": seed})
     return Experiment(
         single, devices, links, point, repetition, _cells(scenario, names), _changes(scenario, devices, links)
     )

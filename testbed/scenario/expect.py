@@ -140,16 +140,17 @@ def parse_condition(text: str, kind: Kind) -> Condition:
     if match := _TOLERANCE.fullmatch(text.strip()):
         if kind in ("truth", "word"):
             raise ValueError(f"'{text}' asks for a tolerance, which this figure cannot have: write '== ...'")
-        return Condition("within", _target(match[2], kind), parse_fraction(match[1]))
+        return Condition("within", parse_target(match[2], kind), parse_fraction(match[1]))
     match = _COMPARISON.fullmatch(text.strip())
     if not match:
         raise ValueError(f"'{text}' is not a condition: write one such as '>= 0.9', '== 1', or 'within 10% of 0.25s'")
     if kind in ("truth", "word") and match[1] not in ("==", "!="):
         raise ValueError(f"'{text}' compares by size what has none: write '== ...'")
-    return Condition(match[1], _target(match[2], kind))
+    return Condition(match[1], parse_target(match[2], kind))
 
 
-def _target(text: str, kind: Kind) -> float | str | bool:
+def parse_target(text: str, kind: Kind) -> float | str | bool:
+    """Read a figure of that kind in base units; raise ValueError saying what would be right."""
     text = text.strip()
     if kind == "seconds":
         return parse_duration(text)

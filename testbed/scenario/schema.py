@@ -332,6 +332,32 @@ class FaultPart(Part):
         return self
 
 
+class PaperRow(Part):
+    """One figure that a paper prints, and where it comes out here."""
+
+    name: str = Field(description="what the row is called")
+    figure: str = Field(
+        description="a figure of metrics.json, as in `expect`; or `plan.` and a dotted key of plan.json's details"
+    )
+    at: dict[str, Any] = Field(
+        default_factory=dict, description="which points of the sweep: swept key, or one inside it -> value"
+    )
+    over: dict[str, Any] | None = Field(
+        None, description="divide by the same figure at these points, repetition by repetition"
+    )
+    over_figure: str | None = Field(None, description="divide by this other figure")
+    value: str | float | None = Field(None, description="the paper's; a time or a size with its unit")
+    expect: str | None = Field(None, description="condition on our mean, as in `expect`; decides the exit status")
+    note: str = Field("", description="why the two differ, what to know")
+
+
+class PaperPart(Part):
+    """A table or a figure of a publication that the scenario reproduces."""
+
+    source: str = Field(description="which one, as one would cite it")
+    rows: tuple[PaperRow, ...] = Field(min_length=1, description="its figures")
+
+
 class Scenario(Part):
     """A whole experiment in one file."""
 
@@ -351,6 +377,10 @@ class Scenario(Part):
     sweep: dict[str, tuple[Any, ...]] = Field(
         default_factory=dict, description="dotted key of this file -> values; all combinations run"
     )
+    points: tuple[dict[str, Any], ...] = Field(
+        (), description="further points beside the sweep's, each with its own dotted keys and values"
+    )
+    paper: PaperPart | None = Field(None, description="what a publication prints, to stand beside what comes out here")
     expect: dict[str, str] = Field(
         default_factory=dict, description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'"
     )

