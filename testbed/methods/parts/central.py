@@ -262,7 +262,7 @@ class Central(Lead):
         there = self._there()
         verdict = judge(self._members, self._present(there))
         if verdict.lost:
-            raise Lost(verdict.lost)
+            raise Lost(verdict.lost, back=verdict.empty)
         self._take_up(self._arranger.better(before, there) or before)
         await self._establish()
         pause = self.device.now() - self._ended
@@ -325,7 +325,8 @@ class Central(Lead):
         self._wanted = None
         given_up = self._configuration
         self._enter()
-        await self._gather(set(self.partition.devices).difference(lost.missing), self._patience, lost.missing)
+        gone = set(lost.missing) - lost.back
+        await self._gather(set(self.partition.devices) - gone, self._patience, gone)
         self._learn_patience(lost, given_up)
         self._resume(judge(self._members, self._present(self._there())).case)
 
