@@ -13,7 +13,8 @@ from testbed.methods.parts.arrangement import StagesOptions, all_devices, assign
 from testbed.methods.parts.asynchronous import Asynchrony
 from testbed.methods.parts.replication import Replication
 from testbed.network.link import Pair
-from testbed.partition.asynchronous import Asynchronous, Profile
+from testbed.partition.asynchronous import Asynchronous, Profile, divisible_limit
+from testbed.partition.asynchronous import capacities as of_speeds
 from testbed.partition.cuts import even
 from testbed.partition.redistribution import Partition, take_over
 from testbed.scenario.quantities import Duration
@@ -157,11 +158,8 @@ class Even(Homogeneous):
 def plan(method: str, problem: Problem, arranger: Homogeneous) -> Plan:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     partition = arranger.initial()
-    true = pipeline_over(
-        problem,
-        partition.devices,
-        capacities=[problem.devices[0].speed / problem.device(name).speed for name in partition.devices],
-    )
+    devices = [problem.device(name) for name in partition.devices]
+    true = pipeline_over(problem, partition.devices, capacities=of_speeds(devices))
     return Plan(
         method=method,
         lead=problem.devices[0].name,
@@ -169,9 +167,21 @@ def plan(method: str, problem: Problem, arranger: Homogeneous) -> Plan:
         step_time=true.batch_time(partition.cuts),
         details={
             "bottleneck": true.bottleneck(partition.cuts),
+            "slowest_stage": true.slowest_stage(partition.cuts),
+            **_limits(true),
             "stage_times": [true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))],
         },
     )
+
+
+def _limits(true: Asynchronous) -> dict[str, float]:
+    """Return the best that any partition could reach: with its links, computing alone, in a finely divisible chain."""
+    alone = true.without_links()
+    return {
+        "least_bottleneck": true.bottleneck(true.least_bottleneck()),
+        "least_slowest_stage": alone.bottleneck(alone.least_bottleneck()),
+        "divisible_limit": divisible_limit([device.speed for device in true.devices]),
+    }
 
 
 def _options(problem: Problem) -> AsynchronousOptions:
