@@ -67,6 +67,7 @@ class RealDevice:
         self._sequence = count()
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         self._disk = Disk(settings, origin)
+        self._writing = asyncio.Lock()
         self._casts = asyncio.Lock()
         self._cast_number = count()
         self._caster = Caster(self.name, settings.cast, broadcast, self._token, settings.message_limit, lost)
@@ -96,9 +97,10 @@ class RealDevice:
         """Keep the callable for whoever asks for the weights."""
         self.exposed = weights
 
-    def save(self, name: str, message: Message) -> None:
-        """Write to the disk."""
-        self._disk.save(name, message)
+    async def save(self, name: str, message: Message) -> None:
+        """Write to the disk, in a thread of its own."""
+        async with self._writing:
+            await asyncio.to_thread(self._disk.save, name, message)
 
     def saved(self, name: str) -> Message | None:
         """Read from the disk."""

@@ -79,11 +79,11 @@ class Device(Protocol):
     async def sleep(self, seconds: float) -> None:
         """Wait on the device's clock."""
 
-    def save(self, name: str, message: Message) -> None:
+    async def save(self, name: str, message: Message) -> None:
         """Keep a message on the device's disk, whole or not at all, instead of what was kept under that name.
 
-        It outlives a restart of the device, and nothing else: the next workload does not see it. Takes none of the
-        device's time.
+        Return when it is there. It outlives a restart of the device, and nothing else: the next workload does not see
+        it. Calls take effect in their order, and none of the device's time.
         """
 
     def saved(self, name: str) -> Message | None:

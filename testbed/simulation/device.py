@@ -154,7 +154,7 @@ class SimulatedDevice:
         """Keep the callable for whoever asks for the weights."""
         self.exposed = weights
 
-    def save(self, name: str, message: Message) -> None:
+    async def save(self, name: str, message: Message) -> None:
         """Keep a copy at the host."""
         if self.alive:
             self.host.disk[name] = snapshot(message, self.name)[0]

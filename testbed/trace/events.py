@@ -23,7 +23,7 @@ request     request, latency                                                    
 recovery    phase (detected | repartitioned | redistributed | resumed | trained),     method, a fault outlived
             step, missing?, case?, partition?, bytes?
 stretch     step, in_flight, partition, configuration                                 method, the pipeline begins empty
-versions    stage, step, in_use, kept, allowed, bytes                                 method, a stage ran empty
+versions    stage, step, in_use, kept, allowed, bytes, replicas (bytes of them)       method, a stage ran empty
 repartition step, partition, seconds, bytes                                           method, going on differently
 profile     seconds (of each unit)                                                    method, before training
 bandwidth   source, destination, rate                                                 method, as it measured

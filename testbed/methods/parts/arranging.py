@@ -23,7 +23,9 @@ from testbed.scenario.quantities import Duration
 class AsynchronousOptions(StagesOptions):
     """Options of every method that trains asynchronously."""
 
-    in_flight: int | None = Field(None, ge=1, description="batches under way at once. None: one for each stage")
+    in_flight: int | None = Field(
+        None, ge=1, description="batches under way at once, at most. None, and never more than: one a stage"
+    )
     vertical_sync: bool = Field(True, description="one version of the weights for a batch on all stages")
     aggregate: int = Field(0, ge=0, description="stage i of n averages its versions every so many times n - i batches")
     evaluate_every: int | None = Field(None, ge=1, description="steps; None: at the end only")
@@ -104,7 +106,8 @@ class Homogeneous:
 
     def due(self, done: int) -> bool:
         """Say whether a better partition is looked for after so many batches."""
-        every = _options(self.problem).chain_every
+        options = _options(self.problem)
+        every = options.chain_every or options.global_every
         return bool(every) and done % every == 0
 
     def observe(self, partition: Partition, times: Sequence[float | None]) -> None:

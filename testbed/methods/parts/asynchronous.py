@@ -245,5 +245,6 @@ class AsynchronousStage(Stage):
                 kept=self._kept,
                 allowed=versions.in_flight(stages, index),
                 bytes=self._kept * sum(unit.weight_bytes for unit in self._units),
+                replicas=self._replicas.bytes(),
             )
         self._tell(self.place.lead, messages.DRAINED, step=done)

@@ -11,63 +11,32 @@ only means another try.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from testbed.device import Device
 from testbed.errors import InputError, TestbedError
 from testbed.methods.base import Assignment, Job
-from testbed.methods.parts import costs, messages
+from testbed.methods.parts import messages
+from testbed.methods.parts.arranging import Homogeneous
 from testbed.methods.parts.asynchronous import Asynchrony
 from testbed.methods.parts.crew import Answer, Lost
 from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.keeper import Keeper
 from testbed.methods.parts.lead import Lead, Temper
 from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts.placement import Placement, place
 from testbed.methods.parts.profiling import profile
-from testbed.methods.parts.replicas import BEGINNING, Inventory, Lineage, Point, dump, load
-from testbed.methods.parts.replication import held_at, resume_point
+from testbed.methods.parts.replicas import BEGINNING, Inventory, Lineage, Point, dump, load, read, written
 from testbed.methods.parts.shard import weights_of
 from testbed.methods.parts.verdict import judge
 from testbed.network.link import Pair
-from testbed.partition.asynchronous import Profile
-from testbed.partition.redistribution import Need, Partition, needs
+from testbed.partition.redistribution import Partition
 from testbed.wire import Message
 
 if TYPE_CHECKING:
     import torch
-
-
-class Arranger(Protocol):
-    """What tells methods apart: which partition they choose when."""
-
-    admits: bool
-    """Whether devices that come, or come back, after the stages were arranged are taken in."""
-
-    def after_loss(self, old: Partition, there: Sequence[str]) -> Partition:
-        """Return the partition over the devices that are there; raises `InputError` where there is none."""
-
-    def due(self, done: int) -> bool:
-        """Say whether a better partition is looked for after so many batches."""
-
-    def observe(self, partition: Partition, times: Sequence[float | None]) -> None:
-        """Take in the mean seconds of a batch of each stage."""
-
-    profile_runs: int
-    """How often each unit is tried on the central node before training; 0: nothing is measured."""
-
-    def unknown(self, partition: Partition) -> list[Pair]:
-        """Return the neighbours, both ways, whose link is yet to be measured."""
-
-    def learn(self, profile: Profile | None, rates: Mapping[Pair, float]) -> None:
-        """Take in what was measured: seconds of each unit on the central node, bit/s between devices."""
-
-    def better(self, old: Partition, there: Sequence[str]) -> Partition | None:
-        """Return a partition that is worth changing to, or None."""
-
-    def assignments(self, partition: Partition) -> tuple[Assignment, ...]:
-        """Return the partition with the memory that each stage needs."""
 
 
 class Central(Lead):
@@ -80,7 +49,7 @@ class Central(Lead):
         keeper: Keeper,
         outbox: Outbox,
         temper: Temper,
-        arranger: Arranger,
+        arranger: Homogeneous,
         asynchrony: Asynchrony,
         evaluate_every: int | None,
     ) -> None:
@@ -101,9 +70,8 @@ class Central(Lead):
             keeper.replicas.put(BEGINNING, job.weights, range(self._units))
         self.partition = _partition(job.plan.assignments)
         self._lineage = Lineage()
-        self._step = 0
-        self._needs: Mapping[str, Need] = {}
-        self._point = BEGINNING
+        self._placement = Placement(BEGINNING, {})
+        """Where the present configuration goes on from."""
         self._safe = BEGINNING
         """The newest point of which every unit is on two devices, or here."""
         self._whole = BEGINNING
@@ -126,7 +94,7 @@ class Central(Lead):
     @property
     def start(self) -> int:
         """The step that the present configuration began with."""
-        return self._step
+        return self._placement.point.step
 
     async def run(self) -> None:
         """Train to the end through whatever happens; raises `TestbedError` when too few devices are left."""
@@ -143,14 +111,11 @@ class Central(Lead):
         training, replicas = self.device.saved("training"), self.device.saved("replicas")
         if training is None:
             return False
-        self._lineage = Lineage(tuple((made, begin) for made, begin in training["begun"]))
-        self.partition = Partition(tuple(training["devices"]), tuple(training["cuts"]))
+        self._lineage, self.partition = read(training)
         self.layout = self._arranger.assignments(self.partition)
         if replicas is not None:
             load(self._keeper.replicas, replicas)
-            points = [point for point in self._keeper.replicas.points() if point in self._lineage]
-            full = [point for point in points if len(self._keeper.replicas.units(point)) == self._units]
-            self._whole = max(full, key=lambda point: point.step, default=BEGINNING)
+            self._whole = self._newest_whole() or BEGINNING
         return True
 
     async def _return(self) -> None:
@@ -188,7 +153,7 @@ class Central(Lead):
 
     async def work(self) -> None:
         """Train in stretches to the last batch, evaluate in between and at the end."""
-        step = self._step
+        step = self.start
         while step < self.steps:
             step = await self._stretch(step)
             if self._evaluates(step):
@@ -196,6 +161,7 @@ class Central(Lead):
                 await self.evaluate(step, self._tests)
             if step < self.steps and self._wanted is not None:
                 await self._change(step)
+                step = self.start
         last = self._lineage.point(self.steps)
         await self.until(lambda: len(self._keeper.replicas.units(last)) == self._units)
         await self.evaluate(self.steps, self._tests)
@@ -289,10 +255,12 @@ class Central(Lead):
         """Change to another partition, the pipeline being empty; raises `Lost` when a stage is not there any more."""
         assert self._wanted is not None
         before, self._wanted = self.partition, None
+        crew, known = self._crew, dict(self._crew.appointed)
         self._enter()
         await self._gather(before.devices, self._patience)
         there = self._there()
-        missing = [name for name in before.devices if name not in there or name in self._crew.restarted]
+        known[self.device.name] = crew.there[self.device.name] = self._keeper.incarnation
+        missing = [name for name in before.devices if name not in there or crew.there[name] != known.get(name)]
         if missing:
             raise Lost(missing)
         self._take_up(self._arranger.better(before, there) or before)
@@ -303,11 +271,11 @@ class Central(Lead):
 
     async def _establish(self) -> None:
         """Have every stage fetch what it lacks; commit once all have it."""
-        crew, point = self._crew, self._point
+        crew, point = self._crew, self._placement.point
         crew.appoint()
         stages = self._stages()
         for part in self.layout:
-            need = self._needs.get(part.device)
+            need = self._placement.need(part.device)
             self._outbox.post(
                 part.device,
                 messages.CONFIGURE,
@@ -319,10 +287,10 @@ class Central(Lead):
                 seeded=need is None,
                 fetch={} if need is None else {holder: list(units) for holder, units in need.fetch.items()},
             )
+        await self.device.save("training", written(self._lineage, self.partition))
         await self.until(lambda: crew.ready >= {part.device for part in self.layout})
         if self._recovering:
-            moved = self._moved_bytes()
-            self.device.record("recovery", phase="redistributed", step=self._step, bytes=moved)
+            self.device.record("recovery", phase="redistributed", step=self.start, bytes=self._moved_bytes())
         for part in self.layout:
             whole = {self._whole} if part.device == self.device.name else set()
             self._tell_to_keep(messages.COMMIT, part.device, {point, self._safe, *whole})
@@ -347,7 +315,7 @@ class Central(Lead):
         for part in self.layout:
             whole = {self._whole} if part.device == self.device.name else set()
             self._tell_to_keep(messages.KEEP, part.device, {point, *whole})
-        self.device.save("replicas", dump(self._keeper.replicas))
+        self._keeper.save("replicas", dump(self._keeper.replicas))
 
     async def _recover(self, lost: Lost) -> None:
         """Find out who has what, choose the state to go on from and the stages to go on with."""
@@ -366,7 +334,7 @@ class Central(Lead):
         """Choose the state to go on from and the stages to go on with, among the devices that have answered."""
         self._take_up(self._after_loss(self._there()))
         self._recovering = True
-        self.device.record("recovery", phase="repartitioned", step=self._step, case=case, partition=self._stages())
+        self.device.record("recovery", phase="repartitioned", step=self.start, case=case, partition=self._stages())
 
     async def _gather(self, names: Collection[str], seconds: float, missing: Collection[str] = ()) -> None:
         """Ask everybody what he has; wait so long for these, and for missing ones as long as they may be away."""
@@ -404,50 +372,26 @@ class Central(Lead):
             raise TestbedError(f"not enough devices: {error}") from error
 
     def _take_up(self, partition: Partition) -> None:
-        """Choose the newest state of which every unit is somewhere, and who fetches what of it."""
+        """Make a partition the one to be established, from the newest state of which every unit is somewhere."""
         crew = self._crew
         inventory: dict[str, Inventory] = {self.device.name: self._keeper.replicas.inventory()}
         for name, answer in crew.answers.items():
-            inventory[name] = [] if name in crew.restarted else [(*point,) for point in answer.held]  # type: ignore[misc]
-        held = self._lineage.held(inventory)
-        if self._seeded:
-            held[self.device.name][0] = list(range(self._units))
-        step = resume_point(held, self._units)
-        assert step is not None, "the lead has what the run began with"
-        self._step, self._point = step, self._lineage.point(step)
-        seeded = self._seeded and step == 0
-        having = held_at(held, step)
-        self._needs = {} if seeded else needs(self.partition, partition, having)
-        if step == self.steps:
-            self._needs = {**self._needs, self.device.name: self._all_units(having)}
-        self._lineage = self._lineage.branch(step, self._configuration)
+            inventory[name] = [] if name in crew.restarted else list(answer.held)
+        self._placement = place(self._lineage, inventory, self.partition, partition, self._seeded, self.steps)
+        self._lineage = self._lineage.branch(self.start, self._configuration)
         self._safe, self._whole = (
             point if point in self._lineage else BEGINNING for point in (self._safe, self._whole)
         )
         self._replicated.clear()
         joining = set(partition.devices).difference(self.partition.devices)
         if joining:
-            self.device.record("log", text=f"{', '.join(sorted(joining))} joins at step {step}")
+            self.device.record("log", text=f"{', '.join(sorted(joining))} joins at step {self.start}")
         self.partition, self.layout = partition, self._arranger.assignments(partition)
-        begun, devices = self._lineage.begun, partition.devices
-        self.device.save("training", Message("training", {"begun": begun, "devices": devices, "cuts": partition.cuts}))
         self.joiners = (self.joiners | crew.answers.keys()) - set(partition.devices) - self._cut
 
-    def _all_units(self, having: Mapping[str, Collection[int]]) -> Need:
-        """Return where the central node finds the units of a state that is the last one."""
-        own = having.get(self.device.name, ())
-        fetch: dict[str, tuple[int, ...]] = {}
-        for unit in range(self._units):
-            if unit not in own:
-                holder = next(name for name, units in having.items() if unit in units)
-                fetch[holder] = (*fetch.get(holder, ()), unit)
-        return Need(tuple(sorted(own)), fetch)
-
     def _moved_bytes(self) -> float:
-        """Return the bytes of weights and optimizer state that the present configuration had fetched."""
-        units, optimizer = self._problem.model.units, self._problem.workload.optimizer
-        fetched = (unit for need in self._needs.values() for of in need.fetch.values() for unit in of)
-        return sum(costs.state_bytes([units[unit]], optimizer) for unit in fetched)
+        """Return the bytes that the present configuration had fetched."""
+        return self._placement.bytes(self._problem.model.units, self._problem.workload.optimizer)
 
     def _own_answer(self) -> Answer:
         answer = super()._own_answer()
@@ -455,11 +399,14 @@ class Central(Lead):
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Return the newest weights that are here as a whole; none before any are."""
+        point = self._newest_whole()
+        return {} if point is None else weights_of(self._keeper.replicas.state(point, range(self._units)))
+
+    def _newest_whole(self) -> Point | None:
+        """Return the newest point that still counts of which every unit is here."""
         replicas = self._keeper.replicas
-        for point in reversed(replicas.points()):
-            if point in self._lineage and len(replicas.units(point)) == self._units:
-                return weights_of(replicas.state(point, range(self._units)))
-        return {}
+        whole = [point for point in replicas.points() if len(replicas.units(point)) == self._units]
+        return max((point for point in whole if point in self._lineage), key=lambda point: point.step, default=None)
 
 
 def _partition(layout: Sequence[Assignment]) -> Partition:

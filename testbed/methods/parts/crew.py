@@ -11,6 +11,7 @@ from testbed.methods.base import Assignment, Problem
 from testbed.methods.parts import costs, messages
 from testbed.methods.parts.bell import Bell
 from testbed.methods.parts.outbox import SLACK, Outbox, transfer_time
+from testbed.methods.parts.replicas import Inventory
 from testbed.wire import Message
 
 
@@ -33,7 +34,7 @@ class Answer:
     actions: int
     computing: bool
     overdue: Mapping[str, float]
-    held: Sequence[tuple[int, int, Sequence[int]]] = ()
+    held: Inventory = ()
 
 
 class Crew:

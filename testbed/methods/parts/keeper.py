@@ -77,6 +77,10 @@ class Keeper(Worker):
     def _busy(self, stage: Stage | None) -> bool:
         return super()._busy(stage) or self._outbox.waiting() or self._is_measuring()
 
+    def save(self, name: str, message: Message) -> None:
+        """Write to the device's disk while other things go on."""
+        self._background.start(self._device.save(name, message))
+
     def _is_measuring(self) -> bool:
         return self._measuring is not None and not self._measuring.done()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from testbed.methods.parts.shard import State, restrict
+from testbed.partition.redistribution import Partition
 from testbed.wire import Message
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Point:
 BEGINNING = Point(0, 0)
 """The state that a run begins with: from the seed, or the weights that the lead was given."""
 
-Inventory = list[tuple[int, int, list[int]]]
+Inventory = Sequence[tuple[int, int, Sequence[int]]]
 """(configuration, step, units) of every point of which something is held; as it travels."""
 
 
@@ -108,7 +109,7 @@ class Lineage:
         """Return the point of a step, in the configuration that made it."""
         return max((Point(made, step) for made, begin in self.begun if begin < step), default=BEGINNING)
 
-    def held(self, inventory: Mapping[str, Inventory]) -> dict[str, dict[int, list[int]]]:
+    def held(self, inventory: Mapping[str, Inventory]) -> dict[str, dict[int, Sequence[int]]]:
         """Return which units each device has of each step, leaving out what is void."""
         return {
             device: {step: units for made, step, units in points if Point(made, step) in self}
@@ -135,3 +136,14 @@ def load(replicas: Replicas, written: Message) -> None:
     for configuration, done, units in written["held"]:
         point = Point(configuration, done)
         replicas.put(point, states.get(point, {}), units)
+
+
+def written(lineage: Lineage, partition: Partition) -> Message:
+    """Return how training stands, beside the replicas, for the disk."""
+    return Message("training", {"begun": lineage.begun, "devices": partition.devices, "cuts": partition.cuts})
+
+
+def read(training: Message) -> tuple[Lineage, Partition]:
+    """Return what `written` has put down."""
+    begun = tuple((made, begin) for made, begin in training["begun"])
+    return Lineage(begun), Partition(tuple(training["devices"]), tuple(training["cuts"]))
