@@ -76,6 +76,8 @@ class Central(Lead):
         """The newest point of which every unit is on two devices, or here."""
         self._whole = BEGINNING
         """The newest point of which every unit is here."""
+        self._members: dict[str, float] = {}
+        """The stages' incarnations when they were told what to be."""
         self._drained: set[str] = set()
         self._replicated: dict[int, set[str]] = {}
         """Who has had his units of a step replicated."""
@@ -255,14 +257,12 @@ class Central(Lead):
         """Change to another partition, the pipeline being empty; raises `Lost` when a stage is not there any more."""
         assert self._wanted is not None
         before, self._wanted = self.partition, None
-        crew, known = self._crew, dict(self._crew.appointed)
         self._enter()
         await self._gather(before.devices, self._patience)
         there = self._there()
-        known[self.device.name] = crew.there[self.device.name] = self._keeper.incarnation
-        missing = [name for name in before.devices if name not in there or crew.there[name] != known.get(name)]
-        if missing:
-            raise Lost(missing)
+        verdict = judge(self._members, self._present(there))
+        if verdict.lost:
+            raise Lost(verdict.lost, back=verdict.empty)
         self._take_up(self._arranger.better(before, there) or before)
         await self._establish()
         pause = self.device.now() - self._ended
@@ -289,6 +289,7 @@ class Central(Lead):
             )
         await self.device.save("training", written(self._lineage, self.partition))
         await self.until(lambda: crew.ready >= {part.device for part in self.layout})
+        self._members = self._present(self.partition.devices)
         if self._recovering:
             self.device.record("recovery", phase="redistributed", step=self.start, bytes=self._moved_bytes())
         for part in self.layout:
@@ -322,13 +323,12 @@ class Central(Lead):
         self.device.record("recovery", phase="detected", step=self.progress, missing=lost.missing)
         self._cut |= lost.cut
         self._wanted = None
-        given_up, before = self._configuration, dict(self._crew.appointed)
+        given_up = self._configuration
         self._enter()
-        await self._gather(set(self.partition.devices).difference(lost.missing), self._patience, lost.missing)
+        gone = set(lost.missing) - lost.back
+        await self._gather(set(self.partition.devices) - gone, self._patience, gone)
         self._learn_patience(lost, given_up)
-        there = self._there()
-        now = {name: self._crew.there.get(name, before.get(name, 0.0)) for name in there}
-        self._resume(judge({name: before.get(name, now.get(name, 0.0)) for name in self.partition.devices}, now).case)
+        self._resume(judge(self._members, self._present(self._there())).case)
 
     def _resume(self, case: str) -> None:
         """Choose the state to go on from and the stages to go on with, among the devices that have answered."""
@@ -358,6 +358,10 @@ class Central(Lead):
         if not self._arranger.admits:
             there &= set(self.partition.devices)
         return self._ordered(there)
+
+    def _present(self, names: Collection[str]) -> dict[str, float]:
+        """Return the incarnations of devices that are there."""
+        return {name: self._crew.there.get(name, self._keeper.incarnation) for name in names}
 
     def _ordered(self, names: Collection[str]) -> list[str]:
         return [spec.name for spec in self._problem.devices if spec.name in names]

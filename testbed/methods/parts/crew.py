@@ -18,12 +18,14 @@ from testbed.wire import Message
 class Lost(Exception):  # noqa: N818 - a state of the crew, which the lead recovers from
     """The configuration cannot go on."""
 
-    def __init__(self, missing: Collection[str], cut: Collection[str] = ()) -> None:
+    def __init__(self, missing: Collection[str], cut: Collection[str] = (), back: Collection[str] = ()) -> None:
         super().__init__(", ".join(sorted(missing)) or "nothing moves")
         self.missing = sorted(missing)
         """Devices that are silent, have started anew, or are cut off from a neighbour."""
         self.cut = frozenset(cut)
         """Those of them that answer the lead but do not reach a neighbour: no use as a stage."""
+        self.back = frozenset(back)
+        """Those of them that are there again, empty."""
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class Lead(ABC):
         """Wait until the stages have brought something about; raises `Lost` when they cannot any more."""
         while not done():
             if restarted := self._crew.restarted & {part.device for part in self.layout}:
-                raise Lost(restarted)
+                raise Lost(restarted, back=restarted)
             heard = self._heard
             if await self._news.wait(self._patience) or self._heard != heard:
                 continue
