@@ -54,13 +54,19 @@ def pipeline_over(
     options, workload, units = _options(problem), problem.workload, problem.model.units
     update_flops = costs.update_flops(workload.optimizer)
     first = problem.devices[0].speed
-    replicated = options.chain_every or options.global_every
+    chain = options.chain_every > 0
 
     def extra(stage: int, start: int, end: int) -> float:
-        """Return the bytes of the replicas of one point: its own, about as much of another's; everything in front."""
-        if not replicated:
-            return 0.0
-        return costs.state_bytes(units if stage == 0 else units[start:end], workload.optimizer) * 2
+        """Return the most bytes that replicas take.
+
+        A stage has its own units, and in a chain those of the stage before, which the planner counts as all before its
+        own, of up to three points: the last one, the next, which is not complete yet, and where a repartition goes on
+        from. The first device has everything of two, and may have the last stage's units of one that is but a chain.
+        """
+        if stage == 0:
+            return (2 + chain) * costs.state_bytes(units, workload.optimizer)
+        points = 3 if chain or options.global_every else 2
+        return points * costs.state_bytes(units[0 if chain else start : end], workload.optimizer)
 
     return Asynchronous(
         units=units,
