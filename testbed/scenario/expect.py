@@ -46,7 +46,7 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "repartition_bytes": ("bytes", "weights and optimizer state that such changes moved"),
     "versions_kept": ("number", "of its weights, that any stage kept at once"),
     "step_time_before": ("seconds", "median over the undisturbed steps before the first fault that was noticed"),
-    "step_time_after": ("seconds", "median over those after the last recovery or repartition"),
+    "step_time_after": ("seconds", "median over those after the last recovery or repartition, if any"),
     "busiest_share": ("share", "of their time, that the busiest device computes or the busiest link carries"),
     "requests": ("number", "inferences done"),
     "requests_per_second": ("number", "inferences over duration"),

@@ -21,7 +21,7 @@ def pauses(events: Sequence[Event]) -> list[Interval]:
 
 
 def pace_figures(events: Sequence[Event], steps: Sequence[Row], outlived: Sequence[Recovery]) -> dict[str, float]:
-    """Return the time per step before the first fault and after the last change; absent where there was none."""
+    """Return the time per step before the first fault, absent without one, and after the last change, if any."""
     figures = {}
     struck = [item.struck for item in outlived if item.struck is not None]
     before = [row["seconds"] for row in steps if row["steady"] and struck and row["time"] <= min(struck)]
@@ -29,7 +29,7 @@ def pace_figures(events: Sequence[Event], steps: Sequence[Row], outlived: Sequen
         figures["step_time_before"] = median(before)
     changed = last_change(events, outlived)
     last = [row["seconds"] for row in after(steps, changed)]
-    if changed and last:
+    if last:
         figures["step_time_after"] = median(last)
     return figures
 

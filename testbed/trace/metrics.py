@@ -56,7 +56,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     repartition_bytes          weights and optimizer state that they moved in all
     versions_kept              most versions of its weights that any stage kept at once
     step_time_before           median of the steady steps before the first fault that the method noticed
-    step_time_after            median of those after the last recovery or repartition
+    step_time_after            median of those after the last recovery or repartition, of all where there was none
     busiest_share              largest share of the steady steps' time, after the last recovery or repartition, that a
                                device computes or a link carries
     requests                   inferences done

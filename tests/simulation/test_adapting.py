@@ -8,6 +8,8 @@ from runs import of, problem_of, run, scenario
 from testbed.methods import METHODS
 from testbed.methods.parts import costs
 from testbed.methods.parts.arranging import pipeline_over
+from testbed.methods.parts.keeper import Keeper
+from testbed.methods.parts.replicas import Replicas
 from testbed.scenario.expand import experiments
 from testbed.trace.metrics import metrics
 
@@ -87,3 +89,28 @@ def test_the_busiest_stage_hardly_ever_rests():
     pipeline = slowed(planned, 1, 4, 4)
     assert figures["busiest_share"] >= 0.95
     assert figures["step_time_after"] == pytest.approx(pipeline.batch_time(pipeline.least_bottleneck()), rel=0.02)
+
+
+@pytest.mark.parametrize(("chain", "everything"), [(4, 8), (4, 0), (0, 8), (0, 0)])
+def test_replicas_take_no_more_memory_than_was_planned(chain, everything, monkeypatch):
+    most, put, made = {}, Replicas.put, Keeper.__init__
+
+    def known(self, device, *others):
+        made(self, device, *others)
+        self.replicas.owner = device.name
+
+    def watched(self, *put_in):
+        put(self, *put_in)
+        most[self.owner] = max(most.get(self.owner, 0), self.bytes())
+
+    monkeypatch.setattr(Keeper, "__init__", known)
+    monkeypatch.setattr(Replicas, "put", watched)
+    settings = {**METHOD, "chain_every": chain, "global_every": everything}
+    planned = scenario(2, "2mflops", WORK, settings, devices=UNEQUAL)
+    outcome = run(planned)
+    problem, _ = problem_of(planned)
+    cuts = [cuts_of(each["partition"]) for each in of(outcome, "stretch")]
+    pipeline = pipeline_over(problem, NAMES)
+    for stage, name in enumerate(NAMES):
+        assert most[name] <= max(pipeline.extra(stage, *each[stage : stage + 2]) for each in cuts), name
+    assert most["source"] >= 0.6 * pipeline.extra(0, *cuts[-1][:2])

@@ -112,12 +112,12 @@ def stages(experiment: Experiment) -> Iterator[tuple[float, float]]:
 
 
 def test_figure_8_learns_on_where_no_device_could_alone() -> None:
-    digits = ("workload.model.width=0.35", "workload.batch_size=32", "workload.epochs=")
+    digits = ("workload.model.width=0.35", "workload.batch_size=64", "workload.epochs=")
     (begin,) = reduced(
-        "ftpipehd-pretrained", *digits, "workload.data={name: digits, train: 1293, test: 96}", "workload.steps=40"
+        "ftpipehd-pretrained", *digits, "workload.data={name: digits, train: 1293, test: 96}", "workload.steps=20"
     )
     _, before, weights = run(begin)
-    small = (*digits, "workload.data={name: digits, test: 96}", "devices.pi.memory=20MB", "workload.steps=20")
+    small = (*digits, "workload.data={name: digits, test: 96}", "devices.pi.memory=33MB", "workload.steps=8")
     (experiment,) = reduced("ftpipehd-figure-8", *small, "workload.method={name: ftpipehd, profile_runs: 1}")
     assert all(need <= there for need, there in stages(experiment))
     with pytest.raises(InputError, match=r"of memory, its part of the model needs"):

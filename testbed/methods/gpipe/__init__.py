@@ -13,7 +13,7 @@ from testbed.methods.pipeline.options import PipelineOptions
 class GPipeOptions(PipelineOptions):
     """Options of `GPipe`: those of the pipeline, but for the schedule."""
 
-    schedule: Literal["gpipe"] = "gpipe"
+    schedule: Literal["gpipe"] = Field("gpipe", description="the only one")
     recompute: bool = Field(
         True, description="all stages but the last keep no activations and compute them again before backward"
     )

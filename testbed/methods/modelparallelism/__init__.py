@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from testbed.methods.pipeline import Pipeline
 from testbed.methods.pipeline.options import PipelineOptions
 
@@ -11,7 +13,7 @@ from testbed.methods.pipeline.options import PipelineOptions
 class ModelParallelismOptions(PipelineOptions):
     """Options of `ModelParallelism`: those of the pipeline, but for the schedule."""
 
-    schedule: Literal["model-parallelism"] = "model-parallelism"
+    schedule: Literal["model-parallelism"] = Field("model-parallelism", description="the only one")
 
 
 class ModelParallelism(Pipeline):

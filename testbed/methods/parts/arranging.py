@@ -13,7 +13,8 @@ from testbed.methods.parts.arrangement import StagesOptions, all_devices, assign
 from testbed.methods.parts.asynchronous import Asynchrony
 from testbed.methods.parts.replication import Replication
 from testbed.network.link import Pair
-from testbed.partition.asynchronous import Asynchronous, Profile
+from testbed.partition.asynchronous import Asynchronous, Profile, divisible_limit
+from testbed.partition.asynchronous import capacities as of_speeds
 from testbed.partition.cuts import even
 from testbed.partition.redistribution import Partition, take_over
 from testbed.scenario.quantities import Duration
@@ -53,13 +54,19 @@ def pipeline_over(
     options, workload, units = _options(problem), problem.workload, problem.model.units
     update_flops = costs.update_flops(workload.optimizer)
     first = problem.devices[0].speed
-    replicated = options.chain_every or options.global_every
+    chain = options.chain_every > 0
 
     def extra(stage: int, start: int, end: int) -> float:
-        """Return the bytes of the replicas of one point: its own, about as much of another's; everything in front."""
-        if not replicated:
-            return 0.0
-        return costs.state_bytes(units if stage == 0 else units[start:end], workload.optimizer) * 2
+        """Return the most bytes that replicas take.
+
+        A stage has its own units, and in a chain those of the stage before, which the planner counts as all before its
+        own, of up to three points: the last one, the next, which is not complete yet, and where a repartition goes on
+        from. The first device has everything of two, and may have the last stage's units of one that is but a chain.
+        """
+        if stage == 0:
+            return (2 + chain) * costs.state_bytes(units, workload.optimizer)
+        points = 3 if chain or options.global_every else 2
+        return points * costs.state_bytes(units[0 if chain else start : end], workload.optimizer)
 
     return Asynchronous(
         units=units,
@@ -160,11 +167,8 @@ class Even(Homogeneous):
 def plan(method: str, problem: Problem, arranger: Homogeneous) -> Plan:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     partition = arranger.initial()
-    true = pipeline_over(
-        problem,
-        partition.devices,
-        capacities=[problem.devices[0].speed / problem.device(name).speed for name in partition.devices],
-    )
+    devices = [problem.device(name) for name in partition.devices]
+    true = pipeline_over(problem, partition.devices, capacities=of_speeds(devices))
     return Plan(
         method=method,
         lead=problem.devices[0].name,
@@ -172,9 +176,21 @@ def plan(method: str, problem: Problem, arranger: Homogeneous) -> Plan:
         step_time=true.batch_time(partition.cuts),
         details={
             "bottleneck": true.bottleneck(partition.cuts),
+            "slowest_stage": true.slowest_stage(partition.cuts),
+            **_limits(true),
             "stage_times": [true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))],
         },
     )
+
+
+def _limits(true: Asynchronous) -> dict[str, float]:
+    """Return the best that any partition could reach: with its links, computing alone, in a finely divisible chain."""
+    alone = true.without_links()
+    return {
+        "least_bottleneck": true.bottleneck(true.least_bottleneck()),
+        "least_slowest_stage": alone.bottleneck(alone.least_bottleneck()),
+        "divisible_limit": divisible_limit([device.speed for device in true.devices]),
+    }
 
 
 def _options(problem: Problem) -> AsynchronousOptions:
