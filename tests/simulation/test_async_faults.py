@@ -1,29 +1,13 @@
 """Asynchronous pipelines outlive their devices: whatever happens, each batch counts once, in one state of the model."""
 
 import os
-import random
 
 import pytest
 import torch
 from delayed import Reference, stretches
 from runs import of, run, scenario
+from schedules import DEVICES, METHOD, MODEL, STEPS, WORKERS, during, random_keys
 
-DEVICES = ("source", "worker1", "worker2", "worker3")
-WORKERS = DEVICES[1:]
-STEPS = 36
-METHOD = {
-    "name": "ftpipehd",
-    "aggregate": 0,
-    "chain_every": 4,
-    "global_every": 8,
-    "repartition_first": 5,
-    "repartition_every": 10,
-    "profile_runs": 1,
-    "patience": "500ms",
-    "least_gain": 0,
-}
-MODEL = {"name": "mlp", "hidden": [24] * 6}
-"""Units that can be shared out, so that there is something to adapt."""
 SEEDS = int(os.environ.get("RANDOM_FAULTS", "24"))
 """How many random schedules; all that there are to be is 200."""
 
@@ -47,10 +31,6 @@ def assert_right(outcome, steps=STEPS, **keys):
 
 def recovered(outcome):
     return [event for event in of(outcome, "recovery") if event["phase"] == "repartitioned"]
-
-
-def during(device, span, batch):
-    return {"device": device, "begins": span, "batch": batch}
 
 
 @pytest.mark.parametrize("victim", WORKERS)
@@ -86,53 +66,9 @@ def test_central_node_dies_and_comes_back(batch, also):
     assert ("worker1" in [device for device, _, _ in decided["partition"]]) is not also
 
 
-def random_fault(draw: random.Random, first: bool) -> dict:
-    kind = draw.choice(["kill", "kill", "pause", "partition", "degrade", "throttle", "central"])
-    lasting = draw.choice(["300ms", "1s", "3s", "8s", None])
-    victim = draw.choice(WORKERS)
-    if kind == "partition":
-        fault = {"partition": [sorted(draw.sample(DEVICES, draw.randint(1, 2)))]}
-    elif kind == "degrade":
-        fault = {"degrade": {"device": victim, "rate": draw.choice(["8kbit", "200kbit"]), "delay": "100ms"}}
-    elif kind == "throttle":
-        fault = {"throttle": {"device": draw.choice(DEVICES), "slowdown": draw.choice([2, 10, 100])}}
-    elif kind == "central":
-        fault = {draw.choice(["kill", "pause"]): "source"}
-        lasting = lasting or "2s"
-    else:
-        fault = {kind: victim}
-    if lasting:
-        fault["for"] = lasting
-    moments = [{"at": f"{draw.randint(0, 2500)}ms"}]
-    span = draw.choice(["forward", "backward", "update"])
-    moments.append({"when": {"device": victim, "begins": span, "batch": draw.randint(0, STEPS - 1)}})
-    moments.append({"when": {"device": victim, "begins": draw.choice(["replicate", "keep", "load"])}})
-    if not first:
-        moments.append({"after": f"{draw.choice([1, 200, 2000, 6000])}ms"})
-        moments.append({"when": {"device": "source", "event": draw.choice(["recovery", "stretch", "repartition"])}})
-    return fault | draw.choice(moments)
-
-
-def random_scenario(seed: int):
-    draw = random.Random(seed)
-    faults = [random_fault(draw, index == 0) for index in range(draw.randint(1, 5))]
-    name = draw.choice(["ftpipehd", "ftpipehd", "respipe", "pipedream"])
-    given = {"name": name, "chain_every": 4, "global_every": 8, "patience": "500ms"}
-    method = METHOD if name == "ftpipehd" else given
-    window = draw.choice(["0s", "5s"])
-    devices = {name: {"speed": draw.choice(["2mflops", "1mflops", "200kflops"])} for name in DEVICES}
-    return scenario(
-        workload={"steps": STEPS, "model": MODEL},
-        method={**method, "return_window": window},
-        devices=devices,
-        faults=faults,
-        time_limit="30000s",
-    )
-
-
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_faults(seed):
-    outcome = run(random_scenario(seed))
+    outcome = run(scenario(**random_keys(seed)))
     if outcome.status == "failed" and "not enough devices" in outcome.error:
         return
     assert_right(outcome)
@@ -203,9 +139,9 @@ def test_throttled_device_is_noticed_at_the_next_point():
 
 
 def test_too_few_devices_is_said():
-    devices = {name: {"speed": "20mflops", "memory": "162kB" if name == "source" else "72kB"} for name in DEVICES}
+    devices = {name: {"speed": "20mflops", "memory": "199kB" if name == "source" else "150kB"} for name in DEVICES}
     when = during("worker2", "backward", 13)
-    outcome = disturbed({"kill": "worker2", "when": when}, {"kill": "worker1", "when": when}, devices=devices)
+    outcome = disturbed(*({"kill": worker, "when": when} for worker in WORKERS), devices=devices)
     assert outcome.status == "failed"
     assert "not enough devices: " in outcome.error
     assert "fit" in outcome.error  # and what would be enough
@@ -223,6 +159,6 @@ def test_worker_restarts_between_the_drain_and_the_change():
 
 
 def test_two_runs_with_faults_are_identical():
-    one, other = (run(random_scenario(3)) for _ in range(2))
+    one, other = (run(scenario(**random_keys(3))) for _ in range(2))
     assert of(one, "recovery")
     assert [event.to_json() for event in one.events] == [event.to_json() for event in other.events]
