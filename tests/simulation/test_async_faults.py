@@ -162,3 +162,21 @@ def test_two_runs_with_faults_are_identical():
     one, other = (run(scenario(**random_keys(3))) for _ in range(2))
     assert of(one, "recovery")
     assert [event.to_json() for event in one.events] == [event.to_json() for event in other.events]
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("when", [{"device": "source", "event": "recovery"}, {"device": "worker3", "begins": "load"}])
+def test_worker_dies_while_another_is_recovered_from(when, returns):
+    second = {"kill": "worker3", "when": when, **({"for": "500ms"} if returns else {})}
+    outcome = disturbed({"kill": "worker1", "when": during("worker1", "backward", 13)}, second)
+    assert_right(outcome)
+
+
+def test_what_a_replaced_worker_still_says_is_refused():
+    """Cut off, it trains on with what it has; healed, it must not be heard as the stage that it no longer is."""
+    fault = {"partition": [["worker2"]], "when": during("worker2", "forward", 13), "for": "4s"}
+    outcome = disturbed(fault, steps=120, speed="2mflops")
+    assert_right(outcome, 120)
+    members = [{device for device, _, _ in partition} for _, _, partition in stretches(outcome)]
+    assert {"source", "worker1", "worker3"} in members
+    assert "worker2" in members[-1]
