@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SMALL, LARGE = 1_000, 200_000
-"""Bytes of the two messages that a link is measured with."""
+SMALL, LARGE = 1_000, 256_000
+"""Bytes of the messages that a link is measured with, at least and at most."""
+ENOUGH = 0.1
+"""Seconds that a message has to take longer than a small one for the link to be known."""
 
 
 async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> Profile:
@@ -59,14 +61,20 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
 
 
 async def bandwidth(device: Device, peer: str, configuration: int) -> float:
-    """Return the bit/s on the wire to a peer: what the larger of two messages takes longer.
+    """Return the bit/s on the wire to a peer: what a larger message takes longer than a small one.
 
-    The delay is in both and cancels. The first pair opens the connection and does not count.
+    The delay is in both and cancels. Messages grow until one takes long enough to be told apart, so that neither a slow
+    link is kept busy for long nor a fast one measured by its jitter; the first one opens the connection.
     """
-    seconds = {SMALL: 0.0, LARGE: 0.0}
-    for size in (SMALL, LARGE, SMALL, LARGE):
+
+    async def taken(size: int) -> float:
         begun = device.now()
         await device.send(peer, Message(messages.PACKET, {"configuration": configuration}, padding=size))
-        seconds[size] = device.now() - begun
-    longer = seconds[LARGE] - seconds[SMALL]
-    return 8 * (wire_bytes(LARGE) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
+        return device.now() - begun
+
+    await taken(SMALL)
+    least, size, longer = await taken(SMALL), SMALL, 0.0
+    while longer < ENOUGH and size < LARGE:
+        size = min(LARGE, 4 * size)
+        longer = await taken(size) - least
+    return 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
