@@ -245,6 +245,8 @@ _DEVICE_EVENTS: Mapping[str, tuple[str, ...]] = {
     "evaluate": ("batch",),
     "request": ("batch",),
     "recovery": ("batch",),
+    "stretch": ("batch",),
+    "repartition": ("batch",),
     "log": (),
 }
 """Events that a device writes, and which keys of a trigger can match them."""

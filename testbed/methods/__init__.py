@@ -16,6 +16,11 @@ _CLASSES = {
     "single": "testbed.methods.single:Single",
     "sequential": "testbed.methods.sequential:Sequential",
     "pipeline": "testbed.methods.pipeline:Pipeline",
+    "gpipe": "testbed.methods.gpipe:GPipe",
+    "model-parallelism": "testbed.methods.modelparallelism:ModelParallelism",
+    "ftpipehd": "testbed.methods.ftpipehd:FTPipeHD",
+    "pipedream": "testbed.methods.pipedream:PipeDream",
+    "respipe": "testbed.methods.respipe:ResPipe",
     "exchange": "testbed.methods.exchange:Exchange",
 }
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from testbed.errors import InputError
+from testbed.models import mobilenet
 from testbed.models.chain import Layer, Model, Shape, chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
-
-Width = Annotated[int, Field(ge=1, le=100_000)]
-
-
-class Options(BaseModel):
-    """Base of a model's options: unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from testbed.models.options import Options, Width
 
 
 class MlpOptions(Options):
@@ -99,6 +93,12 @@ CATALOG: dict[str, Entry] = {
         Entry("cnn", "three convolutions and three fully connected layers, about the size of LeNet", CnnOptions, _cnn),
         Entry(
             "vgg5", "three convolutions and two fully connected layers, as in PipeLearn's Table II", Vgg5Options, _vgg5
+        ),
+        Entry(
+            "mobilenetv2",
+            "MobileNetV2, 2.2 million parameters for 10 classes; a unit for each block, a stem for small images",
+            mobilenet.MobileNetV2Options,
+            mobilenet.mobilenetv2,
         ),
     )
 }

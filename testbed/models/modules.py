@@ -23,6 +23,14 @@ class Sum(nn.Sequential):
         return total
 
 
+class ChannelMean(nn.Module):
+    """The mean over height and width."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Module
+        """Map (samples, channels, height, width) to (samples, channels)."""
+        return input.mean((2, 3))
+
+
 def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:
     """Build layers one after the other, their weights drawn in that order."""
     entering = shapes(layers, shape)[:-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from testbed.device import Device
 from testbed.methods.base import Job
@@ -13,15 +14,26 @@ from testbed.methods.parts.stage import Routine
 from testbed.methods.parts.worker import Worker
 from testbed.wire import Message
 
-MakeLead = Callable[[Worker, Outbox], Lead]
+W = TypeVar("W", bound=Worker)
+MakeWorker = Callable[[Background, Outbox], W]
+MakeLead = Callable[[W, Outbox], Lead]
 
 
-async def run_node(device: Device, job: Job, routine: Routine | None, make_lead: MakeLead) -> None:
+async def run_stages(device: Device, job: Job, routine: Routine | None, make_lead: MakeLead[Worker]) -> None:
+    """Run a device whose stages do as the routine says."""
+
+    def make_worker(background: Background, outbox: Outbox) -> Worker:
+        return Worker(device, job.problem, job.plan.lead, background, outbox, routine)
+
+    await run_node(device, job, make_worker, make_lead)
+
+
+async def run_node(device: Device, job: Job, make_worker: MakeWorker[W], make_lead: MakeLead[W]) -> None:
     """Run the lead on the plan's lead, till all work is done; elsewhere a worker, till it is stopped."""
     background = Background()
     handle: Callable[[Message], None]
     outbox = Outbox(device, job.problem.links, background, lambda message: handle(message))
-    worker = Worker(device, job.problem, job.plan.lead, background, outbox, routine)
+    worker = make_worker(background, outbox)
 
     async def listen() -> None:
         while True:

@@ -9,6 +9,7 @@ from testbed.methods.base import Problem
 from testbed.methods.parts import messages
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts.replicas import Inventory
 from testbed.methods.parts.stage import Place, Routine, Stage
 from testbed.wire import Message
 
@@ -77,9 +78,18 @@ class Worker:
             holds=stage.place.configuration if stage else 0,
             incarnation=self.incarnation,
             actions=stage.actions if stage else 0,
-            computing=stage is not None and stage.computing,
+            computing=self._busy(stage),
             overdue=self._outbox.overdue(),
+            held=self._held(),
         )
+
+    def _busy(self, stage: Stage | None) -> bool:
+        """Say whether this device is doing something that may take long."""
+        return stage is not None and stage.computing
+
+    def _held(self) -> Inventory:
+        """Say which replicas this device has."""
+        return []
 
     def _configure(self, message: Message) -> None:
         if self.stage is not None or message["configuration"] < self.configuration:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from testbed.device import Device
 from testbed.methods.base import Job, Method, Plan, Problem
 from testbed.methods.parts.lead import Temper
-from testbed.methods.parts.node import run_node
+from testbed.methods.parts.node import run_stages
 from testbed.methods.sequential.planner import SequentialOptions, plan, stages_over
 from testbed.methods.sequential.server import Server
 
@@ -31,8 +31,8 @@ class Sequential(Method):
         """Send requests on the first device, serve as a stage elsewhere."""
         problem, options = job.problem, job.problem.options
         assert isinstance(options, SequentialOptions)
-        temper = Temper(options.patience, options.return_window)
-        await run_node(
+        temper = Temper(options.patience, options.return_window, options.return_window)
+        await run_stages(
             device,
             job,
             None,
