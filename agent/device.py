@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent.casting import Caster, Lost
+from agent.disk import Disk
 from agent.events import EventLog
 from agent.pacing import Charge, DeviceTime, Measured, Pace, Processor, fixed, slowed
 from agent.receiving import Arrival, Inbox
@@ -65,6 +66,8 @@ class RealDevice:
         self._incarnation = time.monotonic_ns()
         self._sequence = count()
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
+        self._disk = Disk(settings, origin)
+        self._writing = asyncio.Lock()
         self._casts = asyncio.Lock()
         self._cast_number = count()
         self._caster = Caster(self.name, settings.cast, broadcast, self._token, settings.message_limit, lost)
@@ -93,6 +96,15 @@ class RealDevice:
     def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Keep the callable for whoever asks for the weights."""
         self.exposed = weights
+
+    async def save(self, name: str, message: Message) -> None:
+        """Write to the disk, in a thread of its own."""
+        async with self._writing:
+            await asyncio.to_thread(self._disk.save, name, message)
+
+    def saved(self, name: str) -> Message | None:
+        """Read from the disk."""
+        return self._disk.saved(name)
 
     def between_works(self, call: Callable[[], T]) -> T:
         """Call something while the processor does nothing else; blocks until it could."""

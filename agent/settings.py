@@ -22,6 +22,8 @@ class Settings:
     control: Address = ("0.0.0.0", CONTROL_PORT)
     data: Address = ("0.0.0.0", DATA_PORT)
     cast: Address = ("0.0.0.0", CAST_PORT)
+    disk: str = "/state"
+    """Folder that outlives a restart of the device."""
     message_limit: int = 256 << 20
     """Bytes of one message between devices."""
     body_limit: int = 2 << 30
@@ -33,7 +35,7 @@ class Settings:
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Settings:
-        """Read ``TESTBED_RUN``, ``TESTBED_DEVICE``, ``TESTBED_TOKEN`` and the optional addresses and limits.
+        """Read ``TESTBED_RUN``, ``TESTBED_DEVICE``, ``TESTBED_TOKEN`` and the optional addresses, limits and disk.
 
         Raises:
             SystemExit: naming the variable that is missing or cannot be read.
@@ -56,6 +58,7 @@ class Settings:
                     raise SystemExit(f"agent: {name} is a number of bytes, not '{environment[name]}'")
                 optional[key] = int(environment[name])
         return Settings(
+            disk=environment.get("TESTBED_DISK", Settings.disk),
             run=environment["TESTBED_RUN"],
             device=environment["TESTBED_DEVICE"],
             token=environment["TESTBED_TOKEN"],

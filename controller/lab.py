@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import docker
 from docker.errors import APIError, NotFound
-from docker.types import IPAMConfig, IPAMPool, LogConfig
+from docker.types import IPAMConfig, IPAMPool, LogConfig, Mount
 
 from controller import runstate
 from controller.addresses import DEFAULT_RANGE, device_addresses, free_subnets, host_routes
@@ -384,6 +384,7 @@ class Lab:
             {DEVICE: spec.name},
             {"TESTBED_DEVICE": spec.name, "OMP_NUM_THREADS": "1"},
             tmpfs={"/tmp": "size=64m,mode=1777"},
+            mounts=[Mount("/state", None, type="volume", labels={RUN: self.run_id, DEVICE: spec.name})],
             mem_limit=memory,
             memswap_limit=memory,
             pids_limit=256,

@@ -79,6 +79,16 @@ class Device(Protocol):
     async def sleep(self, seconds: float) -> None:
         """Wait on the device's clock."""
 
+    async def save(self, name: str, message: Message) -> None:
+        """Keep a message on the device's disk, whole or not at all, instead of what was kept under that name.
+
+        Return when it is there. It outlives a restart of the device, and nothing else: the next workload does not see
+        it. Calls take effect in their order, and none of the device's time.
+        """
+
+    def saved(self, name: str) -> Message | None:
+        """Return what was last kept under a name; None where nothing was."""
+
     def now(self) -> float:
         """Seconds since the workload started; one clock for all devices of the run."""
 

@@ -86,25 +86,29 @@ def line_chart(
     title: str,
     write: Callable[[float], str],
     top: float | None = None,
+    begin: float = 0.0,
+    unit: str = "seconds",
 ) -> Markup:
-    """Draw lines over the seconds of a run from 0 to ``end``, fault windows behind them.
+    """Draw lines over the seconds of a run, or whatever ``unit`` is, from ``begin`` to ``end``, windows behind them.
 
     The y axis begins at 0 and ends at ``top``, or above the highest point; ``write`` formats its figures.
     """
     drawn = [(line, thin(line.points)) for line in lines]
     highest = max((point[1] for _, points in drawn for point in points), default=0.0)
-    x = _Scale(0.0, end or 1.0, LEFT, WIDTH - RIGHT)
+    x = _Scale(begin, end or 1.0, LEFT, WIDTH - RIGHT)
     y = _Scale(0.0, top if top is not None else highest * 1.06 or 1.0, HEIGHT - BOTTOM, TOP)
     body = Markup("").join(
         [
-            *_grid(x, y, write),
+            *_grid(x, y, write, unit),
             *(_window(window, x) for window in windows),
             *(_line(line, points, x, y) for line, points in drawn),
             *_legend([line for line, points in drawn if points]),
         ]
     )
     data = {
+        "begin": x.low,
         "end": x.high,
+        "unit": unit,
         "left": LEFT,
         "right": WIDTH - RIGHT,
         "top": TOP,
@@ -125,7 +129,7 @@ def line_chart(
     ).format(WIDTH, HEIGHT, title, json.dumps(data), body)
 
 
-def _grid(x: _Scale, y: _Scale, write: Callable[[float], str]) -> Iterator[Markup]:
+def _grid(x: _Scale, y: _Scale, write: Callable[[float], str], unit: str) -> Iterator[Markup]:
     for value in ticks(y.low, y.high, 4):
         yield Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
             LEFT, WIDTH - RIGHT, y(value), y(value)
@@ -138,7 +142,7 @@ def _grid(x: _Scale, y: _Scale, write: Callable[[float], str]) -> Iterator[Marku
             x(value), HEIGHT - BOTTOM + 18, value
         )
     yield Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, y.start, y.start)
-    yield Markup('<text class="tick" x="{}" y="{}" text-anchor="end">seconds</text>').format(WIDTH - RIGHT, HEIGHT - 3)
+    yield Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, HEIGHT - 3, unit)
 
 
 def _window(window: Window, x: _Scale) -> Markup:

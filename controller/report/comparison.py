@@ -18,6 +18,8 @@ from controller.results import Run
 
 STYLES = ("s0", "s1", "s2", "s3", "s4", "s5")
 """CSS classes of the runs' lines; further runs get none of their own and are left out of the charts."""
+AROUND = 20
+"""Steps drawn after the one resumed with; half as many before it."""
 
 
 def show(console: Console, compared: Mapping[str, Any]) -> None:
@@ -98,6 +100,7 @@ def _charts(runs: Sequence[Run], compared: Mapping[str, Any]) -> list[tuple[str,
     for title, table, key, write in (
         ("Loss", "steps", "loss", formats.number),
         ("Time per step", "steps", "seconds", formats.seconds),
+        ("Accuracy", "evaluations", "accuracy", formats.whole_share),
         ("Latency", "requests", "latency", formats.seconds),
     ):
         lines = []
@@ -105,8 +108,28 @@ def _charts(runs: Sequence[Run], compared: Mapping[str, Any]) -> list[tuple[str,
             rows = [row for row in run.metrics["series"][table] if row.get(key) is not None]
             # Disturbed steps would flatten the rest; their time is the recovery time above.
             points = [(row["time"], row[key]) for row in rows if key != "seconds" or row["steady"]]
-            if points:
+            # One evaluation at the end is a figure and no curve.
+            if points and (table != "evaluations" or len(points) > 1):
                 lines.append(Line(label, points, style))
         if lines:
             charts.append((title, line_chart(lines, [], end=end, title=title, write=write)))
-    return charts
+    around = _around_the_fault(runs, labels)
+    return charts if around is None else [*charts, around]
+
+
+def _around_the_fault(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, Any] | None:
+    """Draw the time of every step around the first one that any run had to resume with; None without a recovery.
+
+    A step that was done again is drawn as it was done last, so the outage is within the step resumed with.
+    """
+    steps = [item["step"] for run in runs for item in run.metrics["recovery_list"] if item["step"] is not None]
+    if not steps:
+        return None
+    begin, end = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
+    lines = []
+    for run, label, style in zip(runs, labels, STYLES, strict=False):
+        once = {row["step"]: row["seconds"] for row in run.metrics["series"]["steps"] if begin <= row["step"] <= end}
+        if once:
+            lines.append(Line(label, sorted(once.items()), style))
+    title = "Time per step around the fault"
+    return title, line_chart(lines, [], begin=begin, end=end, unit="step", title=title, write=formats.seconds)

@@ -17,6 +17,11 @@ _CLASSES = {
     "sequential": "testbed.methods.sequential:Sequential",
     "pipeline": "testbed.methods.pipeline:Pipeline",
     "distributed": "testbed.methods.distributed:Distributed",
+    "gpipe": "testbed.methods.gpipe:GPipe",
+    "model-parallelism": "testbed.methods.modelparallelism:ModelParallelism",
+    "ftpipehd": "testbed.methods.ftpipehd:FTPipeHD",
+    "pipedream": "testbed.methods.pipedream:PipeDream",
+    "respipe": "testbed.methods.respipe:ResPipe",
     "exchange": "testbed.methods.exchange:Exchange",
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from testbed.errors import InputError
-from testbed.models import imagenet
+from testbed.models import imagenet, mobilenet
 from testbed.models import yolov2 as yolo
 from testbed.models.chain import Layer, Model, Shape, chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
@@ -117,6 +117,12 @@ CATALOG: dict[str, Entry] = {
             yolo.Yolov2Options,
             yolo.yolov2,
             yolo.CLASSES,
+        ),
+        Entry(
+            "mobilenetv2",
+            "MobileNetV2, 2.2 million parameters for 10 classes; a unit for each block, a stem for small images",
+            mobilenet.MobileNetV2Options,
+            mobilenet.mobilenetv2,
         ),
     )
 }

@@ -134,7 +134,11 @@ class Reorganise(Plain):
 
 @dataclass(frozen=True)
 class Dropout(Plain):
-    """Zeroes values at random in training. Draws from torch's global generator, so runs are not repeatable."""
+    """Zeroes values at random in training.
+
+    Draws from torch's global generator: what trains seeds that for each unit and batch (`testbed.methods.parts.shard`),
+    so that the masks depend neither on where the model is cut nor on what else runs.
+    """
 
     probability: float = 0.5
 
@@ -198,10 +202,27 @@ class AveragePool2d(_Pool):
 
 
 @dataclass(frozen=True)
+class GlobalAveragePool2d(Plain):
+    """The mean of each channel: (channels, height, width) to (channels,)."""
+
+    def output(self, shape: Shape) -> Shape:
+        """One value for each channel."""
+        return _image(shape, "GlobalAveragePool2d")[:1]
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        from testbed.models.modules import ChannelMean
+
+        return ChannelMean()
+
+
+@dataclass(frozen=True)
 class BatchNorm2d(Plain):
     """Normalisation by the statistics of the (micro-)batch in training, by running ones in evaluation.
 
-    Micro-batches are normalised each by itself, so a split batch does not give the gradients of the whole one.
+    Micro-batches are normalised each by itself, so a split batch does not give the gradients of the whole one. The
+    running statistics are the unit's state, with its weights: they travel and are replicated with them. They have no
+    versions, since training never reads them; each forward adds to them, in the order of the batches.
     """
 
     def output(self, shape: Shape) -> Shape:

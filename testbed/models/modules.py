@@ -86,6 +86,14 @@ def _pack(made: dict[int, torch.Tensor], crossing: Sequence[Made]) -> torch.Tens
     return torch.cat([made[index].flatten(1) for index, _ in crossing], dim=1)
 
 
+class ChannelMean(nn.Module):
+    """The mean over height and width."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Module
+        """Map (samples, channels, height, width) to (samples, channels)."""
+        return input.mean((2, 3))
+
+
 def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:
     """Build layers one after the other, their weights drawn in that order."""
     entering = shapes(layers, shape)[:-1]

@@ -5,6 +5,8 @@ Training, for P parameters and S samples in flight::
     4 P (weights) + 4 P (gradients) + 4 P (momentum, if any) + S x (bytes of what enters and of every layer's output)
 
 S is the number of micro-batches the schedule has forwarded and not yet backwarded on this stage, times their size.
+Asynchronous training the same with 4 P for each of the versions of the weights that are kept.
+
 Inference, for a batch of S samples: 4 P + S x the most that one unit reads, passes by for later ones and makes.
 
 Left out: the interpreter and torch themselves, scratch space of the kernels, messages under way, and the layer
@@ -20,7 +22,12 @@ from testbed.models.chain import Unit
 
 def training_bytes(units: Sequence[Unit], samples: int, momentum: bool) -> float:
     """Return the bytes a training stage needs with so many samples in flight."""
-    copies = 3 if momentum else 2
+    return asynchronous_bytes(units, samples, 1, momentum)
+
+
+def asynchronous_bytes(units: Sequence[Unit], samples: int, versions: int, momentum: bool) -> float:
+    """Return the bytes a stage needs that keeps so many samples in flight and so many versions of its weights."""
+    copies = versions + (2 if momentum else 1)
     kept = sum(unit.activation_bytes for unit in units) + (units[0].cut_bytes if units else 0)
     return float(copies * sum(unit.weight_bytes for unit in units) + samples * kept)
 

@@ -165,9 +165,13 @@ class Chain:
                 for one, other in pairwise(d.name for d in devices)
                 for pair in ((one, other), (other, one))
             }
-            if replace(self, devices=devices, links=links).fullness[0] <= 1:
+            if self._with_devices(devices, links).fullness[0] <= 1:
                 return count
         return 0
+
+    def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
+        """Return the same over these devices and some more at the end."""
+        return replace(self, devices=devices, links=links)
 
     @property
     def latency_costs(self) -> Costs:
@@ -213,6 +217,8 @@ class Pipeline(Chain):
     """FLOPs that an update is charged for each parameter."""
     half_duplex: bool = False
     """Whether activations and gradients share a link's rate."""
+    recompute: bool = False
+    """Whether all stages but the last forward a second time before they backward, instead of keeping activations."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,7 +240,18 @@ class Pipeline(Chain):
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
-        return training_bytes(self.units[first:last], self._in_flight[stage], self.momentum)
+        units, samples = self.units[first:last], self._in_flight[stage]
+        if self._recomputes(stage):
+            return training_bytes(units, self._sizes[0], self.momentum) + units[0].input_bytes * samples
+        return training_bytes(units, samples, self.momentum)
+
+    def _recomputes(self, stage: int) -> bool:
+        return self.recompute and stage + 1 < len(self.devices)
+
+    def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a backward, and of the forward before it where activations are not kept."""
+        again = self.forward_time(stage, first, last, samples) if self._recomputes(stage) else 0.0
+        return super().backward_time(stage, first, last, samples) + again
 
     def _with_batch(self, batch_size: int) -> Chain:
         return replace(self, batch_size=batch_size, micro_batches=min(self.micro_batches, batch_size))

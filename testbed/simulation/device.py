@@ -154,6 +154,15 @@ class SimulatedDevice:
         """Keep the callable for whoever asks for the weights."""
         self.exposed = weights
 
+    async def save(self, name: str, message: Message) -> None:
+        """Keep a copy at the host."""
+        if self.alive:
+            self.host.disk[name] = snapshot(message, self.name)[0]
+
+    def saved(self, name: str) -> Message | None:
+        """Return what the host has kept."""
+        return self.host.disk.get(name)
+
     async def sleep(self, seconds: float) -> None:
         """Wait on the virtual clock."""
         await asyncio.sleep(seconds)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from testbed.hardware import DeviceSpec
+from testbed.wire import Message
 
 if TYPE_CHECKING:
     from testbed.simulation.device import SimulatedDevice
@@ -26,6 +27,8 @@ class Host:
     """Number of the boot under way."""
     boots: int = 0
     """How often it was switched on."""
+    disk: dict[str, Message] = field(default_factory=dict)
+    """What its programs have saved; outlives them all."""
     paused: bool = False
     held: list[tuple[Callable[[Any], None], Any]] = field(default_factory=list)
     """What arrived while it was paused, and what to do about it then."""

@@ -14,6 +14,7 @@ from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
 from testbed.scenario.experiment import Experiment
 from testbed.trace.bound import busiest
+from testbed.trace.changes import after, busiest_share, last_change, pace_figures, pauses
 from testbed.trace.critical import CriticalPaths, Lateness
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
 from testbed.trace.events import Event
@@ -48,6 +49,17 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     recovery_time              longest time from strike to resumption
     detection_time             longest time from strike to detection
     resume_time                longest time from detection to resumption
+    repartition_time           longest time from detection to the decision who goes on with what
+    redistribution_time        longest time from that decision until all devices have what they need for it
+    first_batch_time           longest time from detection until the first batch after it was trained
+    repartitions               changes of the partition in a run that goes on, without those of recoveries
+    repartition_pause          longest time from the last batch before such a change until training could go on
+    repartition_bytes          weights and optimizer state that they moved in all
+    versions_kept              most versions of its weights that any stage kept at once
+    step_time_before           median of the steady steps before the first fault that the method noticed
+    step_time_after            median of those after the last recovery or repartition, of all where there was none
+    busiest_share              largest share of the steady steps' time, after the last recovery or repartition, that a
+                               device computes or a link carries
     requests                   inferences done
     requests_per_second        requests / duration
     latency, latency_mean      median and mean latency of a request
@@ -69,11 +81,12 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     ========================== ====================================================================================
 
     Further keys hold tables: ``runtime``, ``status``, ``error``; ``series`` (``steps``: step, time, seconds, loss,
-    samples, steady; ``evaluations``; ``requests``), ``devices`` by name (``compute``, ``send``, ``receive``,
-    ``down``, ``idle`` seconds and their ``_share`` of the duration, ``communicate``: sending or receiving while not
-    computing, traffic, ``flops``, ``deficit``; bytes of ``weights`` and most ``activations`` where the method
-    says), ``links`` (those used or measured), ``fault_list``, ``recovery_list``, ``verdict`` (see
-    ``testbed.trace.verdict``).
+    samples, steady; ``evaluations``; ``requests``), ``devices`` by name (``compute``, ``send``, ``receive``, ``down``,
+    ``idle`` seconds and their ``_share`` of the duration, ``communicate``: sending or receiving while not computing,
+    traffic, ``flops``, ``deficit``; bytes of ``weights`` and most ``activations`` where the method says),
+    ``links`` (those used or measured), ``fault_list``, ``recovery_list``,
+    ``repartition_list``, ``version_list`` (what each stage kept in each stretch of asynchronous training),
+    ``verdict`` (see ``testbed.trace.verdict``).
 
     ``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another; ``idle`` is what
     none of them and no outage covers, so compute + communicate + down + idle is the duration.
@@ -84,7 +97,8 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     end = run_end(outcome.events, plan.lead)
     events = [event for event in outcome.events if event.time <= end]
     struck, outlived = strikes(events), recoveries(events)
-    steps = _steps(events, [strike.window(end) for strike in struck if not strike.mends], outlived, end)
+    windows = [strike.window(end) for strike in struck if not strike.mends] + pauses(events)
+    steps = _steps(events, windows, outlived, end)
     devices = _devices(outcome.events, experiment, plan, end, _phase(events, steps, end))
     recovered = [_recovery(recovery, outcome.events) for recovery in outlived]
     links = _links(events, experiment.links, outcome.links, end)
@@ -99,6 +113,9 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         **({} if plan.step_time is None else {"predicted_step_time": plan.step_time}),
         "faults": sum(not strike.mends for strike in struck),
         **_recovery_times(outlived),
+        **_asynchronous(events),
+        **pace_figures(events, steps, outlived),
+        **_busiest(outcome, experiment, events, after(steps, last_change(events, outlived)), end),
         **_inference(events, end),
         **_paths(events, experiment, plan),
         **_casting(events),
@@ -118,6 +135,8 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "requests": [{"time": event.time, **event.fields} for event in events if event.event == "request"],
     }
     figures["devices"] = devices
+    figures["version_list"] = [{"device": e.device, **e.fields} for e in events if e.event == "versions"]
+    figures["repartition_list"] = [{"time": e.time, **e.fields} for e in events if e.event == "repartition"]
     figures["links"] = links
     figures["fault_list"] = [_fault(strike) for strike in struck]
     figures["recovery_list"] = recovered
@@ -223,10 +242,44 @@ def _recovery_times(outlived: Sequence[Recovery]) -> dict[str, Any]:
     if done:
         figures["recovery_time"] = max(item.duration or 0.0 for item in done)
         figures["resume_time"] = max((item.resumed or 0.0) - item.detected for item in done)
+    for name, begun, ended in (
+        ("repartition_time", "detected", "repartitioned"),
+        ("redistribution_time", "repartitioned", "redistributed"),
+        ("first_batch_time", "detected", "trained"),
+    ):
+        spans = [(getattr(item, begun), getattr(item, ended)) for item in outlived]
+        known = [last - first for first, last in spans if first is not None and last is not None]
+        if known:
+            figures[name] = max(known)
     noticed = [item.detected - item.struck for item in outlived if item.struck is not None]
     if noticed:
         figures["detection_time"] = max(noticed)
     return figures
+
+
+def _asynchronous(events: Sequence[Event]) -> dict[str, Any]:
+    """Return what only asynchronous training has to tell."""
+    figures: dict[str, Any] = {}
+    changes = [event.fields for event in events if event.event == "repartition"]
+    reports = [event.fields for event in events if event.event == "versions"]
+    if reports:
+        figures["versions_kept"] = max(report["kept"] for report in reports)
+        figures["repartitions"] = len(changes)
+    if changes:
+        figures["repartition_pause"] = max(change["seconds"] for change in changes)
+        figures["repartition_bytes"] = sum(change["bytes"] for change in changes)
+    return figures
+
+
+def _busiest(
+    outcome: Outcome, experiment: Experiment, events: Sequence[Event], steps: Sequence[Mapping[str, Any]], end: float
+) -> dict[str, float]:
+    computing: dict[str, list[Interval]] = defaultdict(list)
+    for bar in bars(outcome.events, end):
+        if bar.kind == "compute":
+            computing[bar.device].append((bar.start, bar.end))
+    share = busiest_share([union(part) for part in computing.values()], experiment.links, events, steps)
+    return {} if share is None else {"busiest_share": share}
 
 
 def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
@@ -464,5 +517,10 @@ def _recovery(recovery: Recovery, events: Sequence[Event]) -> dict[str, Any]:
         "seconds": recovery.duration,
         "step": recovery.step,
         "missing": list(recovery.missing),
+        "repartitioned": recovery.repartitioned,
+        "redistributed": recovery.redistributed,
+        "trained": recovery.trained,
+        "moved": recovery.moved,
+        "case": recovery.case,
         "deficit": max((_deficit(part, window) for part in own.values()), default=0.0),
     }

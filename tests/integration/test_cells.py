@@ -22,7 +22,7 @@ from testbed.errors import HostError
 from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 DEVICES = ("a", "b", "c", "d")
 CELL = Cell(DEVICES, 250e3)

@@ -9,6 +9,7 @@ import pytest
 from controller.bench.pacing import CHARGES, TOLERANCE, loaded, pace
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "loaded"])
 def test_spans_take_what_they_are_charged_or_say_by_how_much_not(busy: bool) -> None:
     with loaded() if busy else contextlib.nullcontext():

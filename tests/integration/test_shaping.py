@@ -23,7 +23,7 @@ from controller.shaping.shaper import Shaping
 from testbed.errors import HostError, InputError
 from testbed.network.link import GilbertElliott, Link
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 # Seconds, and a fraction: enough to tell one link from another. How exactly they are met, each measured once more where
 # it lies outside, is the conformance suite's to say; a busy host must not fail what is asked for here.

@@ -24,8 +24,13 @@ WORKLOAD = {
 }
 
 
-def scenario(workers: int = 3, speed: str = "20mflops", workload: Mapping = {}, method: Mapping = {}, **keys):
-    """Return a scenario of a source and so many workers, all alike."""
+def scenario(*args, **keys):
+    """Return a scenario of a source and so many workers, all alike; see `written`."""
+    return Scenario.model_validate(written(*args, **keys))
+
+
+def written(workers: int = 3, speed: str = "20mflops", workload: Mapping = {}, method: Mapping = {}, **keys):
+    """Return such a scenario as a file has it."""
     work = {**WORKLOAD, **workload}
     if work.get("task") == "infer":
         work = {key: value for key, value in work.items() if key != "steps"}
@@ -35,7 +40,7 @@ def scenario(workers: int = 3, speed: str = "20mflops", workload: Mapping = {}, 
         devices["worker"] = {"speed": speed, "count": workers}
     tree = {"name": "test", "seed": 3, "devices": devices, "workload": work, "time_limit": "1000s"}
     tree["network"] = {"link": {"rate": "20mbit", "delay": "2ms"}}
-    return Scenario.model_validate({**tree, **keys})
+    return {**tree, **keys}
 
 
 _load = cache(load)

@@ -156,3 +156,40 @@ def test_plans_that_cannot_be_are_refused(keys, complaint):
     problem, _ = problem_of(scenario(**keys))
     with pytest.raises(InputError, match=complaint):
         METHODS["pipeline"].plan(problem)
+
+
+NORMALISED = {"name": "mobilenetv2", "width": 0.1}
+
+
+@pytest.mark.parametrize("model", [{"name": "mlp", "hidden": [12, 10, 8, 8]}, NORMALISED], ids=["mlp", "normalised"])
+def test_recomputing_changes_time_and_memory_but_no_bit(model):
+    work = {"steps": 2, "model": model, "batch_size": 8}
+    kept, again = (
+        run(
+            scenario(
+                2,
+                workload=work,
+                method={"name": "gpipe", "partition": "even", "micro_batches": 2, "recompute": recompute},
+            )
+        )
+        for recompute in (False, True)
+    )
+    assert again.status == "finished", again.error
+    for name, tensor in kept.weights.items():
+        assert torch.equal(again.weights[name], tensor), name
+    assert again.events[-1].time > kept.events[-1].time
+
+
+def test_recomputing_is_planned_for():
+    work = {"model": {"name": "mlp", "hidden": [64, 64, 64, 64]}, "steps": 3, "batch_size": 64}
+    plans = []
+    for recompute in (False, True):
+        method = {"name": "gpipe", "recompute": recompute, "partition": "even", "micro_batches": 8}
+        spec = scenario(3, workload=work, speed="5mflops", method=method)
+        plans.append(METHODS["gpipe"].plan(problem_of(spec)[0]))
+        ends = [event.time for event in run(spec).events if event.event == "step"]
+        assert ends[1] - ends[0] == pytest.approx(plans[-1].step_time, rel=0.05)
+    kept, again = plans
+    assert again.step_time > 1.1 * kept.step_time
+    less = [one.memory < other.memory for one, other in zip(again.assignments, kept.assignments, strict=True)]
+    assert less == [True, True, True, False]

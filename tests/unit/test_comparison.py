@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import html
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from controller import results
 from controller.cli.report import compare as compare_command
 from controller.cli.report import report as report_command
 from controller.comparison import compare
+from controller.report.comparison import render
 from testbed.errors import InputError
 from testbed.trace.events import Event
 
@@ -119,3 +122,24 @@ def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
     done = CliRunner().invoke(report_command, [str(tmp_path / "nothing")])
     assert isinstance(done.exception, InputError)
     assert "holds no run" in str(done.exception)
+
+
+def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> None:
+    events = sorted(
+        [*recorded.events(), Event(1.5, "a", "evaluate", {"step": 1, "accuracy": 0.5, "loss": 1.0})],
+        key=lambda event: event.time,
+    )
+    runs = [written(tmp_path / "a", events=events), written(tmp_path / "b", events=events)]
+    page = render(runs, compare(runs))
+    charts = {
+        label: json.loads(html.unescape(data))
+        for label, data in re.findall(r'aria-label="([^"]*)" data-chart="([^"]*)"', page)
+    }
+    assert [[x, shown] for x, _, shown in charts["Accuracy"]["lines"][0]["points"]] == [[1.5, "50%"], [8.5, "95%"]]
+    around = charts["Time per step around the fault"]
+    assert around["unit"] == "step"
+    # Step 1 is done again after the outage: 3 s from the step before it.
+    assert [[x, shown] for x, _, shown in around["lines"][1]["points"]][:2] == [[0, "1 s"], [1, "3 s"]]
+    calm = [written(tmp_path / name, {"faults": ()}, events=recorded.events(faulty=False)) for name in ("c", "d")]
+    assert "around the fault" not in render(calm, compare(calm))
+    assert 'aria-label="Accuracy"' not in render(calm, compare(calm))

@@ -43,6 +43,7 @@ MODELS = [
     create("cnn", {}, (3, 32, 32), 10),
     create("vgg5", {}, (3, 32, 32), 10),
     create("vgg5", {"batch_norm": False}, (1, 28, 28), 10),
+    create("mobilenetv2", {"width": 0.35, "dropout": 0}, (1, 8, 8), 10),
     RESIDUAL,
 ]
 every_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.name}-{model.input}")
@@ -74,7 +75,8 @@ def test_flops_are_those_torch_counts(model: Model) -> None:
         assert forward.get_total_flops() == 2 * unit.forward_flops
         with FlopCounterMode(display=False) as backward:
             output.sum().backward()
-        if unit.name != "same":  # torch counts the backward of a depthwise convolution as if it had one group
+        grouped = any(isinstance(inner, nn.Conv2d) and inner.groups > 1 for inner in module.modules())
+        if not grouped:  # torch counts the backward of a depthwise convolution as if it had one group
             assert backward.get_total_flops() == 2 * unit.backward_flops
         values = output
 
@@ -170,6 +172,25 @@ def test_sizes_from_the_papers() -> None:
     vgg5 = create("vgg5", {"batch_norm": False}, (3, 32, 32), 10)
     assert [unit.output for unit in vgg5.units] == [(32, 16, 16), (64, 8, 8), (4096,), (128,), (10,)]
     assert vgg5.units[0].forward_flops == 2 * 3 * 9 * 32 * 32 * 32
+
+
+def test_mobilenetv2_is_the_published_network() -> None:
+    whole = create("mobilenetv2", {}, (3, 224, 224), 1000)
+    assert whole.parameters == 3_504_872  # the paper: 3.4 M, and 300 M multiplications and additions
+    assert whole.forward_flops / 2 == pytest.approx(300e6, rel=0.01)
+    assert [unit.output for unit in whole.units[-2:]] == [(1280,), (1000,)]
+    assert whole.units[-3].output == (320, 7, 7)
+    wide = create("mobilenetv2", {"width": 1.4}, (3, 224, 224), 1000)
+    assert wide.forward_flops / 2 == pytest.approx(585e6, rel=0.01)
+
+
+@pytest.mark.parametrize(("shape", "pixels"), [((1, 28, 28), 4), ((3, 32, 32), 4), ((3, 224, 224), 7)])
+def test_mobilenetv2_has_a_stem_for_small_images(shape: tuple[int, ...], pixels: int) -> None:
+    model = create("mobilenetv2", {}, shape, 10)
+    assert len(model.units) == 20
+    assert model.units[17].output == (320, pixels, pixels)
+    assert model.parameters == 2_223_872 + 10 * 1281 - (3 - shape[0]) * 9 * 32
+    assert sum(isinstance(unit.layers[0], Residual) for unit in model.units) == 10
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     cursor.append(node);
     return node;
   };
-  const across = seconds => data.left + seconds / data.end * (data.right - data.left);
+  const span = data.end - data.begin;
+  const across = at => data.left + (at - data.begin) / span * (data.right - data.left);
   const nearest = (points, seconds) => {
     let low = 0, high = points.length - 1;
     while (high - low > 1) {
@@ -22,11 +23,12 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     cursor.replaceChildren();
     const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
     if (!data.lines.length || point.x < data.left || point.x > data.right) return;
-    const seconds = (point.x - data.left) / (data.right - data.left) * data.end;
+    const seconds = data.begin + (point.x - data.left) / (data.right - data.left) * span;
     const found = data.lines.map(line => [line, nearest(line.points, seconds)]);
     const at = found[0][1][0];
     make("line", {x1: across(at), x2: across(at), y1: data.top, y2: data.bottom});
-    const rows = [`${at.toFixed(2)} s`, ...found.map(([line, hit]) => `${line.name} ${hit[2]}`)];
+    const place = data.unit === "seconds" ? `${at.toFixed(2)} s` : `${data.unit} ${at}`;
+    const rows = [place, ...found.map(([line, hit]) => `${line.name} ${hit[2]}`)];
     const width = 16 + 6.6 * Math.max(...rows.map(row => row.length));
     const left = across(at) + 10 + width > data.right ? across(at) - 10 - width : across(at) + 10;
     make("rect", {class: "box", x: left, y: data.top + 20, width, height: 10 + 16 * rows.length, rx: 6});

@@ -10,12 +10,13 @@ from testbed.methods.distributed import weights as slicing
 from testbed.methods.distributed.member import SPAN, Member
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.planner import alternatives, distributed, flow_of, options_of, over, plan
+from testbed.methods.parts.background import Background
 from testbed.methods.parts.lead import Temper
 from testbed.methods.parts.node import run_node
 from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.server import Server
 from testbed.methods.parts.shard import State
-from testbed.methods.parts.worker import Duty, Worker
+from testbed.methods.parts.worker import Worker
 from testbed.partition.distributed.plan import DistributedPlan
 from testbed.wire import Message
 
@@ -45,11 +46,10 @@ class Distributed(Method):
         problem = job.problem
         options = options_of(problem)
 
-        def make_member(message: Message, worker: Worker) -> Duty:
-            decided = DistributedPlan.model_validate(message["plan"])
-            return Member(device, problem, flow_of(problem, decided), message["configuration"], worker)
+        def make_worker(background: Background, outbox: Outbox) -> Worker:
+            return Participant(device, problem, job.plan.lead, background, outbox)
 
-        temper = Temper(options.patience, options.return_window)
+        temper = Temper(options.patience, options.return_window, options.return_window)
 
         def make_lead(worker: Worker, outbox: Outbox) -> Source:
             return Source(
@@ -63,11 +63,20 @@ class Distributed(Method):
                 options.on_loss == "fail",
             )
 
-        await run_node(device, job, make_member, make_lead)
+        await run_node(device, job, make_worker, make_lead)
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a member; a device that the plan leaves out becomes one after a recovery at most."""
         return frozenset({"load", SPAN})
+
+
+class Participant(Worker):
+    """A worker that is a member, whatever it is told to do."""
+
+    def _duty(self, message: Message) -> Member:
+        decided = DistributedPlan.model_validate(message["plan"])
+        flow = flow_of(self._problem, decided)
+        return Member(self._device, self._problem, flow, message["configuration"], self)
 
 
 class Source(Server):

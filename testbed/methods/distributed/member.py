@@ -60,7 +60,7 @@ class Member:
         self._device = device
         self._problem = problem
         self._flow = flow
-        self._configuration = configuration
+        self.configuration = configuration
         self._worker = worker
         self._options = options_of(problem)
         self._index = flow.plan.devices.index(device.name)
@@ -144,7 +144,7 @@ class Member:
 
     def _tell(self, peer: str, kind: str, tensor: torch.Tensor | None = None, **fields: Any) -> None:
         tensors = {} if tensor is None else {messages.TENSOR: tensor}
-        self._worker.outbox.post(peer, kind, tensors, configuration=self._configuration, **fields)
+        self._worker.outbox.post(peer, kind, tensors, configuration=self.configuration, **fields)
 
     async def _compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         self.computing = True

@@ -11,18 +11,21 @@ from testbed.methods.base import Assignment, Problem
 from testbed.methods.parts import messages
 from testbed.methods.parts.bell import Bell
 from testbed.methods.parts.outbox import SLACK, Outbox, transfer_time
+from testbed.methods.parts.replicas import Inventory
 from testbed.wire import Message
 
 
 class Lost(Exception):  # noqa: N818 - a state of the crew, which the lead recovers from
     """The configuration cannot go on."""
 
-    def __init__(self, missing: Collection[str], cut: Collection[str] = ()) -> None:
+    def __init__(self, missing: Collection[str], cut: Collection[str] = (), back: Collection[str] = ()) -> None:
         super().__init__(", ".join(sorted(missing)) or "nothing moves")
         self.missing = sorted(missing)
         """Devices that are silent, have started anew, or are cut off from a neighbour."""
         self.cut = frozenset(cut)
         """Those of them that answer the lead but do not reach a neighbour: no use as a stage."""
+        self.back = frozenset(back)
+        """Those of them that are there again, empty."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Answer:
     actions: int
     computing: bool
     overdue: Mapping[str, float]
+    held: Inventory = ()
 
 
 class Crew:
@@ -57,7 +61,7 @@ class Crew:
         self._outbox = outbox
         self._news = news
         self._content = content
-        self._appointed: dict[str, float] = {}
+        self.appointed: dict[str, float] = {}
         """Incarnations of the devices that were told what to be."""
         self._probes: dict[str, asyncio.Future[None]] = {}
         self._question = 0
@@ -74,7 +78,7 @@ class Crew:
     def appoint(self) -> None:
         """From now on, a device that starts anew has lost what it is being told."""
         self.restarted.clear()
-        self._appointed = dict(self.there)
+        self.appointed = dict(self.there)
         self._still = (-1, 0.0)
 
     def ask(self, names: Collection[str]) -> None:
@@ -94,12 +98,12 @@ class Crew:
         if message.kind != messages.HELLO and message["configuration"] != self.configuration:
             return
         self.there[name] = incarnation
-        if self._appointed.setdefault(name, incarnation) != incarnation:
+        if self.appointed.setdefault(name, incarnation) != incarnation:
             self.restarted.add(name)
         if message.kind == messages.CONFIGURED:
             self.ready.add(name)
         elif message.kind == messages.ALIVE and message["question"] == self._question:
-            self.answers[name] = Answer(*(message[key] for key in ("holds", "actions", "computing", "overdue")))
+            self.answers[name] = Answer(*(message[key] for key in ("holds", "actions", "computing", "overdue", "held")))
         self._news.ring()
 
     async def roll_call(self, layout: Sequence[Assignment], patience: float, heard: Callable[[], int]) -> bool:

@@ -28,6 +28,11 @@ class Training:
         self.steps = workload.steps if workload.steps is not None else (workload.epochs or 0) * per_epoch
         """Of the whole workload."""
 
+    @property
+    def samples(self) -> int:
+        """Of one batch."""
+        return min(self._size, self._samples)
+
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return images (samples, channels, height, width) and labels of a step, counted from 0."""
         import torch

@@ -25,7 +25,9 @@ from testbed.methods.parts import costs, messages
 from testbed.methods.parts.bell import Bell
 from testbed.methods.parts.checkpoint import Checkpoint, Collector
 from testbed.methods.parts.crew import Answer, Crew, Lost
+from testbed.methods.parts.feed import Requests
 from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts.score import Score
 from testbed.methods.parts.shard import State, restrict, weights_of
 from testbed.methods.parts.worker import Worker
 from testbed.wire import Message
@@ -52,6 +54,8 @@ class Temper:
     """Without news before the stages are probed, and without an answer before they count as lost."""
     return_window: float
     """For lost devices to come back before the others go on without them."""
+    standstill: float
+    """Without anything done, though all stages answer."""
     startup: float = 30.0
     """Patience until the first configuration stands: devices do not all start at once."""
 
@@ -98,18 +102,26 @@ class Lead(ABC):
     async def work(self) -> None:
         """Do what is left to do, from ``self.checkpoint`` on; called again after every recovery."""
 
+    @property
+    def start(self) -> int:
+        """The step that the present configuration began with."""
+        return self.checkpoint.step
+
     async def run(self) -> None:
         """Work to the end through whatever happens; raises `TestbedError` when too few devices are left."""
         self.device.expose(lambda: weights_of(self.checkpoint.state or {}))
         self._enter()
-        recovering, fruitless = False, 0
+        await self._go_on()
+
+    async def _go_on(self, recovering: bool = False) -> None:
+        """Work, recover and work again until all is done."""
+        fruitless = 0
         while True:
             before = self.progress
             try:
                 await self._establish()
                 if recovering:
-                    stages = [[part.device, part.first, part.last] for part in self.layout]
-                    self.device.record("recovery", phase="resumed", step=self.checkpoint.step, partition=stages)
+                    self.device.record("recovery", phase="resumed", step=self.start, partition=self._stages())
                     recovering = False
                 await self.work()
                 return
@@ -127,8 +139,7 @@ class Lead(ABC):
 
     def orders(self) -> dict[str, Any]:
         """Return what a configure message says beside the state; see `messages`."""
-        stages = [[part.device, part.first, part.last] for part in self.layout]
-        return {"stages": stages, "steps": self.steps}
+        return {"stages": self._stages(), "steps": self.steps}
 
     def state_of(self, part: Assignment) -> State:
         """Return what one device begins with, of the last checkpoint; nothing where it is to draw its own."""
@@ -169,12 +180,12 @@ class Lead(ABC):
         """Wait until the stages have brought something about; raises `Lost` when they cannot any more."""
         while not done():
             if restarted := self._crew.restarted & {part.device for part in self.layout}:
-                raise Lost(restarted)
+                raise Lost(restarted, back=restarted)
             heard = self._heard
             if await self._news.wait(self._patience) or self._heard != heard:
                 continue
             if await self._crew.roll_call(self.layout, self._patience, lambda: self._heard):
-                self._crew.check_movement(self.layout, self._own_answer(), self._temper.return_window)
+                self._crew.check_movement(self.layout, self._own_answer(), self._temper.standstill)
 
     async def forward_all(
         self, work: str, wanted: Iterable[int], window: int, images: Callable[[int], torch.Tensor]
@@ -198,6 +209,14 @@ class Lead(ABC):
             self.progress += 1
             yield index, self.results.pop((kind, index)).tensors[messages.TENSOR]
 
+    async def evaluate(self, step: int, tests: Requests) -> None:
+        """Send the test part through the stages, as many batches at once as keep them all busy."""
+        score = Score()
+        outputs = self.forward_all(messages.EVALUATE, range(len(tests)), 2 * len(self.layout), tests.images)
+        async for index, output in outputs:
+            score.add(output, tests.labels(index))
+        self.device.record("evaluate", step=step, accuracy=score.accuracy, loss=score.loss)
+
     def let_join(self) -> None:
         """Raise `Joining` if devices have come (back) that would make for more stages; call at a checkpoint."""
         if not self.joiners:
@@ -210,6 +229,10 @@ class Lead(ABC):
             self.joiners.clear()
             return
         raise Joining
+
+    def _stages(self) -> list[tuple[str, int, int]]:
+        """Return the stages as they are told and recorded."""
+        return [(part.device, part.first, part.last) for part in self.layout]
 
     def _own_answer(self) -> Answer:
         """Say of this device what the others answer of theirs."""
@@ -246,16 +269,19 @@ class Lead(ABC):
 
     async def _recover(self, lost: Lost) -> None:
         """Wait for lost devices to come back; arrange those that are there."""
-        self.device.record("recovery", phase="detected", step=self.checkpoint.step, missing=lost.missing)
+        self.device.record("recovery", phase="detected", step=self.start, missing=lost.missing)
         self._cut |= lost.cut
         given_up = self._configuration
         self._enter()
         await self._gather({part.device for part in self.layout}, self._temper.return_window)
+        self._learn_patience(lost, given_up)
+        self._arrange()
+
+    def _learn_patience(self, lost: Lost, given_up: int) -> None:
+        """Be more patient if a device was there all the time, only slow to reach."""
         kept = [name for name in lost.missing if name in self._crew.answers and name not in lost.cut]
         if any(self._crew.answers[name].holds == given_up for name in kept):
-            # It was there all the time, only slow to reach: take it as a lesson.
             self._patience = min(2 * self._patience, max(self._patience, CALMEST * self._temper.patience))
-        self._arrange()
 
     async def _welcome(self) -> None:
         """Arrange the devices anew, those that have come included."""

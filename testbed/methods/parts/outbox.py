@@ -73,6 +73,11 @@ class Outbox:
         """Return when all that was posted to a peer should have been acknowledged, however slowly the link goes."""
         return max((send.due for send in self._sends if send.peer == peer), default=self._device.now())
 
+    def waiting(self) -> bool:
+        """Say whether anything is under way that is not overdue."""
+        now = self._device.now()
+        return any(send.due >= now for send in self._sends)
+
     def overdue(self) -> dict[str, float]:
         """Return the peers that should have acknowledged something by now, and for how many seconds."""
         now = self._device.now()

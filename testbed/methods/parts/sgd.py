@@ -6,7 +6,7 @@ start, and again when it comes back from the dead: 2 s of processor time and 800
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from testbed.scenario.schema import OptimizerPart
@@ -18,25 +18,23 @@ if TYPE_CHECKING:
 class Sgd:
     """Updates named parameters in place."""
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], settings: OptimizerPart) -> None:
-        self._parameters = dict(parameters)
+    def __init__(self, settings: OptimizerPart) -> None:
         self._settings = settings
         self.momentum: dict[str, torch.Tensor] = {}
         """The running sum of gradients, by parameter; empty before the first step."""
 
-    def step(self) -> None:
-        """Take one step along the gradients, and forget them.
+    def step(self, parameters: Mapping[str, torch.nn.Parameter], gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take one step along the gradients; a parameter without one stays as it is.
 
         With gradient g, decay d, momentum m and learning rate r: g += d w; b = m b + g (b = g at first); w -= r b.
+        The decay is that of the parameters which are changed, whichever version the gradients were computed with.
         """
         import torch
 
         settings = self._settings
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
+            for name, gradient in gradients.items():
+                parameter = parameters[name]
                 if settings.weight_decay:
                     gradient = gradient.add(parameter, alpha=settings.weight_decay)
                 if settings.momentum:
@@ -44,4 +42,3 @@ class Sgd:
                     running = gradient.clone() if running is None else running.mul_(settings.momentum).add_(gradient)
                     self.momentum[name] = gradient = running
                 parameter.add_(gradient, alpha=-settings.learning_rate)
-                parameter.grad = None

@@ -15,7 +15,6 @@ from testbed.methods.parts import costs, messages
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.shard import Shard, State, restrict
-from testbed.methods.parts.worker import MakeDuty, Worker
 from testbed.schedule import Schedule
 from testbed.wire import Message
 
@@ -35,6 +34,8 @@ class Routine:
     schedule: Schedule
     checkpoint_every: int
     """Steps after which each stage sends its state to the lead; it does so after the last step in any case."""
+    recompute: bool = False
+    """Whether all stages but the last keep no activations, and forward a second time before they backward."""
 
     def checkpoints(self, step: int, steps: int) -> bool:
         """Say whether the state after ``step`` of ``steps`` is kept."""
@@ -69,18 +70,6 @@ class Place:
         return self.stages[self.index + 1][0] if self.index + 1 < len(self.stages) else None
 
 
-def make_stage(device: Device, problem: Problem, routine: Routine | None) -> MakeDuty:
-    """Return what makes the stage that a configure message describes."""
-
-    def make(message: Message, worker: Worker) -> Stage:
-        stages = tuple((name, first, last) for name, first, last in message["stages"])
-        index = [name for name, _, _ in stages].index(device.name)
-        place = Place(message["configuration"], worker.lead, stages, index, message["steps"])
-        return Stage(device, problem, place, worker.outbox, routine, worker.incarnation)
-
-    return make
-
-
 class Stage:
     """The numerics and the traffic of one stage; lives as long as its configuration.
 
@@ -113,6 +102,11 @@ class Stage:
         """The checkpoint that is being sent."""
         self._shard: Shard
 
+    @property
+    def configuration(self) -> int:
+        """The configuration that it lasts for."""
+        return self.place.configuration
+
     def put(self, message: Message) -> None:
         """Take in a message of this configuration."""
         if message.kind == messages.LABELS:
@@ -121,11 +115,20 @@ class Stage:
         training = message.kind == messages.GRADIENT or message["work"] == messages.TRAIN
         if training:
             self._mailbox.put((message.kind, message["batch"], message["micro"]), message.tensors[messages.TENSOR])
-        if message.kind == messages.ACTIVATION and (not training or message["micro"] == 0):
+        if message.kind == messages.ACTIVATION and (not training or self._begins(message)):
             self._orders.put_nowait(message)
+
+    def _begins(self, message: Message) -> bool:
+        """Say whether this activation begins a piece of training."""
+        return bool(message["micro"] == 0)
 
     async def run(self, state: State | None) -> None:
         """Build the shard, from a state or from the seed, say so to the lead, and work until cancelled."""
+        await self._load(state)
+        self._tell(self.place.lead, messages.CONFIGURED, incarnation=self._incarnation)
+        await self._serve()
+
+    async def _load(self, state: State | None) -> None:
         optimizer = self._problem.workload.optimizer
 
         def build() -> Shard:
@@ -135,7 +138,8 @@ class Stage:
             return shard
 
         self._shard = await self._compute(build, costs.copy(self._units, optimizer), Span("load"))
-        self._tell(self.place.lead, messages.CONFIGURED, incarnation=self._incarnation)
+
+    async def _serve(self) -> None:
         try:
             while True:
                 order = await self._orders.get()
@@ -197,8 +201,10 @@ class Stage:
     async def _forward(self, order: Message, micro: int) -> None:
         batch = order["batch"]
         inputs = await self._mailbox.take((messages.ACTIVATION, batch, micro))
+        assert self._routine is not None
+        forward = self._shard.forward_lightly if self._routine.recompute else self._shard.forward
         outputs = await self._compute(
-            partial(self._shard.forward, (batch, micro), inputs),
+            partial(forward, (batch, micro), inputs),
             costs.forward(self._units, len(inputs)),
             Span("forward", batch, micro),
         )
@@ -217,9 +223,13 @@ class Stage:
         gradient = None
         if self.place.after is not None:
             gradient = await self._mailbox.take((messages.GRADIENT, batch, micro))
+        assert self._routine is not None
+        cost = costs.backward(self._units, samples)
+        if self._routine.recompute and self.place.after is not None:
+            cost = Cost(cost.flops + costs.forward(self._units, samples).flops)
         gradient = await self._compute(
             partial(self._shard.backward, (batch, micro), gradient),
-            costs.backward(self._units, samples),
+            cost,
             Span("backward", batch, micro),
         )
         if self.place.before is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from testbed.device import Device
 from testbed.methods.base import Job, Method, Plan, Problem
 from testbed.methods.parts.lead import Temper
-from testbed.methods.parts.node import run_node
-from testbed.methods.parts.stage import Routine, make_stage
+from testbed.methods.parts.node import run_stages
+from testbed.methods.parts.stage import Routine
 from testbed.methods.pipeline.options import PipelineOptions
 from testbed.methods.pipeline.planner import plan, stages_over
 from testbed.methods.pipeline.training import Trainer
@@ -34,13 +34,13 @@ class Pipeline(Method):
         """Lead on the first device, serve as a stage elsewhere."""
         problem, options = job.problem, job.problem.options
         assert isinstance(options, PipelineOptions)
-        routine = Routine(SCHEDULES[options.schedule], options.checkpoint_every)
-        temper = Temper(options.patience, options.return_window)
+        routine = Routine(SCHEDULES[options.schedule], options.checkpoint_every, options.recompute)
+        temper = Temper(options.patience, options.return_window, options.return_window)
 
-        await run_node(
+        await run_stages(
             device,
             job,
-            make_stage(device, problem, routine),
+            routine,
             lambda worker, outbox: Trainer(
                 device, job, worker, outbox, temper, lambda there: stages_over(problem, there), routine
             ),

@@ -20,6 +20,10 @@ class PipelineOptions(StagesOptions):
     partition: Literal["even", "optimal"] = Field(
         "optimal", description="even: by number of units; optimal: least predicted time of a step"
     )
+    recompute: bool = Field(
+        False,
+        description="all stages but the last keep no activations and compute them again before backward, as in GPipe",
+    )
     checkpoint_every: int = Field(20, ge=1, description="steps after which the first device gathers all weights")
     evaluate_every: int | None = Field(None, ge=1, description="steps; None: at the end only")
 

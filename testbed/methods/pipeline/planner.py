@@ -64,6 +64,7 @@ def _cut(problem: Problem, devices: Sequence[DeviceSpec]) -> tuple[LedPipeline, 
         schedule=SCHEDULES[options.schedule],
         momentum=workload.optimizer.momentum > 0,
         update_flops=costs.update_flops(workload.optimizer),
+        recompute=options.recompute,
         checkpoint_bytes=costs.state_bytes(units, workload.optimizer),
     )
     return pipeline, pipeline.even() if options.partition == "even" else pipeline.least_step_time()

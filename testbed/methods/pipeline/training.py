@@ -9,7 +9,6 @@ from testbed.methods.parts import messages
 from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.lead import Lead, Planner, Temper
 from testbed.methods.parts.outbox import Outbox
-from testbed.methods.parts.score import Score
 from testbed.methods.parts.stage import Routine
 from testbed.methods.parts.worker import Worker
 from testbed.methods.pipeline.options import PipelineOptions
@@ -48,9 +47,9 @@ class Trainer(Lead):
                 self.let_join()
             every = self._options.evaluate_every
             if every is not None and done % every == 0 and done < self.steps:
-                await self._evaluate(done)
+                await self.evaluate(done, self._tests)
         await self._kept(self.steps)
-        await self._evaluate(self.steps)
+        await self.evaluate(self.steps, self._tests)
 
     async def _kept(self, step: int) -> None:
         """Wait until the checkpoint of this step is complete."""
@@ -77,12 +76,3 @@ class Trainer(Lead):
         del self.results[updated]
         self.device.record("step", step=step, loss=self.results.pop(loss)["loss"], samples=len(labels))
         self.progress += 1
-
-    async def _evaluate(self, step: int) -> None:
-        """Send the test part through the stages, as many batches at once as keep them all busy."""
-        score = Score()
-        tests = range(len(self._tests))
-        outputs = self.forward_all(messages.EVALUATE, tests, 2 * len(self.layout), self._tests.images)
-        async for index, output in outputs:
-            score.add(output, self._tests.labels(index))
-        self.device.record("evaluate", step=step, accuracy=score.accuracy, loss=score.loss)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from testbed.device import Device
 from testbed.methods.base import Job, Method, Plan, Problem
 from testbed.methods.parts.lead import Temper
-from testbed.methods.parts.node import run_node
+from testbed.methods.parts.node import run_stages
 from testbed.methods.parts.server import Server
-from testbed.methods.parts.stage import make_stage
 from testbed.methods.sequential.planner import SequentialOptions, plan, stages_over
 
 
@@ -32,11 +31,11 @@ class Sequential(Method):
         """Send requests on the first device, serve as a stage elsewhere."""
         problem, options = job.problem, job.problem.options
         assert isinstance(options, SequentialOptions)
-        temper = Temper(options.patience, options.return_window)
-        await run_node(
+        temper = Temper(options.patience, options.return_window, options.return_window)
+        await run_stages(
             device,
             job,
-            make_stage(device, problem, None),
+            None,
             lambda worker, outbox: Server(
                 device, job, worker, outbox, temper, lambda there: stages_over(problem, there), options.in_flight
             ),

@@ -1,0 +1,91 @@
+"""FTPipeHD's choice of partitions: by the profile, the bandwidths and the capacities that were measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
+
+from pydantic import Field
+
+from testbed.errors import InputError
+from testbed.methods.base import Problem
+from testbed.methods.parts.adaptation import Repartition, estimate, worthwhile
+from testbed.methods.parts.arranging import AsynchronousOptions, Homogeneous, pipeline_over
+from testbed.network.link import Link, Pair
+from testbed.partition.asynchronous import Asynchronous, Profile, measured
+from testbed.partition.redistribution import Partition
+
+
+class FTPipeHDOptions(AsynchronousOptions):
+    """Options of `FTPipeHD`."""
+
+    aggregate: int = Field(1, ge=0, description="stage i of n averages its versions every so many times n - i batches")
+    profile_runs: int = Field(10, ge=1, description="times the first device tries each unit before training")
+    repartition_first: int = Field(10, ge=0, description="batches after which the first better partition is looked for")
+    repartition_every: int = Field(100, ge=0, description="batches between later ones; 0: never")
+    least_gain: float = Field(0.02, ge=0, lt=1, description="of the bottleneck, for which the partition is changed")
+    half_duplex: bool = Field(False, description="activations and gradients share a link's rate")
+
+
+class Adaptive(Homogeneous):
+    """Knows of the devices what the run has shown: all count as equal only until it has."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        assert isinstance(problem.options, FTPipeHDOptions)
+        self._options = problem.options
+        self._when = Repartition(self._options.repartition_first, self._options.repartition_every)
+        self._profile: Profile | None = None
+        self._rates: dict[Pair, float] = {}
+        self._capacities: dict[str, float] = {}
+        self.profile_runs = self._options.profile_runs
+
+    def learn(self, profile: Profile | None, rates: Mapping[Pair, float]) -> None:
+        """Take in what was measured: seconds of each unit on the first device, bit/s between devices."""
+        self._profile = profile or self._profile
+        self._rates.update(rates)
+
+    def unknown(self, partition: Partition) -> list[Pair]:
+        """Return the neighbours, both ways, whose link was not measured."""
+        pairs = [pair for one, other in pairwise(partition.devices) for pair in ((one, other), (other, one))]
+        return [pair for pair in pairs if pair not in self._rates]
+
+    def pipeline(self, names: Sequence[str]) -> Asynchronous:
+        """Return what is known of the pipeline over these devices."""
+        capacities = [self._capacities.get(name, 1.0) for name in names]
+        known = pipeline_over(self.problem, names, self._profile, capacities)
+        return replace(known, links=self._links(names), half_duplex=self._options.half_duplex)
+
+    def _links(self, names: Sequence[str]) -> Mapping[Pair, Link]:
+        """Return the links as measured; those that never were count as the mean of the others."""
+        if not self._rates:
+            return self.problem.links
+        finite = [rate for rate in self._rates.values() if not math.isinf(rate)]
+        unknown = fmean(finite) if finite else math.inf
+        pairs = [pair for one, other in pairwise(names) for pair in ((one, other), (other, one))]
+        return measured({pair: self._rates.get(pair, unknown) for pair in pairs if pair in self.problem.links})
+
+    def due(self, done: int) -> bool:
+        """Say whether a better partition is looked for after so many batches."""
+        return self._when.due(done)
+
+    def observe(self, partition: Partition, times: Sequence[float | None]) -> None:
+        """Estimate capacities from the mean seconds of a batch of each stage."""
+        profile = self.pipeline(partition.devices).profile
+        found = estimate(profile.execution, partition.cuts, times)
+        for device, capacity, seconds in zip(partition.devices, found, times, strict=True):
+            if seconds is not None:
+                self._capacities[device] = capacity
+
+    def better(self, old: Partition, there: Sequence[str]) -> Partition | None:
+        """Return a partition that is worth changing to, or None."""
+        try:
+            new = self.over(there)
+        except InputError:
+            return None
+        before = self.pipeline(old.devices).bottleneck(old.cuts)
+        after = self.pipeline(new.devices).bottleneck(new.cuts)
+        return new if new != old and worthwhile(before, after, self._options.least_gain) else None

@@ -1,0 +1,198 @@
+"""Partitions of an asynchronous pipeline as the methods choose them; what each knows of the devices by then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from pydantic import Field
+
+from testbed.methods.base import Assignment, Plan, Problem
+from testbed.methods.parts import costs
+from testbed.methods.parts.arrangement import StagesOptions, all_devices, assignments
+from testbed.methods.parts.asynchronous import Asynchrony
+from testbed.methods.parts.replication import Replication
+from testbed.network.link import Pair
+from testbed.partition.asynchronous import Asynchronous, Profile, divisible_limit
+from testbed.partition.asynchronous import capacities as of_speeds
+from testbed.partition.cuts import even
+from testbed.partition.redistribution import Partition, take_over
+from testbed.scenario.quantities import Duration
+
+
+class AsynchronousOptions(StagesOptions):
+    """Options of every method that trains asynchronously."""
+
+    in_flight: int | None = Field(
+        None, ge=1, description="batches under way at once, at most. None, and never more than: one a stage"
+    )
+    vertical_sync: bool = Field(True, description="one version of the weights for a batch on all stages")
+    aggregate: int = Field(0, ge=0, description="stage i of n averages its versions every so many times n - i batches")
+    evaluate_every: int | None = Field(None, ge=1, description="steps; None: at the end only")
+    return_window: Duration = Field(0.0, description="how long a lost device may take to come back")
+    chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")
+    global_every: int = Field(100, ge=0, description="batches after which all weights go to the first device; 0: never")
+
+    @property
+    def replication(self) -> Replication:
+        """When weights are replicated."""
+        return Replication(self.chain_every, self.global_every)
+
+    @property
+    def asynchrony(self) -> Asynchrony:
+        """What every stage has to know."""
+        return Asynchrony(self.replication, self.in_flight, self.vertical_sync, self.aggregate)
+
+
+def pipeline_over(
+    problem: Problem, names: Sequence[str], profile: Profile | None = None, capacities: Sequence[float] | None = None
+) -> Asynchronous:
+    """Return the pipeline over these devices, by default with all as fast as the first.
+
+    Without a profile the units take on the first device what the testbed charges it.
+    """
+    options, workload, units = _options(problem), problem.workload, problem.model.units
+    update_flops = costs.update_flops(workload.optimizer)
+    first = problem.devices[0].speed
+    chain = options.chain_every > 0
+
+    def extra(stage: int, start: int, end: int) -> float:
+        """Return the most bytes that replicas take.
+
+        A stage has its own units, and in a chain those of the stage before, which the planner counts as all before its
+        own, of up to three points: the last one, the next, which is not complete yet, and where a repartition goes on
+        from. The first device has everything of two, and may have the last stage's units of one that is but a chain.
+        """
+        if stage == 0:
+            return (2 + chain) * costs.state_bytes(units, workload.optimizer)
+        points = 3 if chain or options.global_every else 2
+        return points * costs.state_bytes(units[0 if chain else start : end], workload.optimizer)
+
+    return Asynchronous(
+        units=units,
+        devices=tuple(problem.device(name) for name in names),
+        links=problem.links,
+        batch_size=workload.batch_size,
+        profile=profile or Profile.by_formula(units, workload.batch_size, first, update_flops),
+        capacities=tuple(capacities or [1.0] * len(names)),
+        momentum=workload.optimizer.momentum > 0,
+        vertical_sync=options.vertical_sync,
+        window=options.in_flight,
+        extra=extra,
+    )
+
+
+class Homogeneous:
+    """PipeDream's choice: all devices count as equal, and nothing that the run shows changes that."""
+
+    admits = True
+    profile_runs = 0
+    """How often each unit is tried before training; 0: nothing is measured."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def initial(self) -> Partition:
+        """Return the partition to begin with."""
+        names = [device.name for device in all_devices(self.problem)]
+        return self.over(names)
+
+    def over(self, names: Sequence[str]) -> Partition:
+        """Return the partition over these devices; raises `InputError` where none fits."""
+        names = names[: min(_options(self.problem).stages or len(names), len(self.problem.model.units))]
+        return Partition(tuple(names), self.pipeline(names).least_bottleneck())
+
+    def pipeline(self, names: Sequence[str]) -> Asynchronous:
+        """Return what is known of the pipeline over these devices."""
+        return pipeline_over(self.problem, names)
+
+    def after_loss(self, old: Partition, there: Sequence[str]) -> Partition:
+        """Return the partition over the devices that are there; raises `InputError` where there is none."""
+        return self.over(there)
+
+    def due(self, done: int) -> bool:
+        """Say whether a better partition is looked for after so many batches."""
+        options = _options(self.problem)
+        every = options.chain_every or options.global_every
+        return bool(every) and done % every == 0
+
+    def observe(self, partition: Partition, times: Sequence[float | None]) -> None:
+        """Take in the mean seconds of a batch of each stage."""
+
+    def unknown(self, partition: Partition) -> list[Pair]:
+        """Return the neighbours, both ways, whose link is yet to be measured."""
+        return []
+
+    def learn(self, profile: Profile | None, rates: Mapping[Pair, float]) -> None:
+        """Take in what was measured: seconds of each unit on the first device, bit/s between devices."""
+
+    def better(self, old: Partition, there: Sequence[str]) -> Partition | None:
+        """Return a partition that is worth changing to, or None: only for devices that have come."""
+        if set(there) == set(old.devices):
+            return None
+        found = self.over(there)
+        return None if len(found.devices) <= len(old.devices) else found
+
+    def assignments(self, partition: Partition) -> tuple[Assignment, ...]:
+        """Return the partition with the memory that each stage needs."""
+        return assignments(self.pipeline(partition.devices), partition.cuts)
+
+
+class TakeOver(Homogeneous):
+    """ResPipe's choice: who has a lost stage's replica takes its units; nobody is taken in again."""
+
+    admits = False
+
+    def after_loss(self, old: Partition, there: Sequence[str]) -> Partition:
+        """Return the partition over the devices that are left."""
+        return take_over(old, set(old.devices).difference(there))
+
+    def due(self, done: int) -> bool:
+        """Say that no better partition is ever looked for."""
+        return False
+
+
+class Even(Homogeneous):
+    """Parts of as many units each, whatever they cost."""
+
+    def over(self, names: Sequence[str]) -> Partition:
+        """Return even cuts over these devices; raises `InputError` where they do not fit."""
+        names = names[: min(_options(self.problem).stages or len(names), len(self.problem.model.units))]
+        pipeline = self.pipeline(names)
+        cuts = even(len(self.problem.model.units), len(names))
+        pipeline.check(cuts)
+        return Partition(tuple(names), cuts)
+
+
+def plan(method: str, problem: Problem, arranger: Homogeneous) -> Plan:
+    """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
+    partition = arranger.initial()
+    devices = [problem.device(name) for name in partition.devices]
+    true = pipeline_over(problem, partition.devices, capacities=of_speeds(devices))
+    return Plan(
+        method=method,
+        lead=problem.devices[0].name,
+        assignments=arranger.assignments(partition),
+        step_time=true.batch_time(partition.cuts),
+        details={
+            "bottleneck": true.bottleneck(partition.cuts),
+            "slowest_stage": true.slowest_stage(partition.cuts),
+            **_limits(true),
+            "stage_times": [true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))],
+        },
+    )
+
+
+def _limits(true: Asynchronous) -> dict[str, float]:
+    """Return the best that any partition could reach: with its links, computing alone, in a finely divisible chain."""
+    alone = true.without_links()
+    return {
+        "least_bottleneck": true.bottleneck(true.least_bottleneck()),
+        "least_slowest_stage": alone.bottleneck(alone.least_bottleneck()),
+        "divisible_limit": divisible_limit([device.speed for device in true.devices]),
+    }
+
+
+def _options(problem: Problem) -> AsynchronousOptions:
+    assert isinstance(problem.options, AsynchronousOptions)
+    return problem.options

@@ -1,0 +1,60 @@
+"""Which state training goes on from, and who fetches what of it: decided from what everybody says he has. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from testbed.methods.parts import costs
+from testbed.methods.parts.replicas import Inventory, Lineage, Point
+from testbed.methods.parts.replication import held_at, resume_point
+from testbed.models.chain import Unit
+from testbed.partition.redistribution import Need, Partition, needs
+from testbed.scenario.schema import OptimizerPart
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a configuration goes on from, and how its stages come by their units."""
+
+    point: Point
+    needs: Mapping[str, Need]
+    """By device; empty where all units come from the seed."""
+
+    def need(self, device: str) -> Need | None:
+        """Return where a device finds its units; None where they come from the seed."""
+        return self.needs.get(device)
+
+    def bytes(self, units: Sequence[Unit], optimizer: OptimizerPart) -> float:
+        """Return the bytes of weights and optimizer state that are fetched."""
+        fetched = (unit for need in self.needs.values() for of in need.fetch.values() for unit in of)
+        return sum(costs.state_bytes([units[unit]], optimizer) for unit in fetched)
+
+
+def place(
+    lineage: Lineage, inventory: Mapping[str, Inventory], old: Partition, new: Partition, seeded: bool, steps: int
+) -> Placement:
+    """Choose the newest state of which every unit is somewhere, and for each device of the new partition its sources.
+
+    ``inventory`` is of the devices that are there, the central node among them; with ``seeded`` the state that the run
+    began with is to be had without anybody. After the last of all ``steps`` the central node needs every unit: the
+    trained model is what it is there for.
+    """
+    held = lineage.held(inventory)
+    if seeded:
+        held.setdefault(old.central, {})[0] = list(range(old.units))
+    step = resume_point(held, old.units)
+    if step is None:
+        raise ValueError("nobody has what the run began with")
+    if seeded and step == 0:
+        return Placement(lineage.point(0), {})
+    having = held_at(held, step)
+    found = needs(old, new, having)
+    if step == steps:
+        found = {**found, old.central: _everything(old, having)}
+    return Placement(lineage.point(step), found)
+
+
+def _everything(old: Partition, having: Mapping[str, Collection[int]]) -> Need:
+    whole = Partition((old.central,), (0, old.units))
+    return needs(old, whole, having)[old.central]

@@ -1,0 +1,80 @@
+"""What a device finds out by trying: how long each unit takes on it, and how fast its links are."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from testbed.device import Cost, Device, Span
+from testbed.methods.base import Problem
+from testbed.methods.parts import costs, messages
+from testbed.methods.parts.shard import Shard
+from testbed.network.framing import wire_bytes
+from testbed.partition.asynchronous import Profile
+from testbed.wire import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+T = TypeVar("T")
+
+SMALL, LARGE = 1_000, 256_000
+"""Bytes of the messages that a link is measured with, at least and at most."""
+ENOUGH = 0.1
+"""Seconds that a message has to take longer than a small one for the link to be known."""
+
+
+async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> Profile:
+    """Train every unit by itself on one batch, so many times; return the mean seconds.
+
+    ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
+    """
+    optimizer, units, samples = problem.workload.optimizer, problem.model.units, len(labels)
+    shards = [Shard(problem.model, unit, unit + 1, problem.seed, optimizer) for unit in range(len(units))]
+    forward, backward, update = ([0.0] * len(units) for _ in range(3))
+
+    async def timed(spent: list[float], index: int, work: Callable[[], T], cost: Cost) -> T:
+        begun = device.now()
+        result = await device.compute(work, cost, Span("profile"))
+        spent[index] += (device.now() - begun) / runs
+        return result
+
+    for run in range(runs):
+        values = images
+        for index, shard in enumerate(shards):
+            cost = costs.forward(units[index : index + 1], samples)
+            if index + 1 < len(shards):
+                values = await timed(forward, index, partial(shard.forward, run, values), cost)
+            else:
+                await timed(forward, index, partial(shard.forward_loss, run, values, labels, samples), cost)
+        gradient: torch.Tensor | None = None
+        for index in reversed(range(len(shards))):
+            one, shard = units[index : index + 1], shards[index]
+            gradient = await timed(
+                backward, index, partial(shard.backward, run, gradient), costs.backward(one, samples)
+            )
+            await timed(update, index, shard.update, costs.update(one, optimizer))
+    return Profile(tuple(forward), tuple(backward), tuple(update))
+
+
+async def bandwidth(device: Device, peer: str, configuration: int) -> float:
+    """Return the bit/s on the wire to a peer: what a larger message takes longer than a small one.
+
+    The delay is in both and cancels. Messages grow until one takes long enough to be told apart, so that neither a slow
+    link is kept busy for long nor a fast one measured by its jitter; the first one opens the connection.
+    """
+
+    async def taken(size: int) -> float:
+        begun = device.now()
+        await device.send(peer, Message(messages.PACKET, {"configuration": configuration}, padding=size))
+        return device.now() - begun
+
+    await taken(SMALL)
+    least, size, longer = await taken(SMALL), SMALL, 0.0
+    while longer < ENOUGH and size < LARGE:
+        size = min(LARGE, 4 * size)
+        longer = await taken(size) - least
+    return 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf

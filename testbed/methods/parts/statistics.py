@@ -1,0 +1,61 @@
+"""Running statistics of batch normalisation, where batches are under way that may have to be done again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Statistics:
+    """Keeps what a forward adds to the running statistics aside until its batch is done.
+
+    A forward normalises by its own batch and only adds to the running averages, r = (1 - m) r + m x. It runs on
+    averages of zero, which leaves m x in them; `apply` does the rest, in the order of the backwards.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        import torch
+
+        self._normalisations = [part for part in module.modules() if isinstance(part, torch.nn.BatchNorm2d)]
+        self._aside: dict[Hashable, list[dict[str, torch.Tensor]]] = {}
+
+    @contextmanager
+    def set_aside(self, key: Hashable) -> Iterator[None]:
+        """Run a forward of this key within."""
+        import torch
+
+        lasting = [{name: part._buffers[name] for name in _BUFFERS} for part in self._normalisations]
+        for part, buffers in zip(self._normalisations, lasting, strict=True):
+            part._buffers.update(
+                {name: torch.zeros_like(value) for name, value in buffers.items() if value is not None}
+            )
+        yield
+        self._aside[key] = [{name: part._buffers[name] for name in _BUFFERS} for part in self._normalisations]  # type: ignore[misc]
+        for part, buffers in zip(self._normalisations, lasting, strict=True):
+            part._buffers.update(buffers)
+
+    def apply(self, key: Hashable) -> None:
+        """Add what the forward of this key had to add."""
+        for part, added in zip(self._normalisations, self._aside.pop(key), strict=True):
+            keep = 1 - (part.momentum or 0.0)
+            for name, value in added.items():
+                buffer = part._buffers[name]
+                assert buffer is not None
+                if name == "num_batches_tracked":
+                    buffer.add_(value)
+                else:
+                    buffer.mul_(keep).add_(value)
+
+    def drop(self, key: Hashable) -> None:
+        """Forget what the forward of this key had to add."""
+        del self._aside[key]
+
+    def clear(self) -> None:
+        """Forget what was set aside: those batches are done again."""
+        self._aside.clear()

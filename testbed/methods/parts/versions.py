@@ -1,0 +1,80 @@
+"""The trained weights of a module as they were after one update and another, as long as somebody needs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from testbed.methods.parts import aggregation
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Versions:
+    """Numbered sets of a module's parameters; the module computes with one of them at a time.
+
+    What a forward has computed holds on to the set that it used, so its backward needs no module. A set that is kept is
+    never written to; where only the newest is kept, updates happen in place and nothing is copied.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.newest = 0
+        self._places = [
+            (f"{path}.{name}" if path else name, part, name)
+            for path, part in module.named_modules()
+            for name, _ in part.named_parameters(recurse=False)
+        ]
+        self._sets = {0: dict(module.named_parameters())}
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def __getitem__(self, version: int) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of a version that is kept."""
+        return self._sets[version]
+
+    @property
+    def latest(self) -> dict[str, torch.nn.Parameter]:
+        """The newest version's parameters."""
+        return self._sets[self.newest]
+
+    def use(self, version: int) -> None:
+        """Let the module compute with a version from now on."""
+        chosen = self._sets[version]
+        for name, part, attribute in self._places:
+            part._parameters[attribute] = chosen[name]
+
+    def restart(self, number: int) -> None:
+        """Forget all versions but the newest, and call it by this number."""
+        self._sets = {number: self.latest}
+        self.newest = number
+
+    def begin_next(self, oldest_needed: int) -> dict[str, torch.nn.Parameter]:
+        """Return the next version's parameters, equal to the newest's and to be changed in place.
+
+        Where the newest is needed no more, they are the same ones.
+        """
+        import torch
+
+        before = self.latest
+        if self.newest >= oldest_needed:
+            following = {name: torch.nn.Parameter(value.detach().clone()) for name, value in before.items()}
+        else:
+            following = before
+        self.newest += 1
+        self._sets[self.newest] = following
+        return following
+
+    def forget(self, oldest_needed: int) -> None:
+        """Free the versions before this one; the newest stays."""
+        for version in [number for number in self._sets if number < min(oldest_needed, self.newest)]:
+            del self._sets[version]
+
+    def aggregate(self, count: int) -> None:
+        """Put the mean of the last so many versions in the newest one's place."""
+        import torch
+
+        means = aggregation.mean([self._sets[self.newest - back] for back in range(count)])
+        with torch.no_grad():
+            for name, parameter in self.latest.items():
+                parameter.copy_(means[name])

@@ -1,0 +1,33 @@
+"""PipeDream as FTPipeHD is compared with it: asynchronous 1F1B on the partition for equal devices."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from testbed.methods.base import Problem
+from testbed.methods.parts.arranging import AsynchronousOptions, Even, Homogeneous
+from testbed.methods.parts.asynchronous_method import AsynchronousMethod
+
+
+class PipeDreamOptions(AsynchronousOptions):
+    """Options of `PipeDream`."""
+
+    partition: Literal["homogeneous", "even"] = Field(
+        "homogeneous", description="homogeneous: least bottleneck if all devices were alike; even: by number of units"
+    )
+    chain_every: int = Field(0, ge=0, description="batches after which each stage's weights go to the next; 0: never")
+
+
+class PipeDream(AsynchronousMethod):
+    """Never adapts. Checkpoints at the first device are what it goes on from after a failure, on a new partition."""
+
+    name = "pipedream"
+    summary = "asynchronous 1F1B with weight stashing on the partition for equal devices; recovery from checkpoints"
+    Options = PipeDreamOptions
+
+    def arranger(self, problem: Problem) -> Homogeneous:
+        """Return what chooses the partitions."""
+        assert isinstance(problem.options, PipeDreamOptions)
+        return Even(problem) if problem.options.partition == "even" else Homogeneous(problem)

@@ -1,0 +1,46 @@
+"""ResPipe as FTPipeHD is compared with it: chain replication, and the next worker takes over a lost one's units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from testbed.methods.base import Problem
+from testbed.methods.parts.arranging import AsynchronousOptions, Homogeneous, TakeOver, pipeline_over
+from testbed.methods.parts.asynchronous_method import AsynchronousMethod
+from testbed.partition.asynchronous import Asynchronous, capacities
+
+
+class ResPipeOptions(AsynchronousOptions):
+    """Options of `ResPipe`."""
+
+    partition: Literal["homogeneous", "capacities"] = Field(
+        "homogeneous",
+        description="homogeneous: least bottleneck if all devices were alike; capacities: for the speeds they have",
+    )
+
+    global_every: int = Field(0, ge=0, description="batches after which all weights go to the first device; 0: never")
+
+
+class ResPipe(AsynchronousMethod):
+    """The take-over moves no weights: the next worker has them. A last worker's go to the one before it."""
+
+    name = "respipe"
+    summary = "asynchronous 1F1B; a lost worker's layers are taken over by the next one, which has their replica"
+    Options = ResPipeOptions
+
+    def arranger(self, problem: Problem) -> Homogeneous:
+        """Return what chooses the partitions."""
+        assert isinstance(problem.options, ResPipeOptions)
+        return Informed(problem) if problem.options.partition == "capacities" else TakeOver(problem)
+
+
+class Informed(TakeOver):
+    """Begins with the partition that FTPipeHD comes to, so that after a loss the take-over alone tells them apart."""
+
+    def pipeline(self, names: Sequence[str]) -> Asynchronous:
+        """Return the pipeline over these devices as the scenario has them."""
+        devices = [self.problem.device(name) for name in names]
+        return pipeline_over(self.problem, names, capacities=capacities(devices))

@@ -1,0 +1,213 @@
+"""Partitions for asynchronous pipelines by measured times: the dynamic program of FTPipeHD, equations (4) to (7).
+
+The central node profiles the whole model; what a unit takes on another device is that time its capacity, equation (3).
+Links carry what was measured between neighbours: `measured` puts that in the place of the scenario's figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from testbed.hardware import DeviceSpec
+from testbed.models.chain import Unit
+from testbed.network.link import Link, Pair
+from testbed.partition import cuts as cutting
+from testbed.partition.cuts import Costs, Cuts
+from testbed.partition.memory import asynchronous_bytes
+from testbed.partition.pipeline import Chain
+from testbed.schedule import Action, play
+from testbed.schedule.timeline import Slot
+from testbed.schedule.versions import in_flight, kept
+
+Extra = Callable[[int, int, int], float]
+"""(stage, first unit, one after its last) -> bytes it keeps beside its own training, such as replicas."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds of each unit for one batch on the central node."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    update: tuple[float, ...]
+
+    @cached_property
+    def execution(self) -> tuple[float, ...]:
+        """Seconds of each unit for all three: T_e of the paper, the update counted in."""
+        return tuple(map(sum, zip(self.forward, self.backward, self.update, strict=True)))
+
+    @staticmethod
+    def by_formula(units: Sequence[Unit], batch_size: int, speed: float, update_flops: float) -> Profile:
+        """Return what the testbed charges a device of this speed: FLOPs over FLOP/s."""
+        return Profile(
+            tuple(batch_size * unit.forward_flops / speed for unit in units),
+            tuple(batch_size * unit.backward_flops / speed for unit in units),
+            tuple(update_flops * unit.parameters / speed for unit in units),
+        )
+
+
+@dataclass(frozen=True)
+class Asynchronous(Chain):
+    """Asynchronous 1F1B training over devices in a row, each batch with an update of its own."""
+
+    profile: Profile
+    capacities: tuple[float, ...]
+    """C_i: how many times as long as the central node a device takes; the first stage's is 1 while nothing slows it."""
+    momentum: bool = False
+    window: int | None = None
+    """Batches in the pipeline at once; None, and never more than: as many as there are stages."""
+    vertical_sync: bool = True
+    half_duplex: bool = False
+    """Whether activations and gradients share a link's rate: the factor 2 of equation (5)."""
+    extra: Extra = lambda stage, first, last: 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.capacities) != len(self.devices) or min(self.capacities) <= 0:
+            raise ValueError(f"{len(self.devices)} devices need as many capacities above 0, not {self.capacities}")
+        if len(self.profile.execution) != len(self.units):
+            raise ValueError(f"{len(self.units)} units, but a profile of {len(self.profile.execution)}")
+
+    def memory(self, stage: int, first: int, last: int) -> float:
+        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        stages = len(self.devices)
+        samples = in_flight(stages, stage, self.window) * self.batch_size
+        versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
+        return asynchronous_bytes(self.units[first:last], samples, versions, self.momentum) + self.extra(
+            stage, first, last
+        )
+
+    def _with_batch(self, batch_size: int) -> Chain:
+        return replace(self, batch_size=batch_size)
+
+    def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
+        added = (self.capacities[-1],) * (len(devices) - len(self.devices))
+        return replace(self, devices=devices, links=links, capacities=self.capacities + added)
+
+    @cached_property
+    def _sums(self) -> dict[str, list[float]]:
+        kinds = {"forward": self.profile.forward, "backward": self.profile.backward, "update": self.profile.update}
+        return {kind: [0.0, *accumulate(times)] for kind, times in kinds.items()}
+
+    def seconds(self, kind: str, stage: int, first: int, last: int) -> float:
+        """Return how long units ``first`` up to but without ``last`` take there, by equations (3) and (7)."""
+        sums = self._sums[kind]
+        return self.capacities[stage] * (sums[last] - sums[first])
+
+    def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a forward of so many samples."""
+        return self.seconds("forward", stage, first, last) * samples / self.batch_size
+
+    def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a backward of so many samples."""
+        return self.seconds("backward", stage, first, last) * samples / self.batch_size
+
+    def stage_time(self, stage: int, first: int, last: int) -> float:
+        """Return T(first, last) of a stage for one batch: forward, backward and update."""
+        return sum(self.seconds(kind, stage, first, last) for kind in self._sums)
+
+    @property
+    def bottleneck_costs(self) -> Costs:
+        """What each stage and each link is busy with for one batch: the three parts of equation (5)."""
+
+        def boundary(stage: int, cut: int) -> float:
+            there, _ = self.transfer(stage, stage + 1, cut, self.batch_size)
+            back, _ = self.transfer(stage + 1, stage, cut, self.batch_size)
+            return there + back if self.half_duplex else max(there, back)
+
+        return Costs(self.stage_time, boundary)
+
+    @property
+    def passage_costs(self) -> Costs:
+        """What adds up to the time of one batch forward through all stages and back."""
+
+        def boundary(stage: int, cut: int) -> float:
+            ways = ((stage, stage + 1), (stage + 1, stage))
+            return sum(sum(self.transfer(*way, cut, self.batch_size)) for way in ways)
+
+        return Costs(self.stage_time, boundary)
+
+    def bottleneck(self, cuts: Cuts) -> float:
+        """Return the seconds for one batch of the busiest stage or link: A of equation (5) for these cuts."""
+        return self.bottleneck_costs.of(cuts, max)
+
+    def slowest_stage(self, cuts: Cuts) -> float:
+        """Return the seconds for one batch of the busiest stage alone, whatever the links carry."""
+        return max(self.stage_time(stage, *ends) for stage, ends in enumerate(pairwise(cuts)))
+
+    def least_bottleneck(self) -> Cuts:
+        """Return FTPipeHD's partition: the least bottleneck among those that fit, of several the quickest passage.
+
+        Exact. Raises `InputError` where none fits.
+        """
+        fitting = self._fitting(self.bottleneck_costs)
+        return self._chosen(cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs))
+
+    def homogeneous(self) -> Cuts:
+        """Return PipeDream's partition: the least bottleneck if all devices were as fast as the central node.
+
+        The links are as they are, and so is each device's memory. Raises `InputError` where none fits.
+        """
+        return replace(self, capacities=(1.0,) * len(self.devices)).least_bottleneck()
+
+    def without_links(self) -> Asynchronous:
+        """Return the same over links that cost nothing, for the limit that computing alone sets."""
+        return replace(self, links={pair: Link() for pair in self.links})
+
+    def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
+        """Return when each stage does what in a run of so many batches, in seconds."""
+        count = len(self.devices)
+        stages = [_actions(in_flight(count, stage, self.window), batches) for stage in range(count)]
+
+        def duration(stage: int, action: Action) -> float:
+            return self.seconds(action.kind, stage, *cuts[stage : stage + 2])
+
+        def transfer(stage: int, action: Action) -> tuple[float, float]:
+            if action.kind == "forward":
+                return self.transfer(stage, stage + 1, cuts[stage + 1], self.batch_size)
+            return self.transfer(stage, stage - 1, cuts[stage], self.batch_size)
+
+        return play(stages, duration, transfer)
+
+    def batch_time(self, cuts: Cuts) -> float:
+        """Return the predicted seconds from one update of the first stage to the next in a full pipeline.
+
+        At least the bottleneck; more where so few batches in flight do not cover a batch's way there and back.
+        """
+        stages = len(self.devices)
+        turns = 4 * stages
+        ends = [slot.end for slot in self.timeline(cuts, 3 * turns) if slot.stage == 0 and slot.action.kind == "update"]
+        return (ends[2 * turns - 1] - ends[turns - 1]) / turns
+
+
+def _actions(ahead: int, batches: int) -> list[Action]:
+    """Return what a stage does that has so many batches in flight at most: 1F1B, an update after each backward."""
+    found: list[Action] = []
+    for batch in range(batches + ahead):
+        if batch >= ahead:
+            found += [Action("backward", batch - ahead), Action("update", batch - ahead)]
+        if batch < batches:
+            found.append(Action("forward", batch))
+    return found
+
+
+def measured(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
+    """Return links of these rates in bit/s on the wire (infinite: no limit), for planning by what was measured."""
+    return {pair: Link(None if math.isinf(rate) else rate) for pair, rate in rates.items()}
+
+
+def capacities(devices: Sequence[DeviceSpec]) -> tuple[float, ...]:
+    """Return the capacities that the scenario gives, relative to the first device."""
+    return tuple(devices[0].speed / device.speed for device in devices)
+
+
+def divisible_limit(speeds: Sequence[float]) -> float:
+    """Return how many times longer even parts take than optimal ones, of a chain that divides as finely as one likes.
+
+    Even: 1/n of the work on the slowest, 1 / (n s_min). Optimal: all end together, 1 / sum(s). Communication left out.
+    """
+    return sum(speeds) / (len(speeds) * min(speeds))

@@ -1,0 +1,50 @@
+"""Random faults on real containers: training ends with the weights of the batches that were not undone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+from safetensors.torch import load_file
+
+sys.path.append(str(Path(__file__).parents[1] / "simulation"))
+
+from delayed import Reference
+from runs import scenario, written
+from schedules import STEPS, random_keys
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
+
+TESTBED = Path(sys.executable).with_name("testbed")
+SEEDS = int(os.environ.get("RANDOM_FAULTS_ON_CONTAINERS", "1"))
+"""How many schedules; each takes half a minute or more."""
+
+
+@pytest.mark.parametrize("seed", range(2, 2 + SEEDS))
+def test_random_faults_on_containers(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    keys = random_keys(seed)
+    tree = written(**keys) | {"name": f"random-{seed}", "time_limit": "120s"}
+    tree["workload"]["method"]["patience"] = "1s"  # devices that share a machine are late now and then
+    YAML().dump(json.loads(json.dumps(tree)), tmp_path / "scenario.yaml")
+    results = tmp_path / "results"
+    command = [TESTBED, "run", tmp_path / "scenario.yaml", "--out", results]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    figures = json.loads((results / "metrics.json").read_text())
+    if "not enough devices" in str(figures["error"]):
+        return
+    assert figures["status"] == "finished", done.stderr
+    assert figures["steps"] == STEPS
+    lines = [json.loads(line) for line in (results / "events.jsonl").read_text().splitlines()]
+    events = [SimpleNamespace(event=line["event"], fields=line) for line in lines]
+    expected = Reference(scenario(**keys)).replay(SimpleNamespace(events=events), STEPS).newest
+    found = load_file(results / "weights.safetensors")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)

@@ -1,0 +1,182 @@
+"""Asynchronous pipelines outlive their devices: whatever happens, each batch counts once, in one state of the model."""
+
+import os
+
+import pytest
+import torch
+from delayed import Reference, stretches
+from runs import of, run, scenario
+from schedules import DEVICES, METHOD, MODEL, STEPS, WORKERS, during, random_keys
+
+SEEDS = int(os.environ.get("RANDOM_FAULTS", "24"))
+"""How many random schedules; all that there are to be is 200."""
+
+
+def disturbed(*faults, method=METHOD, steps=STEPS, **keys):
+    return run(scenario(workload={"steps": steps, "model": MODEL}, method={**METHOD, **method}, faults=faults, **keys))
+
+
+def assert_right(outcome, steps=STEPS, **keys):
+    """The run ended, every batch was done, and the weights are those of the stretches that were not undone."""
+    assert outcome.status == "finished", outcome.error
+    assert {step["step"] for step in of(outcome, "step")} == set(range(steps))
+    assert len(of(outcome, "evaluate")) == 1
+    reference = Reference(scenario(workload={"steps": steps, "model": MODEL}, **keys)).replay(outcome, steps)
+    assert outcome.weights.keys() == reference.newest.keys()
+    for name, tensor in reference.newest.items():
+        assert torch.equal(outcome.weights[name], tensor), name
+    last = {step["step"]: step["loss"] for step in of(outcome, "step")}
+    assert [last[step] for step in range(steps)] == reference.losses
+
+
+def recovered(outcome):
+    return [event for event in of(outcome, "recovery") if event["phase"] == "repartitioned"]
+
+
+@pytest.mark.parametrize("victim", WORKERS)
+@pytest.mark.parametrize("method", ["ftpipehd", "respipe", "pipedream"])
+def test_worker_killed_for_good(method, victim):
+    given = {"name": method, "chain_every": 4, "global_every": 8, "patience": "500ms"}
+    fault = {"kill": victim, "when": during(victim, "backward", 13)}
+    outcome = run(scenario(workload={"steps": STEPS, "model": MODEL}, method=given, faults=[fault]))
+    if method != "ftpipehd":
+        assert_right(outcome)
+        assert stretches(outcome)[-1][0] == 12
+    assert victim not in [device for device, _, _ in stretches(outcome)[-1][2]]
+    assert [event["phase"] for event in of(outcome, "recovery")] == [
+        "detected",
+        "repartitioned",
+        "redistributed",
+        "resumed",
+        "trained",
+    ]
+
+
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("batch", [2, 13, 34])
+def test_central_node_dies_and_comes_back(batch, also):
+    faults = [{"kill": "source", "when": during("source", "forward", batch), "for": "1s"}]
+    if also:
+        faults.append({"kill": "worker1", "when": during("source", "forward", batch)})
+    outcome = disturbed(*faults)
+    assert_right(outcome)
+    _, decided, *_ = of(outcome, "recovery")
+    assert decided["case"] == "restart"
+    assert decided["step"] == max(0, batch - 3) // 4 * 4  # what was replicated, wherever; nothing starts over
+    assert ("worker1" in [device for device, _, _ in decided["partition"]]) is not also
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_faults(seed):
+    outcome = run(scenario(**random_keys(seed)))
+    if outcome.status == "failed" and "not enough devices" in outcome.error:
+        return
+    assert_right(outcome)
+
+
+def test_with_one_batch_in_flight_a_fault_changes_nothing():
+    """Nothing of what was undone is left, and nothing is missing: as if nobody had died."""
+    calm = disturbed(method={"in_flight": 1})
+    killed = disturbed({"kill": "worker2", "when": during("worker2", "update", 17)}, method={"in_flight": 1})
+    assert of(killed, "recovery")
+    assert all(torch.equal(tensor, killed.weights[name]) for name, tensor in calm.weights.items())
+    assert of(killed, "evaluate") == of(calm, "evaluate")
+
+
+def test_worker_that_came_back_empty_is_filled_again():
+    fault = {"kill": "worker2", "when": during("worker2", "backward", 17), "for": "1s"}
+    outcome = disturbed(fault, method={"return_window": "5s"})
+    assert_right(outcome)
+    (decided,) = recovered(outcome)
+    assert decided["case"] == "refill"
+    before, after = stretches(outcome)[-2:]
+    assert before[2] == after[2]
+
+
+def test_two_neighbours_at_once_go_back_to_the_global_replica():
+    when = during("worker2", "backward", 14)
+    outcome = disturbed({"kill": "worker1", "when": when}, {"kill": "worker2", "when": when})
+    assert_right(outcome)
+    (decided,) = recovered(outcome)
+    assert decided["step"] == 8  # the chain's replica after batch 12 is not whole any more
+    assert [device for device, _, _ in decided["partition"]] == ["source", "worker3"]
+
+
+@pytest.mark.parametrize("name", ["ftpipehd", "respipe"])
+def test_replaced_worker_joins_again_or_is_turned_away(name):
+    fault = {"pause": "worker2", "when": during("worker2", "backward", 13), "for": "6s"}
+    given = {"name": name, "chain_every": 4, "global_every": 8, "patience": "500ms"}
+    method = {**METHOD, "return_window": "0s"} if name == "ftpipehd" else given
+    steps = 150
+    outcome = run(scenario(workload={"steps": steps, "model": MODEL}, method=method, faults=[fault], speed="2mflops"))
+    assert_right(outcome, steps)
+    members = [[device for device, _, _ in partition] for _, _, partition in stretches(outcome)]
+    assert ["source", "worker1", "worker3"] in members
+    assert ("worker2" in members[-1]) is (name == "ftpipehd")
+    words = [event["text"] for event in of(outcome, "log")]
+    assert any("worker2" in text and ("joins" if name == "ftpipehd" else "turned away") in text for text in words)
+
+
+@pytest.mark.parametrize("span", ["keep", "load"])
+def test_worker_dies_while_the_partition_changes(span):
+    devices = {name: {"speed": "2mflops"} for name in DEVICES[:3]} | {"worker3": {"speed": "200kflops"}}
+    calm = disturbed(devices=devices)
+    assert of(calm, "repartition")
+    when = {"device": "source", "event": "repartition"} if span == "load" else {"device": "worker1", "begins": span}
+    outcome = disturbed({"kill": "worker1", "when": when}, devices=devices)
+    assert_right(outcome)
+    assert recovered(outcome)
+
+
+def test_throttled_device_is_noticed_at_the_next_point():
+    fault = {"throttle": {"device": "worker1", "slowdown": 8}, "when": during("worker1", "forward", 13)}
+    outcome = disturbed(fault, steps=60, speed="2mflops")
+    assert_right(outcome, 60)
+    change = next(event for event in of(outcome, "repartition") if event["step"] > 13)
+    assert change["step"] <= 20 + 4
+    units = {device: last - first for device, first, last in change["partition"]}
+    assert units["worker1"] == min(units.values())
+
+
+def test_too_few_devices_is_said():
+    devices = {name: {"speed": "20mflops", "memory": "199kB" if name == "source" else "150kB"} for name in DEVICES}
+    when = during("worker2", "backward", 13)
+    outcome = disturbed(*({"kill": worker, "when": when} for worker in WORKERS), devices=devices)
+    assert outcome.status == "failed"
+    assert "not enough devices: " in outcome.error
+    assert "fit" in outcome.error  # and what would be enough
+
+
+def test_worker_restarts_between_the_drain_and_the_change():
+    """It answers in time, but has lost the state that the others have: nothing may be skipped for that."""
+    devices = {name: {"speed": "2mflops"} for name in DEVICES[:3]} | {"worker3": {"speed": "200kflops"}}
+    fault = {"kill": "worker1", "when": {"device": "source", "begins": "keep"}, "for": "100ms"}
+    outcome = disturbed(fault, devices=devices, method={"patience": "5s", "repartition_first": 6})
+    assert_right(outcome)
+    (decided,) = recovered(outcome)
+    assert decided["case"] == "refill"
+    assert decided["step"] == 8  # the change was to be at 9
+
+
+def test_two_runs_with_faults_are_identical():
+    one, other = (run(scenario(**random_keys(3))) for _ in range(2))
+    assert of(one, "recovery")
+    assert [event.to_json() for event in one.events] == [event.to_json() for event in other.events]
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("when", [{"device": "source", "event": "recovery"}, {"device": "worker3", "begins": "load"}])
+def test_worker_dies_while_another_is_recovered_from(when, returns):
+    second = {"kill": "worker3", "when": when, **({"for": "500ms"} if returns else {})}
+    outcome = disturbed({"kill": "worker1", "when": during("worker1", "backward", 13)}, second)
+    assert_right(outcome)
+
+
+def test_what_a_replaced_worker_still_says_is_refused():
+    """Cut off, it trains on with what it has; healed, it must not be heard as the stage that it no longer is."""
+    fault = {"partition": [["worker2"]], "when": during("worker2", "forward", 13), "for": "4s"}
+    outcome = disturbed(fault, steps=120, speed="2mflops")
+    assert_right(outcome, 120)
+    members = [{device for device, _, _ in partition} for _, _, partition in stretches(outcome)]
+    assert {"source", "worker1", "worker3"} in members
+    assert "worker2" in members[-1]

@@ -1,0 +1,45 @@
+"""What devices hold of one state of a model after each kind of replication, and who fetches what after a failure."""
+
+from collections.abc import Collection, Mapping
+
+from testbed.partition.redistribution import Held, Need, Partition, needs
+
+
+def own(partition: Partition) -> dict[str, set[int]]:
+    """Nothing replicated: each stage has its own units."""
+    return {device: set(partition.of(device)) for device in partition.devices}
+
+
+def chained(partition: Partition) -> dict[str, set[int]]:
+    """Each stage's units at the next one too, the last one's at the central node."""
+    held = own(partition)
+    for device in partition.devices:
+        held[partition.successor(device)] |= set(partition.of(device))
+    return held
+
+
+def gathered(partition: Partition) -> dict[str, set[int]]:
+    """Everything at the central node too."""
+    return own(partition) | {partition.central: set(range(partition.units))}
+
+
+def without(held: Held, lost: Collection[str]) -> dict[str, set[int]]:
+    """Some devices have lost what they had, gone or come back empty."""
+    return {device: set(units) for device, units in held.items() if device not in lost}
+
+
+def redistribution(
+    old: Partition, new: Partition, lost: Collection[str] = (), everything: bool = True
+) -> dict[str, Need]:
+    """Who fetches what after a chain replication, and a global one if ``everything``; without a loss after none."""
+    held = chained(old) if lost else own(old)
+    if lost and everything:
+        held[old.central] |= set(range(old.units))
+    return needs(old, new, without(held, lost))
+
+
+def moved(plan: Mapping[str, Need]) -> list[tuple[str, str, int]]:
+    """Every (source, target, unit) that a plan sends over a link."""
+    return [
+        (source, target, unit) for target, need in plan.items() for source, got in need.fetch.items() for unit in got
+    ]

@@ -1,0 +1,47 @@
+"""The pace before and after recoveries and repartitions, and how busy the busiest is."""
+
+from typing import Any
+
+import pytest
+import recorded
+
+from testbed.trace.events import Event
+from testbed.trace.metrics import metrics
+
+
+def figures(events: list[Event], faulty: bool = False) -> dict[str, Any]:
+    experiment = recorded.experiment(**({} if faulty else {"faults": ()}))
+    return metrics(recorded.outcome(events=sorted(events, key=lambda event: event.time)), experiment, recorded.plan())
+
+
+def test_the_pace_before_and_after_a_fault() -> None:
+    found = figures(recorded.events(), faulty=True)
+    assert found["step_time_before"] == pytest.approx(1.0)
+    assert found["step_time_after"] == pytest.approx(1.0)
+    assert "step_time_before" not in figures(recorded.events(faulty=False))
+    assert figures(recorded.events(faulty=False))["step_time_after"] == pytest.approx(1.0)
+
+
+def test_a_repartition_disturbs() -> None:
+    pause = Event(2.9, "a", "repartition", {"step": 2, "seconds": 0.5, "bytes": 1000, "partition": []})
+    found = figures([*recorded.events(faulty=False), pause])
+    assert [row["steady"] for row in found["series"]["steps"]] == [False, True, False, True, True]
+    assert found["step_time_after"] == pytest.approx(1.0)
+
+
+def test_after_a_throttle_that_lasts_the_pace_is_that_of_what_came_of_it() -> None:
+    strike = Event(1.5, "testbed", "fault", {"action": "throttle", "target": "b", "phase": "strike", "intended": 1.5})
+    pause = Event(2.0, "a", "repartition", {"step": 2, "seconds": 0.1, "bytes": 0, "partition": []})
+    found = figures([*recorded.events(faulty=False), strike, pause])
+    assert found["step_time_after"] == pytest.approx(1.0)
+
+
+def test_the_busiest_device_or_link() -> None:
+    # Each second a computes 0.4 s, b 0.4 s, and each of the links carries 100 kB at 8 Mbit/s, 0.1 s.
+    assert figures(recorded.events(faulty=False))["busiest_share"] == pytest.approx(0.4)
+    sends = [
+        Event(time, "a", "send", {"peer": "b", "message": "m", "bytes": 800_000, "start": time - 0.5, "duration": 0.5})
+        for time in (1.9, 2.9, 3.9, 4.9)
+    ]
+    assert figures([*recorded.events(faulty=False), *sends])["busiest_share"] == pytest.approx(0.9)
+    assert figures(recorded.events(faulty=True), faulty=True)["busiest_share"] == pytest.approx(0.4)
