@@ -355,7 +355,7 @@ def models(name: str | None, data: str, as_json: bool) -> None:
         f"[bold]{figures['name']}[/bold] for {data}: {size}, {figures['classes']} classes; "
         f"{figures['parameters']:,} parameters, {_amount(figures['forward_flops'])}FLOP a forward\n"
     )
-    numbers = ("parameters", "FLOP", "bytes out")
+    numbers = ("parameters", "FLOP", "bytes across")
     table = _table("", "unit", "output", *numbers, right=("", *numbers))
     for unit in figures["units"]:
         table.add_row(
@@ -364,7 +364,7 @@ def models(name: str | None, data: str, as_json: bool) -> None:
             "x".join(map(str, unit["output"])),
             f"{unit['parameters']:,}",
             _amount(unit["forward_flops"]),
-            f"{unit['output_bytes']:,}",
+            f"{unit['cut_bytes']:,}",
         )
     console.print(table)
 

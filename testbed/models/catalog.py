@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from testbed.errors import InputError
+from testbed.models import imagenet
+from testbed.models import yolov2 as yolo
 from testbed.models.chain import Layer, Model, Shape, chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
-
-Width = Annotated[int, Field(ge=1, le=100_000)]
-
-
-class Options(BaseModel):
-    """Base of a model's options: unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from testbed.models.options import Options, Width
 
 
 class MlpOptions(Options):
@@ -90,6 +85,8 @@ class Entry:
     Options: type[Options]
     make: Callable[[Any, Shape, int], Model]
     """(options, shape of an image, classes) -> model; raises ValueError where the shape does not fit."""
+    classes: int = 0
+    """For data without labels; 0: the model needs labelled data."""
 
 
 CATALOG: dict[str, Entry] = {
@@ -100,14 +97,35 @@ CATALOG: dict[str, Entry] = {
         Entry(
             "vgg5", "three convolutions and two fully connected layers, as in PipeLearn's Table II", Vgg5Options, _vgg5
         ),
+        Entry(
+            "alexnet",
+            "AlexNet for one processor, 61 million weights at 224x224",
+            imagenet.ImagenetOptions,
+            imagenet.alexnet,
+            imagenet.CLASSES,
+        ),
+        Entry(
+            "vgg16",
+            "VGG-16, 138 million weights at 224x224",
+            imagenet.ImagenetOptions,
+            imagenet.vgg16,
+            imagenet.CLASSES,
+        ),
+        Entry(
+            "yolov2",
+            "YOLOv2, detection, 51 million weights; a unit for each of Darknet's layers, with their numbers",
+            yolo.Yolov2Options,
+            yolo.yolov2,
+            yolo.CLASSES,
+        ),
     )
 }
 
 
 def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: int) -> Model:
-    """Make a model of the catalogue for images of ``input_shape``.
+    """Make a model of the catalogue for images of ``input_shape``; 0 ``classes`` are data without labels.
 
-    Raises `InputError` for an unknown name, for options the model does not have and for images that do not fit.
+    Raises `InputError` for an unknown name, for options the model does not have and for data that do not fit.
     """
     entry = CATALOG.get(name)
     if entry is None:
@@ -116,8 +134,11 @@ def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: i
         chosen = entry.Options.model_validate(dict(options))
     except ValidationError as error:
         raise InputError(_explain(entry, error)) from error
+    if not classes and not entry.classes:
+        can = ", ".join(each.name for each in CATALOG.values() if each.classes)
+        raise InputError(f"model {name} needs data with labels, whose classes it tells apart: use such data, or {can}")
     try:
-        return entry.make(chosen, tuple(input_shape), classes)
+        return entry.make(chosen, tuple(input_shape), classes or entry.classes)
     except ValueError as error:
         size = "x".join(map(str, input_shape))
         raise InputError(f"model {name} cannot take inputs of {size}: {error}") from error
@@ -133,21 +154,29 @@ def _explain(entry: Entry, error: ValidationError) -> str:
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """Return a model's figures as plain values: totals, and one row for each unit; FLOPs and bytes per sample."""
+    """Return a model's figures as plain values: totals, and one row for each unit; figures per sample.
+
+    ``reads`` are the units whose outputs a unit reads, -1 the model's input; ``cut_bytes`` cross the cut behind it.
+    """
     return {
         "name": model.name,
         "input": list(model.input),
         "classes": model.classes,
         "parameters": model.parameters,
+        "weights": model.weights,
         "forward_flops": model.forward_flops,
         "units": [
             {
                 "index": index,
                 "name": unit.name,
                 "output": list(unit.output),
+                "reads": list(model.reads(index)),
                 "parameters": unit.parameters,
+                "weights": unit.weights,
                 "forward_flops": unit.forward_flops,
+                "multiplications": unit.multiplications,
                 "output_bytes": unit.output_bytes,
+                "cut_bytes": model.cut_bytes(index + 1),
                 "activation_bytes": unit.activation_bytes,
             }
             for index, unit in enumerate(model.units)

@@ -1,13 +1,14 @@
-"""A neural network as a chain of units: the grain at which models are cut.
+"""A neural network as units in a row: the grain at which models are cut.
 
-Shapes, parameters and FLOPs are formulas over plain descriptions of layers, so planning never imports torch; only
-``build`` does. All figures are per sample and float32 unless they say otherwise.
+A unit reads what the one before it made, or what the units it names made (a route); so a cut may be crossed by several
+tensors: `Model.crossing`. Shapes, parameters and FLOPs are formulas over plain descriptions of layers, so planning
+never imports torch; only ``build`` does. All figures are per sample and float32 unless they say otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -16,9 +17,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from testbed.models.detection import Detector
+    from testbed.models.modules import Segment
+
 Shape = tuple[int, ...]
 """Without the batch dimension: (channels, height, width) or (features,)."""
 
+Made = tuple[int, Shape]
+"""The output of a unit, by the unit's index and its shape; index `INPUT` is what enters the model."""
+
+INPUT = -1
 BYTES_PER_VALUE = 4
 BACKWARD_OVER_FORWARD = 2.0
 """Backward computes the gradient of the input and of the weights: two products for each one of forward."""
@@ -32,6 +40,9 @@ class Layer(Protocol):
 
     def parameters(self, shape: Shape) -> int:
         """Number of trained values."""
+
+    def weights(self, shape: Shape) -> int:
+        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
 
     def flops(self, shape: Shape) -> float:
         """Forward floating-point operations for one sample, multiply and add counted as two."""
@@ -58,6 +69,11 @@ class Unit:
     name: str
     layers: tuple[Layer, ...]
     input: Shape
+    """Of what it reads, one after the other along the first axis."""
+    reads: tuple[int, ...] = ()
+    """The units whose outputs it reads, in this order; empty: the one before it."""
+    bypassing: tuple[Made, ...] = ()
+    """What else crosses a cut right before the unit, in the order of the units: read by later ones, not by this."""
 
     @cached_property
     def _entering(self) -> list[tuple[Layer, Shape]]:
@@ -73,6 +89,16 @@ class Unit:
     def parameters(self) -> int:
         """Number of trained values."""
         return sum(layer.parameters(shape) for layer, shape in self._entering)
+
+    @cached_property
+    def weights(self) -> int:
+        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
+        return sum(layer.weights(shape) for layer, shape in self._entering)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of forward for one sample."""
+        return int(self.forward_flops) // 2
 
     @cached_property
     def forward_flops(self) -> float:
@@ -95,33 +121,74 @@ class Unit:
         return BYTES_PER_VALUE * math.prod(self.input)
 
     @property
+    def cut_bytes(self) -> int:
+        """Bytes of one sample that cross a cut right before the unit."""
+        return self.input_bytes + BYTES_PER_VALUE * sum(math.prod(shape) for _, shape in self.bypassing)
+
+    @property
     def output_bytes(self) -> int:
         """Bytes of one sample leaving the unit."""
         return BYTES_PER_VALUE * math.prod(self.output)
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Bytes of every layer's output for one sample: what backward needs kept."""
-        return BYTES_PER_VALUE * sum(layer.activations(shape) for layer, shape in self._entering)
+        """Bytes of every layer's output for one sample: what backward needs kept. Joining what is read makes a copy."""
+        joined = math.prod(self.input) if len(self.reads) > 1 else 0
+        return BYTES_PER_VALUE * (joined + sum(layer.activations(shape) for layer, shape in self._entering))
 
 
 @dataclass(frozen=True)
 class Model:
-    """A whole network: classification over the last unit's outputs."""
+    """A whole network: what it makes of a sample is its last unit's output."""
 
     name: str
     input: Shape
     classes: int
     units: tuple[Unit, ...]
+    detector: Detector | None = None
+    """How the output is read as boxes; None: it is one value for each class."""
 
     def __post_init__(self) -> None:
-        shape = self.input
-        for unit in self.units:
-            if unit.input != shape:
-                raise ValueError(f"unit '{unit.name}' takes {unit.input}, but {shape} arrives")
-            shape = unit.output
-        if shape != (self.classes,):
-            raise ValueError(f"{self.name} ends with {shape}, not with one value for each of {self.classes} classes")
+        for index, unit in enumerate(self.units):
+            arriving = _joined([self.made(read) for read in self.reads(index)])
+            if unit.input != arriving:
+                raise ValueError(f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives")
+            if unit.bypassing != _bypassing(index, [self.reads(each) for each in range(len(self.units))], self.made):
+                raise ValueError(f"unit '{unit.name}' does not say what bypasses it: make the model with `chain`")
+        expected = (self.classes,) if self.detector is None else self.detector.channels(self.classes)
+        if self.output[:1] != expected or (self.detector is None and len(self.output) > 1):
+            raise ValueError(
+                f"{self.name} ends with {self.output}, not with "
+                + ("one value for each of" if self.detector is None else f"{expected[0]} channels for")
+                + f" {self.classes} classes"
+            )
+
+    @property
+    def output(self) -> Shape:
+        """Shape that leaves the model."""
+        return self.made(len(self.units) - 1)
+
+    def made(self, index: int) -> Shape:
+        """Return the shape of a unit's output, or of the model's input for `INPUT`."""
+        return self.input if index == INPUT else self.units[index].output
+
+    def reads(self, index: int) -> tuple[int, ...]:
+        """Return whose outputs a unit reads; the one before it, where it names none."""
+        return self.units[index].reads or (index - 1,)
+
+    def crossing(self, cut: int) -> tuple[Made, ...]:
+        """Return what crosses the cut before unit ``cut``, in the order of the units that made it.
+
+        Before the first unit that is the model's input, behind the last its output.
+        """
+        if cut == len(self.units):
+            return ((cut - 1, self.output),)
+        read = [(index, self.made(index)) for index in self.reads(cut)]
+        return tuple(sorted([*read, *self.units[cut].bypassing]))
+
+    def cut_bytes(self, cut: int) -> int:
+        """Return the bytes of one sample that cross the cut before unit ``cut``."""
+        return BYTES_PER_VALUE * sum(math.prod(shape) for _, shape in self.crossing(cut))
 
     @property
     def parameters(self) -> int:
@@ -129,40 +196,81 @@ class Model:
         return sum(unit.parameters for unit in self.units)
 
     @property
+    def weights(self) -> int:
+        """Elements of all weight matrices and kernels."""
+        return sum(unit.weights for unit in self.units)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of forward for one sample."""
+        return sum(unit.multiplications for unit in self.units)
+
+    @property
     def forward_flops(self) -> float:
         """FLOPs of forward for one sample."""
         return sum(unit.forward_flops for unit in self.units)
 
-    def build(self, first: int, last: int, seed: int) -> nn.Sequential:
-        """Make units ``first`` up to but without ``last`` as one ``nn.Sequential`` of one ``nn.Sequential`` each.
+    def build(self, first: int, last: int, seed: int) -> Segment:
+        """Make units ``first`` up to but without ``last`` as one module of one ``nn.Sequential`` each.
 
-        Child i of the result is unit ``first + i`` and is named by the unit's index in the whole model, so that
-        state dictionaries of shards of one model can be merged. Each unit's weights depend on ``seed`` and its
-        index only: shards of one seed equal the same units of the whole model. No global state is touched, so
-        devices that share a process may build at the same time.
+        It maps what crosses the cut before ``first`` to what crosses the one before ``last``. Several tensors
+        cross as one: flattened, and joined in the order of `crossing`. Child i of the result is unit ``first + i`` and
+        is named by the unit's index in the whole model, so that state dictionaries of shards of one model can be
+        merged. Each unit's weights depend on ``seed`` and its index only: shards of one seed equal the same units of
+        the whole model. No global state is touched, so devices that share a process may build at the same time.
         """
-        from collections import OrderedDict
-
         import torch
-        from torch import nn
 
-        from testbed.models.modules import sequence
+        from testbed.models.modules import Segment, sequence
         from testbed.seeds import derive
 
         if not 0 <= first <= last <= len(self.units):
             raise ValueError(f"{self.name} has units 0 to {len(self.units)}, not {first} to {last}")
-        built: OrderedDict[str, nn.Module] = OrderedDict()
+        built = []
         for index in range(first, last):
             generator = torch.Generator().manual_seed(derive(seed, "weights", index))
             unit = self.units[index]
-            built[str(index)] = sequence(unit.layers, unit.input, generator)
-        return nn.Sequential(built)
+            built.append(sequence(unit.layers, unit.input, generator))
+        reads = [self.reads(index) for index in range(first, last)]
+        return Segment(first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)])
 
 
-def chain(name: str, shape: Shape, classes: int, layers: Sequence[tuple[str, Sequence[Layer]]]) -> Model:
-    """Make a model of named runs of layers, the shapes worked out from the one that enters the first."""
+def _joined(parts: Sequence[Shape]) -> Shape:
+    """Return the shape of several tensors one after the other along the first axis; raises ValueError for odd ones."""
+    if len({part[1:] for part in parts}) > 1:
+        raise ValueError(f"{' and '.join(map(str, parts))} cannot be joined: they differ beyond the first axis")
+    return (sum(part[0] for part in parts), *parts[0][1:])
+
+
+def _bypassing(index: int, reads: Sequence[Sequence[int]], made: Callable[[int], Shape]) -> tuple[Made, ...]:
+    """Return what was made before unit ``index`` and is read by later ones, but not by it."""
+    later = {read for each in reads[index + 1 :] for read in each if read < index}
+    return tuple((each, made(each)) for each in sorted(later - set(reads[index])))
+
+
+def chain(
+    name: str,
+    shape: Shape,
+    classes: int,
+    layers: Sequence[tuple[str, Sequence[Layer]]],
+    routes: Mapping[int, tuple[int, ...]] | None = None,
+    detector: Detector | None = None,
+) -> Model:
+    """Make a model of named runs of layers, the shapes worked out from the one that enters the first.
+
+    ``routes`` names the units, by index, that do not read the one before them, with those that they read instead: their
+    outputs one after the other along the channels. Raises ValueError for routes to what is not made yet.
+    """
+    routes = routes or {}
+    for index, wanted in routes.items():
+        if not wanted or len(set(wanted)) < len(wanted) or not all(INPUT <= read < index for read in wanted):
+            raise ValueError(f"unit {index} reads {wanted}: name different units before it")
+    reads = [routes.get(index, (index - 1,)) for index in range(len(layers))]
+    made = {INPUT: tuple(shape)}
     units: list[Unit] = []
-    for unit_name, run in layers:
-        units.append(Unit(unit_name, tuple(run), shape))
-        shape = units[-1].output
-    return Model(name, units[0].input, classes, tuple(units))
+    for index, (unit_name, run) in enumerate(layers):
+        entering = _joined([made[read] for read in reads[index]])
+        bypassing = _bypassing(index, reads, made.__getitem__)
+        units.append(Unit(unit_name, tuple(run), entering, routes.get(index, ()), bypassing))
+        made[index] = units[-1].output
+    return Model(name, made[INPUT], classes, tuple(units), detector)

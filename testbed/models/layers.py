@@ -63,6 +63,10 @@ class Plain:
         """Number of trained values."""
         return 0
 
+    def weights(self, shape: Shape) -> int:
+        """Elements of weight matrices and kernels."""
+        return 0
+
     def flops(self, shape: Shape) -> float:
         """Forward FLOPs for one sample."""
         return 0.0
@@ -83,6 +87,42 @@ class ReLU(Plain):
         from torch import nn
 
         return nn.ReLU() if self.ceiling is None else nn.Hardtanh(0.0, self.ceiling)
+
+
+@dataclass(frozen=True)
+class LeakyReLU(Plain):
+    """x where it is positive, ``slope`` x elsewhere."""
+
+    slope: float = 0.1
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        from torch import nn
+
+        return nn.LeakyReLU(self.slope)
+
+
+@dataclass(frozen=True)
+class Reorganise(Plain):
+    """Darknet's reorganisation layer: fewer pixels, more channels, in its own order of the values."""
+
+    stride: int = 2
+
+    def output(self, shape: Shape) -> Shape:
+        """(channels stride^2, height / stride, width / stride)."""
+        channels, height, width = _image(shape, "Reorganise")
+        if channels % self.stride**2 or height % self.stride or width % self.stride:
+            raise ValueError(
+                f"Reorganise by {self.stride} needs channels that {self.stride**2} divides and pixels that "
+                f"{self.stride} divides, not {shape}"
+            )
+        return (channels * self.stride**2, height // self.stride, width // self.stride)
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        from testbed.models import modules
+
+        return modules.Reorganise(self.stride)
 
 
 @dataclass(frozen=True)
@@ -196,7 +236,11 @@ class Conv2d(Plain):
 
     def parameters(self, shape: Shape) -> int:
         """Kernels and biases."""
-        return self.channels * (self._fan_in(shape) + self.bias)
+        return self.weights(shape) + self.channels * self.bias
+
+    def weights(self, shape: Shape) -> int:
+        """Elements of the kernels."""
+        return self.channels * self._fan_in(shape)
 
     def flops(self, shape: Shape) -> float:
         """2 x fan-in for each value that leaves."""
@@ -226,7 +270,11 @@ class Linear(Plain):
 
     def parameters(self, shape: Shape) -> int:
         """Weights and biases."""
-        return self.features * (shape[0] + self.bias)
+        return self.weights(shape) + self.features * self.bias
+
+    def weights(self, shape: Shape) -> int:
+        """Elements of the matrix."""
+        return self.features * shape[0]
 
     def flops(self, shape: Shape) -> float:
         """2 x inputs x outputs."""
@@ -263,6 +311,10 @@ class Residual:
     def parameters(self, shape: Shape) -> int:
         """Trained values of block and shortcut."""
         return sum(layer.parameters(entering) for layer, entering in self._all(shape))
+
+    def weights(self, shape: Shape) -> int:
+        """Elements of the kernels of block and shortcut."""
+        return sum(layer.weights(entering) for layer, entering in self._all(shape))
 
     def flops(self, shape: Shape) -> float:
         """FLOPs of block and shortcut."""

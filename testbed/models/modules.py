@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
-from testbed.models.chain import Layer, Shape, shapes
+from testbed.models.chain import Layer, Made, Shape, shapes
 
 
 class Sum(nn.Sequential):
@@ -21,6 +23,67 @@ class Sum(nn.Sequential):
         for other in others:
             total = total + other
         return total
+
+
+class Reorganise(nn.Module):
+    """Darknet's reorganisation: (C, H, W) to (C s^2, H/s, W/s).
+
+    Darknet reads the C channels as C/s^2 images of s times the height and width, takes every s-th pixel of those, and
+    writes s^2 C/s^2 = C channels of the old height and width, which are then read with s^2 as many channels. So it is
+    no plain space-to-depth, and weights trained with it need the same.
+    """
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
+        """Reorder the values of every sample."""
+        step = self.stride
+        samples, channels, height, width = input.shape
+        images = input.reshape(samples, channels // step**2, height, step, width, step)
+        return images.permute(0, 3, 5, 1, 2, 4).reshape(samples, channels * step**2, height // step, width // step)
+
+
+class Segment(nn.Sequential):
+    """Consecutive units of a model, each reading what it names of what was made before."""
+
+    def __init__(
+        self, first: int, units: Sequence[nn.Module], reads: Sequence[Sequence[int]], crossing: Sequence[Sequence[Made]]
+    ) -> None:
+        super().__init__(OrderedDict((str(first + place), unit) for place, unit in enumerate(units)))
+        self._first = first
+        self._reads = reads
+        self._crossing = crossing
+        """At the cut before each unit and behind the last."""
+
+    def forward(self, input: torch.Tensor, before: Callable[[str], object] | None = None) -> torch.Tensor:  # noqa: A002
+        """Run the units; ``before`` is called with each one's name before it runs.
+
+        Of what was made, only what is read later is kept.
+        """
+        made = _unpack(input, self._crossing[0])
+        for place, (name, unit) in enumerate(self.named_children()):
+            if before is not None:
+                before(name)
+            parts = [made[index] for index in self._reads[place]]
+            made[self._first + place] = unit(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+            del parts
+            made = {index: made[index] for index, _ in self._crossing[place + 1]}
+        return _pack(made, self._crossing[-1])
+
+
+def _unpack(packed: torch.Tensor, crossing: Sequence[Made]) -> dict[int, torch.Tensor]:
+    if len(crossing) == 1:
+        return {crossing[0][0]: packed}
+    parts = torch.split(packed, [math.prod(shape) for _, shape in crossing], dim=1)
+    return {index: part.reshape(-1, *shape) for (index, shape), part in zip(crossing, parts, strict=True)}
+
+
+def _pack(made: dict[int, torch.Tensor], crossing: Sequence[Made]) -> torch.Tensor:
+    if len(crossing) == 1:
+        return made[crossing[0][0]]
+    return torch.cat([made[index].flatten(1) for index, _ in crossing], dim=1)
 
 
 def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:

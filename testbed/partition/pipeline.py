@@ -72,7 +72,7 @@ class Chain:
     def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
         """Return the seconds a link is busy with what crosses a cut, and its delay; activation and gradient alike."""
         link = self.links[self.devices[source].name, self.devices[target].name]
-        content = samples * self.units[cut].input_bytes + ENVELOPE
+        content = samples * self.units[cut].cut_bytes + ENVELOPE
         return link.transmission_time(wire_bytes(content)), link.delay
 
     def memory(self, stage: int, first: int, last: int) -> float:

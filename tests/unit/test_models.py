@@ -207,8 +207,12 @@ def test_a_model_as_plain_values() -> None:
         "index": 5,
         "name": "output",
         "output": [10],
+        "reads": [4],
         "parameters": 850,
+        "weights": 840,
         "forward_flops": 1680.0,
+        "multiplications": 840,
         "output_bytes": 40,
+        "cut_bytes": 40,
         "activation_bytes": 40,
     }

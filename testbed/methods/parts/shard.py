@@ -128,13 +128,13 @@ class Shard:
         """
         import torch
 
-        outputs = inputs
-        if not self._draws:
-            outputs = self._module(inputs)
-        else:
+        def seeded(name: str) -> None:
+            torch.manual_seed(derive(self._seed, "draws", name, repr(key)))
+
+        if self._draws:
             with torch.random.fork_rng(devices=[]):
-                for name, unit in self._module.named_children():
-                    torch.manual_seed(derive(self._seed, "draws", name, repr(key)))
-                    outputs = unit(outputs)
+                outputs = self._module(inputs, seeded)
+        else:
+            outputs = self._module(inputs)
         assert isinstance(outputs, torch.Tensor)
         return outputs
