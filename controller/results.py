@@ -62,15 +62,24 @@ class Run:
         return evaluate(self.experiment.scenario.expect, self.metrics)
 
 
-def write(folder: Path, experiment: Experiment, plan: Plan, outcome: Outcome, *, command: str | None = None) -> Path:
+def write(
+    folder: Path,
+    experiment: Experiment,
+    plan: Plan,
+    outcome: Outcome,
+    *,
+    command: str | None = None,
+    weights: Mapping[str, Any] | None = None,
+) -> Path:
     """Write a run to ``folder``, or beside it with a number when that exists, and return where it is.
 
     Nothing is to be seen at the final place until all of it is there. ``command`` is what reproduces the run; the
-    command line of this process unless given. Raises OSError where the place cannot be written.
+    command line of this process unless given. ``weights`` says which file they were read from, if any.
+    Raises OSError where the place cannot be written.
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    facts = manifest(experiment, outcome, command)
+    facts = manifest(experiment, outcome, command, weights)
     run = Run(folder, experiment, plan, outcome, facts, metrics(outcome, experiment, plan))
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -174,7 +183,9 @@ def scenario_yaml(scenario: Scenario) -> str:
     return text.getvalue()
 
 
-def manifest(experiment: Experiment, outcome: Outcome, command: str | None = None) -> dict[str, Any]:
+def manifest(
+    experiment: Experiment, outcome: Outcome, command: str | None = None, weights: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return what somebody needs to know to run the same again and to explain a difference."""
     return {
         "scenario": experiment.scenario.name,
@@ -186,6 +197,7 @@ def manifest(experiment: Experiment, outcome: Outcome, command: str | None = Non
         "error": outcome.error,
         "wall_seconds": outcome.wall_seconds,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "weights": weights or "random, drawn from the seed",
         "command": command if command is not None else shlex.join(["testbed", *sys.argv[1:]]),
         "revision": _revision(),
         "versions": {

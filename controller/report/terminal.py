@@ -162,6 +162,10 @@ def figure_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         note += f"; predicted {formats.seconds(predicted)}" if predicted else ""
         yield "Step time", formats.seconds(metrics["step_time"]), note
     if "requests" in metrics:
+        if metrics["weights"] is None:
+            yield "Weights", "random", "drawn from the seed: what it answers means nothing, what it takes does"
+        else:
+            yield "Weights", Path(metrics["weights"]).name, "read from this file"
         yield "Requests", formats.number(metrics["requests"]), f"{metrics['requests_per_second']:.1f} a second"
         tail = f"95 % within {formats.seconds(metrics['latency_p95'])}"
         yield "Latency", formats.seconds(metrics["latency"]), f"median; {tail}"

@@ -63,11 +63,12 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     trusted                    true when the verdict holds nothing against the run
     ========================== ====================================================================================
 
-    Further keys hold tables: ``runtime``, ``status``, ``error``; ``series`` (``steps``: step, time, seconds, loss,
-    samples, steady; ``evaluations``; ``requests``), ``devices`` by name (``compute``, ``send``, ``receive``, ``down``,
-    ``idle`` seconds and their ``_share`` of the duration, ``communicate``: sending or receiving while not computing,
-    traffic, ``flops``, ``deficit``), ``links`` (those used or measured), ``fault_list``, ``recovery_list``,
-    ``verdict`` (see ``testbed.trace.verdict``).
+    Further keys hold tables: ``runtime``, ``status``, ``error``, ``weights`` (the file that they were read from, None
+    where they were drawn from the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady;
+    ``evaluations``; ``requests``), ``devices`` by name (``compute``, ``send``, ``receive``, ``down``, ``idle`` seconds
+    and their ``_share`` of the duration, ``communicate``: sending or receiving while not computing, traffic, ``flops``,
+    ``deficit``), ``links`` (those used or measured), ``fault_list``, ``recovery_list``, ``verdict`` (see
+    ``testbed.trace.verdict``).
 
     ``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another; ``idle`` is what
     none of them and no outage covers, so compute + communicate + down + idle is the duration.
@@ -87,6 +88,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "runtime": outcome.runtime,
         "status": outcome.status,
         "error": outcome.error,
+        "weights": experiment.scenario.workload.model.weights,
         **_learning(events, steps),
         "duration": end,
         **_pace(steps, end),
