@@ -186,11 +186,16 @@ def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:
 
 def _keep(prepared: Prepared, outcome: Outcome, folder: Path) -> Run:
     from controller import results
+    from controller.report.boxes import pictures
     from testbed.models.weights import facts
 
     file = weights_file(prepared.experiment.scenario)
     weights = None if file is None else facts(file, prepared.problem.model)
-    return results.load(results.write(folder, prepared.experiment, prepared.plan, outcome, weights=weights))
+    found = any(event.event == "objects" for event in outcome.events)
+    drawn = pictures(outcome.events, _load_data(prepared)) if found else ()
+    return results.load(
+        results.write(folder, prepared.experiment, prepared.plan, outcome, weights=weights, pictures=drawn)
+    )
 
 
 def _show(console: Console, finished: Run, *, brief: bool) -> None:

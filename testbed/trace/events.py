@@ -20,6 +20,7 @@ trace    what, value, intended                                                  
 step     step, loss, samples                                                       method, a training step done
 evaluate step, accuracy, loss                                                      method, on the test data
 request  request, latency                                                          method, an inference done
+objects  request, sample, boxes (label, score, left, top, right, bottom)           method, found in a sample
 recovery phase (detected | resumed), step, missing?, partition?                    method, a fault outlived
 log      text                                                                      anybody
 ======== ========================================================================= ===========================
@@ -31,7 +32,7 @@ device, but for the one that computes, were ready and had no processor, in the l
 is the wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive,
 from the first to the last byte. A cast's ``start`` is when the device's casts before it had left; ``duration`` holds
 the wait for a shared channel. ``number`` counts a device's casts since it booted; ``cast`` is that of the one
-received.
+received. Boxes are in shares of the network's input, from its upper left corner.
 """
 
 from __future__ import annotations

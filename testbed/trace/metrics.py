@@ -49,6 +49,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     resume_time                longest time from detection to resumption
     requests                   inferences done
     requests_per_second        requests / duration
+    objects                    found in the samples of all requests together, by a network that detects some
     latency, latency_mean      median and mean latency of a request
     latency_p95, latency_p99   percentiles of it; latency_max is the longest
     casts, cast_time           how many in all, and the median of how long one took to leave its device
@@ -65,10 +66,10 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
 
     Further keys hold tables: ``runtime``, ``status``, ``error``, ``weights`` (the file that they were read from, None
     where they were drawn from the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady;
-    ``evaluations``; ``requests``), ``devices`` by name (``compute``, ``send``, ``receive``, ``down``, ``idle`` seconds
-    and their ``_share`` of the duration, ``communicate``: sending or receiving while not computing, traffic, ``flops``,
-    ``deficit``), ``links`` (those used or measured), ``fault_list``, ``recovery_list``, ``verdict`` (see
-    ``testbed.trace.verdict``).
+    ``evaluations``; ``requests``; ``objects``: boxes of each sample asked about), ``devices`` by name (``compute``,
+    ``send``, ``receive``, ``down``, ``idle`` seconds and their ``_share`` of the duration, ``communicate``: sending or
+    receiving while not computing, traffic, ``flops``, ``deficit``), ``links`` (those used or measured),
+    ``fault_list``, ``recovery_list``, ``verdict`` (see ``testbed.trace.verdict``).
 
     ``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another; ``idle`` is what
     none of them and no outage covers, so compute + communicate + down + idle is the duration.
@@ -111,6 +112,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "steps": steps,
         "evaluations": [{"time": event.time, **event.fields} for event in events if event.event == "evaluate"],
         "requests": [{"time": event.time, **event.fields} for event in events if event.event == "request"],
+        "objects": [dict(event.fields) for event in events if event.event == "objects"],
     }
     figures["devices"] = devices
     figures["links"] = links
@@ -228,7 +230,9 @@ def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
     latencies = [float(event.fields["latency"]) for event in events if event.event == "request"]
     if not latencies:
         return {}
+    objects = [len(event.fields["boxes"]) for event in events if event.event == "objects"]
     return {
+        **({"objects": sum(objects)} if objects else {}),
         "requests": len(latencies),
         "requests_per_second": len(latencies) / end if end > 0 else 0.0,
         "latency": median(latencies),
