@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -112,6 +113,11 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
     for assignment in chosen.assignments:
         units = task.model.units[assignment.first : assignment.last]
         flops = sum(unit.forward_flops + (unit.backward_flops if training else 0.0) for unit in units)
+        parameters = sum(unit.parameters for unit in units)
+        if assignment.flops is not None:
+            flops = assignment.flops
+        if assignment.parameters is not None:
+            parameters = assignment.parameters
         device = devices[assignment.device]
         rows.append(
             {
@@ -121,7 +127,8 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
                 "first": assignment.first,
                 "last": assignment.last,
                 "units": [unit.name for unit in units],
-                "parameters": sum(unit.parameters for unit in units),
+                "divided": assignment.parameters is not None,
+                "parameters": parameters,
                 "memory": assignment.memory,
                 "memory_available": device.memory,
                 "flops": flops * workload.batch_size,
@@ -140,6 +147,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "idle": [name for name in devices if name not in {row["device"] for row in rows}],
         "step_time": chosen.step_time,
         "schedule": _draw_schedule(prepared),
+        "alternatives": [asdict(each) for each in prepared.method.alternatives(task)],
         "details": chosen.details,
     }
 
@@ -184,6 +192,31 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     if described["schedule"]:
         console.print()
         console.print(described["schedule"], soft_wrap=True)
+    if described["alternatives"]:
+        console.print()
+        _print_alternatives(console, described["alternatives"])
+
+
+def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:
+    """Print what each way takes of the device that it takes most of, and of the network."""
+    numbers = ("weights", "memory", "T", "C", "on the wire")
+    table = _table("scheme", *numbers, "", right=numbers)
+    for each in alternatives:
+        notes = [] if each["fits"] else ["does not fit"]
+        table.add_row(
+            each["name"] + (" *" if each["chosen"] else ""),
+            _amount(max(each["weights"].values())),
+            _amount(max(each["memory"].values()), "B"),
+            _amount(each["longest_path"]),
+            _amount(each["communication"]),
+            _amount(each["wire_bytes"], "B"),
+            "; ".join([*notes, *([each["notes"]] if each["notes"] else [])]),
+        )
+    console.print(table)
+    console.print(
+        "\n[dim]* chosen; weights, in elements, and memory: of the device with most; T: multiplications one after the "
+        "other, C: elements sent by the paper's formulas, per sample; on the wire: all that a request sends[/dim]"
+    )
 
 
 def _held(row: dict[str, Any]) -> str:
@@ -191,6 +224,8 @@ def _held(row: dict[str, Any]) -> str:
     names, first, last = row["units"], row["first"], row["last"] - 1
     if not names:
         return "-"
+    if row["divided"]:
+        return f"a part of {first}-{last}" if last > first else f"a part of {first} {names[0]}"
     return f"{first} {names[0]}" if len(names) == 1 else f"{first}-{last} {names[0]}..{names[-1]}"
 
 
@@ -411,8 +446,6 @@ def profiles(as_json: bool) -> None:
       network:
         link: {preset: wifi, delay: 3ms}
     """
-    from dataclasses import asdict
-
     from testbed.hardware import PROFILES
     from testbed.network.presets import PRESETS
     from testbed.scenario.quantities import format_rate, format_size

@@ -16,6 +16,7 @@ _CLASSES = {
     "single": "testbed.methods.single:Single",
     "sequential": "testbed.methods.sequential:Sequential",
     "pipeline": "testbed.methods.pipeline:Pipeline",
+    "distributed": "testbed.methods.distributed:Distributed",
     "exchange": "testbed.methods.exchange:Exchange",
 }
 

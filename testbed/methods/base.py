@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -36,6 +36,10 @@ class Assignment(BaseModel):
     last: int
     memory: float
     """Predicted peak bytes of weights, gradients, optimizer state and activations."""
+    parameters: int | None = None
+    """Values it holds of the model; None: all of its units'. Of units that are divided, its part of each."""
+    flops: float | None = None
+    """That it computes of one sample in a forward; None: all of its units'."""
 
 
 class Plan(BaseModel):
@@ -49,6 +53,34 @@ class Plan(BaseModel):
     step_time: float | None = None
     """Predicted seconds per training step or inference, where the planner can tell."""
     details: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way in which a method could do the work, with what it would take of each device and of the network."""
+
+    name: str
+    chosen: bool
+    """Whether it is the plan's."""
+    fits: bool
+    """Whether every device has the memory."""
+    weights: Mapping[str, int]
+    """By device, elements of weights; biases and normalisation left out."""
+    memory: Mapping[str, float]
+    """By device, bytes."""
+    longest_path: int
+    """Multiplications one after the other, for one sample."""
+    communication: float
+    """Elements of one sample that go over the network, by the formulas of the method's paper."""
+    elements: int
+    """The same as they are sent."""
+    wire_bytes: float
+    """Bytes on the wire of a request."""
+    messages: int
+    """Of a request."""
+    notes: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Values of JSON."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +128,10 @@ class Method(ABC):
     @abstractmethod
     async def program(self, device: Device, job: Job) -> None:
         """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
+
+    def alternatives(self, problem: Problem) -> tuple[Alternative, ...]:
+        """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
+        return ()
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Names of the spans this device may begin, so that a fault on one that never comes is refused."""

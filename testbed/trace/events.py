@@ -21,6 +21,8 @@ step     step, loss, samples                                                    
 evaluate step, accuracy, loss                                                      method, on the test data
 request  request, latency                                                          method, an inference done
 objects  request, sample, boxes (label, score, left, top, right, bottom)           method, found in a sample
+failed   request, error, after                                                     method, an inference given up
+memory   weights, activations (bytes; the most so far)                             method, as it holds more than before
 recovery phase (detected | resumed), step, missing?, partition?                    method, a fault outlived
 log      text                                                                      anybody
 ======== ========================================================================= ===========================

@@ -39,7 +39,7 @@ def weights_that_see_dogs(problem):
     return state
 
 
-@pytest.mark.parametrize("method", ["single", "sequential"])
+@pytest.mark.parametrize("method", ["single", "sequential", "distributed"])
 def test_every_method_finds_what_the_plain_model_finds(method):
     problem, data = problem_of(spec(method))
     state = weights_that_see_dogs(problem)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from testbed.device import Device
 from testbed.methods.base import Assignment, Problem
-from testbed.methods.parts import costs, messages
+from testbed.methods.parts import messages
 from testbed.methods.parts.bell import Bell
 from testbed.methods.parts.outbox import SLACK, Outbox, transfer_time
 from testbed.wire import Message
@@ -38,7 +38,10 @@ class Answer:
 class Crew:
     """The other devices, as they answer in one configuration after the other."""
 
-    def __init__(self, device: Device, problem: Problem, outbox: Outbox, news: Bell) -> None:
+    def __init__(
+        self, device: Device, problem: Problem, outbox: Outbox, news: Bell, content: Callable[[Assignment], float]
+    ) -> None:
+        """``content`` says how many bytes a stage may be sending to the lead when it is asked for a sign of life."""
         self.others = [spec.name for spec in problem.devices if spec.name != device.name]
         self.configuration = 0
         self.there: dict[str, float] = {}
@@ -53,6 +56,7 @@ class Crew:
         self._problem = problem
         self._outbox = outbox
         self._news = news
+        self._content = content
         self._appointed: dict[str, float] = {}
         """Incarnations of the devices that were told what to be."""
         self._probes: dict[str, asyncio.Future[None]] = {}
@@ -123,10 +127,7 @@ class Crew:
 
     def _deadline(self, part: Assignment, patience: float) -> float:
         """Return when a stage's answer should be here, behind all else that it may be sending."""
-        units = self._problem.model.units[part.first : part.last]
-        workload = self._problem.workload
-        content = costs.state_bytes(units, workload.optimizer) + workload.batch_size * units[0].input_bytes
-        back = transfer_time(self._problem.links, part.device, self._device.name, content)
+        back = transfer_time(self._problem.links, part.device, self._device.name, self._content(part))
         return self._outbox.due(part.device) + SLACK * back + patience
 
     def check_movement(self, layout: Sequence[Assignment], own: Answer, patience: float) -> None:

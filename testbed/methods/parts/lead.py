@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from testbed.device import Device
 from testbed.errors import InputError, TestbedError
 from testbed.methods.base import Assignment, Job
-from testbed.methods.parts import messages
+from testbed.methods.parts import costs, messages
 from testbed.methods.parts.bell import Bell
 from testbed.methods.parts.checkpoint import Checkpoint, Collector
 from testbed.methods.parts.crew import Answer, Crew, Lost
 from testbed.methods.parts.outbox import Outbox
-from testbed.methods.parts.shard import restrict, weights_of
+from testbed.methods.parts.shard import State, restrict, weights_of
 from testbed.methods.parts.worker import Worker
 from testbed.wire import Message
 
@@ -70,6 +70,7 @@ class Lead(ABC):
         self, device: Device, job: Job, worker: Worker, outbox: Outbox, temper: Temper, planner: Planner
     ) -> None:
         self.device = device
+        self.job = job
         self.layout: Layout = job.plan.assignments
         self.checkpoint = Checkpoint(0, job.weights)
         self.progress = 0
@@ -84,7 +85,7 @@ class Lead(ABC):
         self._established = False
         self._planner = planner
         self._news = Bell(device)
-        self._crew = Crew(device, job.problem, outbox, self._news)
+        self._crew = Crew(device, job.problem, outbox, self._news, self.backlog)
         self._collector = Collector(len(job.problem.model.units))
         self._heard = 0
         """Messages of what was the present configuration: rises as long as the pipeline gets on."""
@@ -123,6 +124,21 @@ class Lead(ABC):
                         "devices are slower than the scenario says, raise method.patience"
                     ) from lost
                 await self._recover(lost)
+
+    def orders(self) -> dict[str, Any]:
+        """Return what a configure message says beside the state; see `messages`."""
+        stages = [[part.device, part.first, part.last] for part in self.layout]
+        return {"stages": stages, "steps": self.steps}
+
+    def state_of(self, part: Assignment) -> State:
+        """Return what one device begins with, of the last checkpoint; nothing where it is to draw its own."""
+        state = self.checkpoint.state
+        return {} if state is None else restrict(state, part.first, part.last)
+
+    def backlog(self, part: Assignment) -> float:
+        """Return how many bytes a device may be sending to the lead: a checkpoint, and inputs."""
+        workload, units = self.job.problem.workload, self.job.problem.model.units[part.first : part.last]
+        return costs.state_bytes(units, workload.optimizer) + workload.batch_size * units[0].input_bytes
 
     def handle(self, message: Message) -> None:
         """Take in any message that reaches this device; never waits."""
@@ -213,17 +229,15 @@ class Lead(ABC):
     async def _establish(self) -> None:
         """Tell every stage what it is, from the last checkpoint on, and wait until all are ready."""
         self._crew.appoint()
-        stages = [[part.device, part.first, part.last] for part in self.layout]
-        state = self.checkpoint.state
+        given = self.checkpoint.state is not None
         for part in self.layout:
             self._outbox.post(
                 part.device,
                 messages.CONFIGURE,
-                {} if state is None else restrict(state, part.first, part.last),
+                self.state_of(part),
                 configuration=self._configuration,
-                stages=stages,
-                steps=self.steps,
-                given=state is not None,
+                given=given,
+                **self.orders(),
             )
         await self.until(lambda: self._crew.ready >= {part.device for part in self.layout})
         if not self._established:

@@ -1,4 +1,4 @@
-"""The program of one device in a pipeline, whichever role it has."""
+"""The program of one device under a lead, whichever role it has."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from testbed.methods.base import Job
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.lead import Lead
 from testbed.methods.parts.outbox import Outbox
-from testbed.methods.parts.stage import Routine
-from testbed.methods.parts.worker import Worker
+from testbed.methods.parts.worker import MakeDuty, Worker
 from testbed.wire import Message
 
 MakeLead = Callable[[Worker, Outbox], Lead]
 
 
-async def run_node(device: Device, job: Job, routine: Routine | None, make_lead: MakeLead) -> None:
+async def run_node(device: Device, job: Job, make_duty: MakeDuty, make_lead: MakeLead) -> None:
     """Run the lead on the plan's lead, till all work is done; elsewhere a worker, till it is stopped."""
     background = Background()
     handle: Callable[[Message], None]
     outbox = Outbox(device, job.problem.links, background, lambda message: handle(message))
-    worker = Worker(device, job.problem, job.plan.lead, background, outbox, routine)
+    worker = Worker(device, job.plan.lead, background, outbox, make_duty)
 
     async def listen() -> None:
         while True:

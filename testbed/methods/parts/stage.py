@@ -15,6 +15,7 @@ from testbed.methods.parts import costs, messages
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.shard import Shard, State, restrict
+from testbed.methods.parts.worker import MakeDuty, Worker
 from testbed.schedule import Schedule
 from testbed.wire import Message
 
@@ -66,6 +67,18 @@ class Place:
     def after(self) -> str | None:
         """The device of the next stage; None for the last."""
         return self.stages[self.index + 1][0] if self.index + 1 < len(self.stages) else None
+
+
+def make_stage(device: Device, problem: Problem, routine: Routine | None) -> MakeDuty:
+    """Return what makes the stage that a configure message describes."""
+
+    def make(message: Message, worker: Worker) -> Stage:
+        stages = tuple((name, first, last) for name, first, last in message["stages"])
+        index = [name for name, _, _ in stages].index(device.name)
+        place = Place(message["configuration"], worker.lead, stages, index, message["steps"])
+        return Stage(device, problem, place, worker.outbox, routine, worker.incarnation)
+
+    return make
 
 
 class Stage:

@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Protocol
 
 from testbed.device import Device
-from testbed.methods.base import Problem
 from testbed.methods.parts import messages
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.outbox import Outbox
-from testbed.methods.parts.stage import Place, Routine, Stage
+from testbed.methods.parts.shard import State
 from testbed.wire import Message
+
+
+class Duty(Protocol):
+    """What a device is in one configuration, such as a stage."""
+
+    @property
+    def actions(self) -> int:
+        """Pieces of work done: rises as long as it gets on."""
+
+    @property
+    def computing(self) -> bool:
+        """Whether the device computes for it right now."""
+
+    def put(self, message: Message) -> None:
+        """Take in a message of this configuration."""
+
+    async def run(self, state: State | None) -> None:
+        """Get ready, from a state or from the seed, say so to the lead, and work until cancelled."""
+
+
+MakeDuty = Callable[[Message, "Worker"], Duty]
+"""From a configure message, and the worker that got it."""
 
 
 class Worker:
@@ -23,39 +46,39 @@ class Worker:
     def __init__(
         self,
         device: Device,
-        problem: Problem,
         lead: str,
         background: Background,
         outbox: Outbox,
-        routine: Routine | None,
+        make_duty: MakeDuty,
     ) -> None:
         self.incarnation = device.now()
         """When this program started: tells it from the one before a restart."""
         self.configuration = 0
         """The highest heard of."""
-        self.stage: Stage | None = None
-        self._device = device
-        self._problem = problem
-        self._lead = lead
-        self._background = background
-        self._outbox = outbox
-        self._routine = routine
+        self.stage: Duty | None = None
+        self.lead = lead
+        self.outbox = outbox
+        self._held = 0
+        """The configuration of the stage."""
+        self.background = background
+        self._make_duty = make_duty
         self._running: asyncio.Task[None] | None = None
 
     def greet(self) -> None:
         """Tell the lead that this device has started and holds nothing."""
-        self._outbox.post(self._lead, messages.HELLO, incarnation=self.incarnation)
+        self.outbox.post(self.lead, messages.HELLO, incarnation=self.incarnation)
 
     def handle(self, message: Message) -> None:
         """Take in a message; never waits."""
         if message.kind == messages.PROBE:
             held = self.stage
+            number = self._held if held is not None else 0
             self.enter(message["configuration"])
-            self._answer(message, held)
+            self._answer(message, held, number)
         elif message.kind == messages.CONFIGURE:
             self.enter(message["configuration"])
             self._configure(message)
-        elif self.stage is not None and message["configuration"] == self.stage.place.configuration:
+        elif self.stage is not None and message["configuration"] == self._held:
             self.stage.put(message)
 
     def enter(self, configuration: int) -> None:
@@ -66,26 +89,24 @@ class Worker:
         self.stage = None
         if self._running is not None:
             self._running.cancel()
-        self._outbox.withdraw()
+        self.outbox.withdraw()
 
-    def _answer(self, probe: Message, stage: Stage | None) -> None:
-        self._outbox.post(
-            self._lead,
+    def _answer(self, probe: Message, stage: Duty | None, holds: int) -> None:
+        self.outbox.post(
+            self.lead,
             messages.ALIVE,
             configuration=probe["configuration"],
             question=probe["question"],
-            holds=stage.place.configuration if stage else 0,
+            holds=holds,
             incarnation=self.incarnation,
             actions=stage.actions if stage else 0,
             computing=stage is not None and stage.computing,
-            overdue=self._outbox.overdue(),
+            overdue=self.outbox.overdue(),
         )
 
     def _configure(self, message: Message) -> None:
         if self.stage is not None or message["configuration"] < self.configuration:
             return
-        stages = tuple((device, first, last) for device, first, last in message["stages"])
-        index = [device for device, _, _ in stages].index(self._device.name)
-        place = Place(message["configuration"], self._lead, stages, index, message["steps"])
-        self.stage = Stage(self._device, self._problem, place, self._outbox, self._routine, self.incarnation)
-        self._running = self._background.start(self.stage.run(message.tensors if message["given"] else None))
+        self._held = message["configuration"]
+        self.stage = self._make_duty(message, self)
+        self._running = self.background.start(self.stage.run(message.tensors if message["given"] else None))

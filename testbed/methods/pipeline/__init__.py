@@ -6,7 +6,7 @@ from testbed.device import Device
 from testbed.methods.base import Job, Method, Plan, Problem
 from testbed.methods.parts.lead import Temper
 from testbed.methods.parts.node import run_node
-from testbed.methods.parts.stage import Routine
+from testbed.methods.parts.stage import Routine, make_stage
 from testbed.methods.pipeline.options import PipelineOptions
 from testbed.methods.pipeline.planner import plan, stages_over
 from testbed.methods.pipeline.training import Trainer
@@ -40,7 +40,7 @@ class Pipeline(Method):
         await run_node(
             device,
             job,
-            routine,
+            make_stage(device, problem, routine),
             lambda worker, outbox: Trainer(
                 device, job, worker, outbox, temper, lambda there: stages_over(problem, there), routine
             ),

@@ -6,8 +6,9 @@ from testbed.device import Device
 from testbed.methods.base import Job, Method, Plan, Problem
 from testbed.methods.parts.lead import Temper
 from testbed.methods.parts.node import run_node
+from testbed.methods.parts.server import Server
+from testbed.methods.parts.stage import make_stage
 from testbed.methods.sequential.planner import SequentialOptions, plan, stages_over
-from testbed.methods.sequential.server import Server
 
 
 class Sequential(Method):
@@ -35,9 +36,9 @@ class Sequential(Method):
         await run_node(
             device,
             job,
-            None,
+            make_stage(device, problem, None),
             lambda worker, outbox: Server(
-                device, job, worker, outbox, temper, lambda there: stages_over(problem, there)
+                device, job, worker, outbox, temper, lambda there: stages_over(problem, there), options.in_flight
             ),
         )
 

@@ -1,0 +1,96 @@
+"""Fully distributed inference (Stahl et al.): every layer divided over the devices, for inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from testbed.device import Device
+from testbed.methods.base import Alternative, Assignment, Job, Method, Plan, Problem
+from testbed.methods.distributed import weights as slicing
+from testbed.methods.distributed.member import SPAN, Member
+from testbed.methods.distributed.options import DistributedOptions
+from testbed.methods.distributed.planner import alternatives, distributed, flow_of, options_of, over, plan
+from testbed.methods.parts.lead import Temper
+from testbed.methods.parts.node import run_node
+from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts.server import Server
+from testbed.methods.parts.shard import State
+from testbed.methods.parts.worker import Duty, Worker
+from testbed.partition.distributed.plan import DistributedPlan
+from testbed.wire import Message
+
+
+class Distributed(Method):
+    """The source spreads an image, workers exchange what the schemes need, the source has the result.
+
+    A device holds the weights of its own parts and no others. Devices that die are dealt with as
+    `testbed.methods.parts.lead` says, the layers being divided anew over those that are left.
+    """
+
+    name = "distributed"
+    summary = "fully distributed inference: layers divided by output (LOP), input (LIP), in fused pairs or tiles"
+    tasks = ("infer",)
+    Options = DistributedOptions
+
+    def plan(self, problem: Problem) -> Plan:
+        """Divide every layer. Raises `InputError` where that cannot be."""
+        return plan(self.name, problem)
+
+    def alternatives(self, problem: Problem) -> tuple[Alternative, ...]:
+        """Return every scheme over the same devices."""
+        return alternatives(problem)
+
+    async def program(self, device: Device, job: Job) -> None:
+        """Send requests on the source, take part in them everywhere."""
+        problem = job.problem
+        options = options_of(problem)
+
+        def make_member(message: Message, worker: Worker) -> Duty:
+            decided = DistributedPlan.model_validate(message["plan"])
+            return Member(device, problem, flow_of(problem, decided), message["configuration"], worker)
+
+        temper = Temper(options.patience, options.return_window)
+
+        def make_lead(worker: Worker, outbox: Outbox) -> Source:
+            return Source(
+                device,
+                job,
+                worker,
+                outbox,
+                temper,
+                lambda there: over(problem, there),
+                options.in_flight,
+                options.on_loss == "fail",
+            )
+
+        await run_node(device, job, make_member, make_lead)
+
+    def spans(self, plan: Plan, device: str) -> frozenset[str]:
+        """Return the spans of a member; a device that the plan leaves out becomes one after a recovery at most."""
+        return frozenset({"load", SPAN})
+
+
+class Source(Server):
+    """The lead of members instead of stages."""
+
+    def orders(self) -> dict[str, Any]:
+        """Return the plan that all members follow."""
+        return {"plan": self._decided().model_dump(mode="json")}
+
+    def state_of(self, part: Assignment) -> State:
+        """Return a member's slices of the weights that were given; nothing where it is to draw them from the seed."""
+        state = self.checkpoint.state
+        if state is None:
+            return {}
+        decided = self._decided()
+        return slicing.cut(flow_of(self.job.problem, decided), decided.devices.index(part.device), state)
+
+    def backlog(self, part: Assignment) -> float:
+        """Return how many bytes a member may be sending: its share of the activations of the requests in flight."""
+        return part.memory
+
+    def _decided(self) -> DistributedPlan:
+        there = {part.device for part in self.layout}
+        if there == {part.device for part in self.job.plan.assignments}:
+            return DistributedPlan.model_validate(self.job.plan.details["distributed"])
+        return distributed(self.job.problem, there)

@@ -1,0 +1,59 @@
+"""What a scenario may say of fully distributed inference."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from testbed.methods.base import Options
+from testbed.partition.distributed.communication import Reuse
+from testbed.partition.distributed.flow import Exchange
+from testbed.partition.distributed.planning import Name
+from testbed.scenario.quantities import Duration
+
+
+class DistributedOptions(Options):
+    """Options of `testbed.methods.distributed.Distributed`."""
+
+    scheme: Name = Field(
+        "optimal",
+        description="lop, lip: by output or input, everywhere; fuse: by output, with fused pairs; optimal: the least "
+        "communication of all three; sequential: layers in a row; single: the source alone",
+    )
+    fused: tuple[tuple[int, int], ...] | None = Field(
+        None, description="pairs of layers, by index, for the scheme fuse; none: those with the least communication"
+    )
+    program: Literal["dynamic", "integer"] = Field("dynamic", description="which finds the least communication")
+    reuse: Reuse = Field(
+        "everywhere", description="by which formula it is the least; paper: equation (9) as printed, for comparison"
+    )
+    shares: Literal["speed", "equal"] = Field(
+        "speed", description="of each layer: in proportion to the devices' speed, or equal; within their memory"
+    )
+    early: int | None = Field(
+        None, ge=0, description="so many first layers by fused tiles; none: those dominated by features"
+    )
+    grid: tuple[int, int] | None = Field(None, description="rows and columns of tiles; none: what is done soonest")
+    source: str | None = Field(None, description="the device that has the images; none: the first of the scenario")
+    exchange: Exchange = Field(
+        "source", description="source: everything passes the source, as in the paper; direct: between all devices"
+    )
+    in_flight: int = Field(1, ge=1, description="requests under way at once")
+    chunks: int = Field(4, ge=1, description="parts in which a device's share of a layer is computed and sent")
+    least_chunk: int = Field(16_384, ge=1, description="bytes that a chunk has at least, unless it is the only one")
+    on_loss: Literal["replan", "fail"] = Field(
+        "replan", description="requests under way when a device is lost: finish them with the others, or fail"
+    )
+    patience: Duration = Field(
+        2.0, gt=0, description="without progress until devices are asked, and without an answer until they are lost"
+    )
+    return_window: Duration = Field(5.0, description="how long a lost device may take to come back")
+
+    @model_validator(mode="after")
+    def _pairs_have_their_scheme(self) -> Self:
+        if self.fused is not None and self.scheme != "fuse":
+            raise ValueError(
+                f"'fused' names pairs for the scheme fuse, but the scheme is {self.scheme}: use scheme fuse"
+            )
+        return self

@@ -1,0 +1,136 @@
+"""Which device computes which part of which layer, at the start and with the devices that are left after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import permutations
+
+from testbed.errors import InputError
+from testbed.hardware import DeviceSpec
+from testbed.methods.base import Alternative, Assignment, Plan, Problem
+from testbed.methods.distributed.options import DistributedOptions
+from testbed.partition.distributed.choice import pairs_of
+from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.figures import Figures, compare
+from testbed.partition.distributed.flow import Flow, flow
+from testbed.partition.distributed.network import Network
+from testbed.partition.distributed.plan import DistributedPlan
+from testbed.partition.distributed.planning import Wish
+from testbed.partition.distributed.planning import plan as planned
+from testbed.partition.distributed.resources import memory, multiplications, parameters
+
+
+def plan(method: str, problem: Problem) -> Plan:
+    """Plan for all devices. Raises `InputError` for an unknown source, missing links and too little memory."""
+    names = [device.name for device in problem.devices]
+    source = options_of(problem).source or names[0]
+    if source not in names:
+        raise InputError(f"method.source: there is no device '{source}'; choose one of {', '.join(names)}")
+    _check_links(problem, source)
+    decided = distributed(problem, names)
+    return Plan(
+        method=method,
+        lead=source,
+        assignments=assignments(problem, decided),
+        details={"distributed": decided.model_dump(mode="json")},
+    )
+
+
+def options_of(problem: Problem) -> DistributedOptions:
+    """Return the method's options."""
+    assert isinstance(problem.options, DistributedOptions)
+    return problem.options
+
+
+def distributed(problem: Problem, there: Collection[str]) -> DistributedPlan:
+    """Return who does what, over the devices that are there; raises `InputError` where they are too small."""
+    devices = _among(problem, there)
+    return planned(network_of(problem.model), devices, _wish(problem, devices))
+
+
+def over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
+    """Plan for the devices that are there; raises `InputError` where they are too small."""
+    return assignments(problem, distributed(problem, there))
+
+
+def assignments(problem: Problem, decided: DistributedPlan) -> tuple[Assignment, ...]:
+    """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
+    network, wish = network_of(problem.model), _wish(problem, _among(problem, decided.devices))
+    needs = memory(network, decided, wish.samples, wish.in_flight)
+    held = parameters(network, decided)
+    work = [2.0 * sum(column) for column in zip(*multiplications(network, decided), strict=True)]
+    found = [
+        Assignment(device=name, first=0, last=len(problem.model.units), memory=need, parameters=values, flops=flops)
+        for name, need, values, flops in zip(decided.devices, needs, held, work, strict=True)
+    ]
+    return (found.pop(decided.source), *found)
+
+
+def flow_of(problem: Problem, decided: DistributedPlan) -> Flow:
+    """Return what every device does and sends."""
+    return flow(network_of(problem.model), decided, options_of(problem).exchange)
+
+
+def alternatives(problem: Problem) -> tuple[Alternative, ...]:
+    """Return every scheme over the same devices."""
+    network, wish = network_of(problem.model), _wish(problem, problem.devices)
+    names = [device.name for device in problem.devices]
+    return tuple(_alternative(network, names, each, wish) for each in compare(network, problem.devices, wish))
+
+
+def _alternative(network: Network, names: list[str], found: Figures, wish: Wish) -> Alternative:
+    pairs = [f"{one}+{other}" for one, other in pairs_of(found.schemes)]
+    lip = [str(index) for index, scheme in enumerate(found.schemes) if scheme == "lip" and found.scheme != "lip"]
+    notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [f"LIP {', '.join(lip)}"] * bool(lip)
+    return Alternative(
+        name=found.scheme,
+        chosen=found.scheme == wish.scheme,
+        fits=found.fits,
+        weights=dict(zip(names, found.weights, strict=True)),
+        memory=dict(zip(names, found.memory, strict=True)),
+        longest_path=found.longest_path,
+        communication=found.formula,
+        elements=found.elements,
+        wire_bytes=found.wire_bytes,
+        messages=found.messages,
+        notes="; ".join(notes),
+        details={
+            "layers": {layer.name: scheme for layer, scheme in zip(network.layers, found.schemes, strict=True)},
+            "tiled_elements": found.tiled,
+            "redundant_multiplications": found.redundant,
+        },
+    )
+
+
+def _among(problem: Problem, there: Collection[str]) -> list[DeviceSpec]:
+    return [device for device in problem.devices if device.name in there]
+
+
+def _wish(problem: Problem, devices: Collection[DeviceSpec]) -> Wish:
+    options, names = options_of(problem), [device.name for device in devices]
+    return Wish(
+        scheme=options.scheme,
+        fused=options.fused,
+        program=options.program,
+        reuse=options.reuse,
+        shares=options.shares,
+        early=options.early,
+        grid=options.grid,
+        source=names.index(options.source) if options.source else 0,
+        samples=problem.workload.batch_size,
+        in_flight=options.in_flight,
+    )
+
+
+def _check_links(problem: Problem, source: str) -> None:
+    """Raise `InputError` where devices that talk to each other have no link: the source and each, or all of them."""
+    options = options_of(problem)
+    if options.scheme == "single":
+        return
+    everyone = options.exchange == "direct" or options.scheme == "sequential"
+    for one, other in permutations([device.name for device in problem.devices], 2):
+        if (everyone or source in (one, other)) and (one, other) not in problem.links:
+            raise InputError(
+                f"{one} and {other} talk to each other in a distributed inference, but no link leads from {one} to "
+                f"{other}: use the topology mesh or add the link"
+            )

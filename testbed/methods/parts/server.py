@@ -1,0 +1,68 @@
+"""What the lead of an inference does: send requests, take in outputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from testbed.device import Device
+from testbed.methods.base import Job
+from testbed.methods.parts import messages
+from testbed.methods.parts.answers import Answers
+from testbed.methods.parts.crew import Lost
+from testbed.methods.parts.feed import Requests
+from testbed.methods.parts.lead import Lead, Planner, Temper
+from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Server(Lead):
+    """Has every request answered once, whatever happens to the devices meanwhile."""
+
+    def __init__(
+        self,
+        device: Device,
+        job: Job,
+        worker: Worker,
+        outbox: Outbox,
+        temper: Temper,
+        planner: Planner,
+        in_flight: int,
+        gives_up: bool = False,
+    ) -> None:
+        """``gives_up``: requests that are under way when a device is lost fail, instead of being sent again."""
+        super().__init__(device, job, worker, outbox, temper, planner)
+        assert job.dataset is not None
+        workload = job.problem.workload
+        self._in_flight = in_flight
+        self._gives_up = gives_up
+        self._requests = Requests(job.dataset, workload.batch_size, workload.requests)
+        self._asked: dict[int, float] = {}
+        self._left = dict.fromkeys(range(len(self._requests)))
+        self._answers = Answers(device, job.problem.model, self._requests)
+
+    async def work(self) -> None:
+        """Send what is not answered yet."""
+        try:
+            async for index, output in self.forward_all(messages.INFER, list(self._left), self._in_flight, self._ask):
+                del self._left[index]
+                self.device.record("request", request=index, latency=self.device.now() - self._asked[index])
+                self._answers.add(index, output)
+        except Lost as lost:
+            if self._gives_up:
+                self._fail(lost)
+            raise
+        self._answers.finish()
+
+    def _fail(self, lost: Lost) -> None:
+        """Give up what was under way when devices were lost."""
+        for index in [index for index in self._left if index in self._asked]:
+            del self._left[index]
+            error = f"{lost} was lost during the inference: use method.on_loss replan to have such requests repeated"
+            self.device.record("failed", request=index, error=error, after=self.device.now() - self._asked[index])
+
+    def _ask(self, index: int) -> torch.Tensor:
+        self._asked.setdefault(index, self.device.now())
+        return self._requests.images(index)

@@ -1,0 +1,86 @@
+"""F, T and C of a plan, beside those of the other schemes over the same devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from testbed.errors import InputError
+from testbed.hardware import DeviceSpec
+from testbed.partition.distributed.communication import Crew, total
+from testbed.partition.distributed.network import Network
+from testbed.partition.distributed.plan import DistributedPlan, Scheme
+from testbed.partition.distributed.planning import NAMES, Wish, draft
+from testbed.partition.distributed.resources import early, longest_path, memory, weights
+from testbed.partition.distributed.shares import equal
+from testbed.partition.distributed.tiles import redundant_multiplications
+from testbed.partition.distributed.transfers import bytes_on_wire, elements, transfers
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a plan takes, for one request."""
+
+    scheme: str
+    schemes: tuple[Scheme, ...]
+    """Of each layer."""
+    weights: tuple[int, ...]
+    """F: elements of weights on each device."""
+    memory: tuple[float, ...]
+    """Bytes on each device, activations among them."""
+    fits: bool
+    """Whether each device has that much memory."""
+    longest_path: int
+    """T: multiplications one after the other, for one sample."""
+    redundant: int
+    """Multiplications that tiles do more than once."""
+    formula: float
+    """C by the paper's formulas, in elements of one sample: for equal shares, of the layers that are not tiled."""
+    elements: int
+    """C as it is sent, in elements of one sample: shares in whole channels, tiles and the result included."""
+    tiled: int
+    """Of these, those of tiles."""
+    wire_bytes: float
+    """Bytes on the wire of all messages of a request."""
+    messages: int
+
+
+def figures(network: Network, devices: Sequence[DeviceSpec], plan: DistributedPlan, wish: Wish) -> Figures:
+    """Return the figures of a plan."""
+    sent = transfers(network, plan)
+    needs = memory(network, plan, wish.samples, wish.in_flight)
+    count = early(plan)
+    schemes = tuple(part.scheme for part in plan.layers)
+    crew = Crew.of(equal(len(devices)), plan.source)
+    # Sequential layer mapping has no formula but what crosses between two devices; the result's way back is left out.
+    crossing = elements([each for each in sent if each.layer != len(network.layers) - 1])
+    return Figures(
+        scheme=plan.scheme,
+        schemes=schemes,
+        weights=weights(network, plan),
+        memory=needs,
+        fits=all(need <= device.memory for need, device in zip(needs, devices, strict=True)),
+        longest_path=longest_path(network, plan),
+        redundant=redundant_multiplications(network.layers[:count], plan.tiling) if plan.tiling else 0,
+        formula=float(crossing if set(schemes) == {"whole"} else total(network, schemes, crew, wish.reuse)),
+        elements=elements(sent),
+        tiled=elements([each for each in sent if each.tile is not None]),
+        wire_bytes=bytes_on_wire(sent, wish.samples),
+        messages=len(sent),
+    )
+
+
+def compare(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> list[Figures]:
+    """Return the figures of every scheme; of the one that is wished for with the pairs that are wished for.
+
+    Schemes that cannot be, e.g. since pairs do not fit, are left out.
+    """
+    found = []
+    for name in NAMES:
+        other = replace(wish, scheme=name)
+        try:
+            found.append(figures(network, devices, draft(network, devices, other), other))
+        except InputError:
+            if name == wish.scheme:
+                raise
+    return found

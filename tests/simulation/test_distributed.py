@@ -1,0 +1,53 @@
+"""Fully distributed inference on the virtual clock: what comes out, what is sent, what is held."""
+
+from collections import Counter, defaultdict
+
+import pytest
+from distributed import CNN, FC, distributed, infer
+from runs import events
+
+from testbed.partition.distributed.transfers import elements, transfers
+from testbed.partition.pipeline import ENVELOPE
+
+SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
+TRAFFIC = ("piece", "sums", "tile", "tiled")
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("devices", range(1, 9))
+def test_fully_connected_layers_give_what_the_single_device_gives(scheme, exchange, devices):
+    found = infer(distributed(devices - 1, {"scheme": scheme, "exchange": exchange}))
+    assert found.outcome.status == "finished", found.outcome.error
+    assert found.error < 1e-4
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
+@pytest.mark.parametrize(("devices", "early"), [(2, 0), (3, 2), (5, 3), (8, 0)])
+def test_convolutions_and_tiles_give_what_the_single_device_gives(scheme, exchange, devices, early):
+    method = {"scheme": scheme, "exchange": exchange, "early": early, "source": "worker1"}
+    found = infer(distributed(devices - 1, method, {"model": CNN}))
+    assert found.outcome.status == "finished", found.outcome.error
+    assert found.error < 1e-4
+
+
+@pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal", "sequential"])
+@pytest.mark.parametrize("model", [FC, CNN])
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange):
+    found = infer(distributed(3, {"scheme": scheme, "exchange": exchange}, {"model": model, "requests": 1}))
+    flow, samples = found.flow, 2
+    planned = Counter()
+    for transfer in flow.transfers():
+        planned[flow.plan.devices[transfer.sender], flow.plan.devices[transfer.receiver]] += transfer.elements
+    sent = defaultdict(list)
+    for device, fields in events(found.outcome, "receive"):
+        if fields["message"] in TRAFFIC:
+            sent[fields["peer"], device].append(fields["bytes"])
+    assert sent.keys() == planned.keys()
+    for pair, sizes in sent.items():
+        # A message exceeds its values by its header alone.
+        assert 0 < sum(sizes) - 4 * samples * planned[pair] <= ENVELOPE * len(sizes)
+    if exchange == "source" or scheme == "sequential":
+        assert flow.communication == elements(transfers(flow.network, flow.plan))

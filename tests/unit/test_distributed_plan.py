@@ -1,0 +1,320 @@
+"""Plans: who computes what, what that takes and sends, devices of unequal speed and memory, and refusals."""
+
+import time
+from itertools import pairwise, product
+from math import prod
+from typing import Literal
+
+import pytest
+from described import FOUR_LAYERS, chains, yolov2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from testbed.errors import InputError
+from testbed.hardware import DeviceSpec
+from testbed.models import create
+from testbed.models.chain import chain
+from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual
+from testbed.network.framing import wire_bytes
+from testbed.partition.distributed import DistributedPlan, Network
+from testbed.partition.distributed.communication import Crew, total
+from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.figures import compare
+from testbed.partition.distributed.network import Place
+from testbed.partition.distributed.planning import NAMES, Name, Wish, enough_devices, plan
+from testbed.partition.distributed.resources import (
+    activations,
+    longest_path,
+    memory,
+    multiplications,
+    parameters,
+    tiles_of,
+    weights,
+)
+from testbed.partition.distributed.transfers import bytes_on_wire, elements, transfers
+
+YOLO = yolov2()
+HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16
+
+
+def devices(*speeds: float, memory: float = 4e9) -> list[DeviceSpec]:
+    return [DeviceSpec(f"d{index}", speed, memory) for index, speed in enumerate(speeds)]
+
+
+def even(count: int, memory: float = 4e9) -> list[DeviceSpec]:
+    return devices(*[1e9] * count, memory=memory)
+
+
+def figures(network: Network, found: DistributedPlan) -> tuple[tuple[int, ...], int, int]:
+    return weights(network, found), longest_path(network, found), elements(transfers(network, found))
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        (Wish("single"), ((240, 0), 240, 0)),
+        (Wish("lop"), ((120, 120), 120, 34)),
+        (Wish("lip"), ((120, 120), 120, 48)),
+        (Wish("fuse", fused=((0, 1), (2, 3))), ((120, 120), 120, 40)),
+        (Wish("fuse"), ((120, 120), 120, 22)),
+        (Wish("optimal"), ((120, 120), 120, 22)),
+        (Wish("optimal", program="integer"), ((120, 120), 120, 22)),
+    ],
+)
+def test_the_four_layer_example_is_the_papers(wish: Wish, expected: tuple[tuple[int, int], int, int]) -> None:
+    assert figures(FOUR_LAYERS, plan(FOUR_LAYERS, even(2), wish)) == expected
+
+
+def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_returns_the_result() -> None:
+    found = plan(FOUR_LAYERS, even(2), Wish("sequential"))
+    assert figures(FOUR_LAYERS, found)[:2] == ((160, 80), 240)
+    first, second = transfers(FOUR_LAYERS, found)
+    assert (first.layer, first.sender, first.receiver, first.elements) == (1, 0, 1, 16)
+    assert (second.layer, second.sender, second.receiver, second.elements) == (3, 1, 0, 4)
+
+
+@pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(scheme: Name, count: int) -> None:
+    network = network_of(create("mlp", {"hidden": [64, 128, 32, 64]}, (1, 8, 8), 16))
+    found = plan(network, even(count), Wish(scheme))
+    schemes = [part.scheme for part in found.layers]
+    assert elements(transfers(network, found)) == total(network, schemes, Crew.equal(count))
+
+
+@settings(deadline=None)
+@given(chains(), st.lists(st.sampled_from([1.0, 2.0, 3.5, 10.0]), min_size=1, max_size=8), st.data())
+def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
+    network: Network, speeds: list[float], data: st.DataObject
+) -> None:
+    scheme = data.draw(st.sampled_from(NAMES))
+    source = data.draw(st.integers(0, len(speeds) - 1))
+    found = plan(network, devices(*speeds), Wish(scheme, source=source))
+    assert DistributedPlan.model_validate_json(found.model_dump_json()) == found
+    for index, (layer, part) in enumerate(zip(network.layers, found.layers, strict=True)):
+        ranges = part.outputs or part.inputs
+        if ranges:
+            size = layer.output_channels if part.outputs else layer.input_channels
+            assert (ranges[0].first, ranges[-1].last) == (0, size)
+            assert all(one.last == other.first for one, other in pairwise(ranges))
+        if part.scheme == "fuse2":
+            assert part.inputs == found.layers[index - 1].outputs
+    assert sum(weights(network, found)) == network.weights
+    assert sum(parameters(network, found)) == sum(layer.parameters for layer in network.layers)
+    assert [sum(row) for row in multiplications(network, found)] == [layer.multiplications for layer in network.layers]
+
+
+@settings(deadline=None)
+@given(chains(), st.lists(st.sampled_from([1.0, 2.0, 3.5, 10.0]), min_size=1, max_size=8), st.data())
+def test_whoever_computes_gets_what_it_lacks_and_nothing_twice(
+    network: Network, speeds: list[float], data: st.DataObject
+) -> None:
+    scheme = data.draw(st.sampled_from(NAMES[2:]))
+    source = data.draw(st.integers(0, len(speeds) - 1))
+    found = plan(network, devices(*speeds), Wish(scheme, source=source))
+    messages = transfers(network, found)
+    assert all(source in (each.sender, each.receiver) and each.sender != each.receiver for each in messages)
+    for index, device in product(range(len(network.layers)), range(len(speeds))):
+        if device == source:
+            continue
+        came = [each for each in messages if (each.layer, each.what, each.receiver) == (index, "input", device)]
+        went = [each for each in messages if (each.layer, each.sender) == (index, device)]
+        received = [channel for each in came for part in each.ranges for channel in range(*part)]
+        assert sorted([*received, *own(network, found, index, device)]) == needed(network, found, index, device)
+        part, layer = found.layers[index], network.layers[index]
+        if part.scheme == "lop" and part.outputs[device].size:
+            assert [each.elements for each in went] == [part.outputs[device].size]
+        elif part.scheme in ("lip", "fuse2") and part.inputs[device].size:
+            assert [each.elements for each in went] == [layer.outputs]
+        else:
+            assert not went
+
+
+def own(network: Network, found: DistributedPlan, index: int, device: int) -> list[int]:
+    """Channels of a layer's input that a device made itself as it computed the layer before by LOP, and needs."""
+    if not network.follows(index) or found.layers[index - 1].scheme != "lop":
+        return []
+    made = range(*found.layers[index - 1].outputs[device])
+    return sorted(set(made) & set(needed(network, found, index, device)))
+
+
+def needed(network: Network, found: DistributedPlan, index: int, device: int) -> list[int]:
+    part = found.layers[index]
+    if part.scheme in ("lop", "fuse1") and part.outputs[device].size:
+        return list(range(network.layers[index].input_channels))
+    return list(range(*part.inputs[device])) if part.scheme == "lip" else []
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 6, 7])
+def test_weights_per_device_fall_as_one_over_n(count: int) -> None:
+    later = YOLO.layers[16:]
+    early = sum(layer.weights for layer in YOLO.layers[:16])
+    split = sum(layer.weights for layer in later)
+    for scheme in ("lop", "fuse", "optimal"):
+        found = plan(YOLO, even(count), Wish(scheme))
+        for device, held in enumerate(weights(YOLO, found)):
+            assert held == pytest.approx(early * bool(tiles_of(found, device)) + split / count, rel=0.02)
+
+
+def test_memory_of_the_weights_is_that_of_table_1_where_all_layers_are_divided() -> None:
+    found = [max(weights(YOLO, plan(YOLO, even(count), Wish("lop", early=0)))) for count in (1, 3, 5, 6, 7)]
+    assert [round(4 * most / 1e6) for most in found] == [204, 68, 41, 34, 29]
+
+
+def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
+    found = plan(YOLO, even(6), Wish("fuse"))
+    assert found.tiling is not None
+    assert len(found.tiling.tiles[0].regions) == 17
+    assert {tile.device for tile in found.tiling.tiles} == set(range(6))
+    fused = [index for index, part in enumerate(found.layers) if part.scheme == "fuse1"]
+    assert fused == [18, 20, 23, 29]
+    # Of the layers from 16 on, up to the rounding to whole channels, that is C of FUSE2: 67.3 MiB.
+    later = [each for each in transfers(YOLO, found) if each.layer >= 16]
+    assert 4 * elements(later) / 2**20 == pytest.approx(67.26, rel=2e-3)
+
+
+@pytest.mark.parametrize("program", ["dynamic", "integer"])
+def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms(program: Literal["dynamic", "integer"]) -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        plan(YOLO, even(6), Wish(program=program))
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.1
+
+
+def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
+    found = plan(YOLO, even(4), Wish(grid=(2, 2), source=1))
+    assert found.tiling is not None
+    sent = [each for each in transfers(YOLO, found) if each.tile is not None]
+    elsewhere = [tile for tile in found.tiling.tiles if tile.device != 1]
+    assert [(each.what, each.elements) for each in sent] == [
+        *(("tile-input", 3 * tile.regions[0].pixels) for tile in elsewhere),
+        *(("tile-output", 256 * 19 * 19) for _ in elsewhere),
+    ]
+    # A 3x3 needs one pixel more of its input, and each pooling before it doubles that: 59 of the image.
+    assert {tile.regions[0].pixels for tile in elsewhere} == {HALF_AND_HALO**2}
+
+
+def test_bytes_on_the_wire_are_those_of_every_message() -> None:
+    found = plan(FOUR_LAYERS, even(2), Wish("lop"))
+    messages = transfers(FOUR_LAYERS, found)
+    assert len(messages) == 8
+    assert bytes_on_wire(messages, samples=3) == sum(wire_bytes(3 * 4 * each.elements + 320) for each in messages)
+
+
+def test_shares_follow_speed() -> None:
+    network = network_of(create("mlp", {"hidden": [120, 60]}, (1, 8, 8), 12))
+    found = plan(network, devices(3e9, 1e9, 2e9), Wish("lop"))
+    assert [each.size for each in found.layers[0].outputs] == [60, 20, 40]
+    assert [each.size for each in found.layers[2].outputs] == [6, 2, 4]
+    found = plan(network, devices(3e9, 1e9, 2e9), Wish("lop", shares="equal"))
+    assert [each.size for each in found.layers[0].outputs] == [40, 40, 40]
+
+
+def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> None:
+    network = network_of(create("mlp", {"hidden": [1000, 1000, 1000]}, (1, 8, 8), 10))
+    crew = [DeviceSpec("small", 8e9, 1e6), DeviceSpec("b", 2e9, 1e9), DeviceSpec("c", 1e9, 1e9)]
+    for scheme in ("lop", "optimal"):
+        found = plan(network, crew, Wish(scheme, source=1))
+        needs = memory(network, found)
+        assert 0.95e6 < needs[0] <= 1e6
+        sizes = [each.size for each in (found.layers[1].outputs or found.layers[1].inputs)]
+        assert sizes[1] == pytest.approx(2 * sizes[2], abs=2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    chains(), st.lists(st.tuples(st.sampled_from([1.0, 3.0]), st.sampled_from([2e3, 4e3, 1e4])), min_size=1, max_size=5)
+)
+def test_a_plan_fits_or_is_refused(network: Network, kinds: list[tuple[float, float]]) -> None:
+    crew = [DeviceSpec(f"d{index}", speed, memory) for index, (speed, memory) in enumerate(kinds)]
+    for scheme in ("lop", "optimal"):
+        try:
+            found = plan(network, crew, Wish(scheme))
+        except InputError:
+            continue
+        assert all(need <= device.memory for need, device in zip(memory(network, found), crew, strict=True))
+
+
+@pytest.mark.parametrize(("name", "memory"), [("alexnet", 80e6), ("vgg16", 150e6)])
+@pytest.mark.parametrize("scheme", ["single", "sequential", "lop", "fuse", "optimal"])
+def test_a_plan_too_large_is_refused_with_a_number_of_devices_that_is_indeed_the_smallest(
+    name: str, memory: float, scheme: Name
+) -> None:
+    network = network_of(create(name, {}, (3, 224, 224), 0))
+    with pytest.raises(InputError, match=r"d\d has \d+\.0 MB of memory, .* needs .* would do") as caught:
+        plan(network, even(2, memory=memory), Wish(scheme))
+    count = int(str(caught.value).partition(" devices would do")[0].rpartition(" ")[2])
+    scheme = "optimal" if "by the scheme optimal" in str(caught.value) else scheme
+    assert plan(network, even(count, memory=memory), Wish(scheme))
+    for fewer in range(1, count):
+        with pytest.raises(InputError):
+            plan(network, even(fewer, memory=memory), Wish(scheme))
+
+
+def test_no_number_of_devices_helps_where_activations_alone_are_too_much() -> None:
+    with pytest.raises(InputError, match=r"no number of such devices would do.*smaller input"):
+        plan(YOLO, even(3, memory=10e6), Wish())
+    assert enough_devices(YOLO, even(3, memory=10e6), Wish()) == 0
+
+
+def test_activations_are_what_each_device_holds_at_its_widest_layer() -> None:
+    # LOP: input and own outputs; the source collects them all. LIP: own inputs and all outputs; the source has all of
+    # the input, and adds one partial sum of the others to its own.
+    network = FOUR_LAYERS
+    assert activations(network, plan(network, even(2), Wish("lop"))) == (8 + 16, 16 + 2)
+    assert activations(network, plan(network, even(2), Wish("lip"))) == (8 + 2 * 16, 4 + 16)
+    assert activations(network, plan(network, even(1), Wish("single"))) == (24,)
+    # LOP, FUSE(2+3), LOP: the 16 between stay apart.
+    assert activations(network, plan(network, even(2), Wish("optimal"))) == (8 + 8, 8 + 8)
+
+
+def test_a_described_model_has_the_models_figures_and_places() -> None:
+    for name, shape in (("yolov2", (3, 608, 608)), ("alexnet", (3, 224, 224)), ("vgg16", (3, 224, 224))):
+        model = create(name, {}, shape, 0)
+        network = network_of(model)
+        assert network.weights == model.weights
+        assert network.multiplications == model.multiplications
+        assert sum(layer.parameters for layer in network.layers) == model.parameters
+    described = network_of(create("yolov2", {}, (3, 608, 608), 0))
+    assert len(described.layers) == 31
+    for ours, theirs in zip(described.layers, YOLO.layers, strict=True):
+        facts = ("kind", "input", "output", "sources", "weights", "multiplications", "kernel", "stride", "padding")
+        assert [getattr(ours, fact) for fact in facts] == [getattr(theirs, fact) for fact in facts]
+
+
+def test_layers_of_one_unit_are_described_apart_with_what_follows_each_element_by_element() -> None:
+    block = Residual((Conv2d(4, padding=1),))
+    units = [
+        ("a", [Conv2d(4, padding=1, bias=False), BatchNorm2d(), ReLU(), MaxPool2d(), Flatten()]),
+        ("b", [Linear(6), ReLU(), Linear(2)]),
+    ]
+    network = network_of(chain("n", (3, 8, 8), 2, units))
+    assert [(layer.name, layer.kind, layer.place) for layer in network.layers] == [
+        ("a", "conv", Place(0, 0, 3)),
+        ("a.1", "pool", Place(0, 3, 4)),
+        ("b", "fc", Place(1, 0, 2)),
+        ("b.1", "fc", Place(1, 2, 3)),
+    ]
+    assert network.layers[0].channelwise == 4
+    assert network.layers[2].input == (4, 4, 4)
+    assert network.layers[2].weights == prod((4, 4, 4)) * 6
+    assert network.layers[3].sources == (2,)
+    (blocked, _) = network_of(chain("n", (4, 2, 2), 2, [("r", [block]), ("b", [Flatten(), Linear(2)])])).layers
+    assert (blocked.kind, blocked.splits, blocked.parameters) == ("other", False, block.parameters((4, 2, 2)))
+
+
+def test_figures_of_all_schemes_beside_each_other() -> None:
+    found = {each.scheme: each for each in compare(FOUR_LAYERS, even(2, memory=900.0), Wish())}
+    assert {name: (max(each.weights), each.longest_path, each.formula) for name, each in found.items()} == {
+        "single": (240, 240, 0),
+        "sequential": (160, 240, 16),
+        "lop": (120, 120, 34),
+        "lip": (120, 120, 48),
+        "fuse": (120, 120, 22),
+        "optimal": (120, 120, 22),
+    }
+    assert [name for name, each in found.items() if not each.fits] == ["single"]
+    assert found["sequential"].elements == 20
+    assert found["optimal"].schemes == ("lop", "fuse1", "fuse2", "lop")

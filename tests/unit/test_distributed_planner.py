@@ -1,0 +1,96 @@
+"""Planning of a distributed inference from a problem: its plan, its alternatives, what is refused."""
+
+import json
+from itertools import permutations
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from controller.cli.inspect import _print_alternatives
+from testbed.errors import InputError
+from testbed.hardware import DeviceSpec
+from testbed.methods.base import Plan, Problem
+from testbed.methods.distributed.options import DistributedOptions
+from testbed.methods.distributed.planner import alternatives, over, plan
+from testbed.models import create
+from testbed.network.link import Link
+from testbed.partition.distributed import DistributedPlan
+from testbed.scenario.schema import WorkloadPart
+
+
+def problem(options: dict[str, Any] | None = None, memory: float = 1e9, count: int = 3, mesh: bool = True) -> Problem:
+    names = [f"d{index}" for index in range(count)]
+    pairs = [(one, other) for one, other in permutations(names, 2) if mesh or "d0" in (one, other)]
+    workload = {
+        "task": "infer",
+        "model": {"name": "mlp"},
+        "method": {"name": "distributed"},
+        "batch_size": 2,
+        "requests": 1,
+    }
+    return Problem(
+        create("mlp", {"hidden": [600, 300, 600]}, (1, 8, 8), 10),
+        tuple(DeviceSpec(name, 1e9, memory) for name in names),
+        dict.fromkeys(pairs, Link()),
+        WorkloadPart.model_validate(workload),
+        DistributedOptions.model_validate(options or {}),
+        seed=1,
+    )
+
+
+def test_a_plan_travels_as_json_and_says_what_each_device_has_to_do() -> None:
+    posed = problem({"source": "d1"})
+    found = Plan.model_validate_json(plan("distributed", posed).model_dump_json())
+    decided = DistributedPlan.model_validate(found.details["distributed"])
+    assert (found.lead, decided.devices[decided.source]) == ("d1", "d1")
+    assert sum(part.parameters or 0 for part in found.assignments) == posed.model.parameters
+    assert sum(part.flops or 0 for part in found.assignments) == posed.model.forward_flops
+    assert over(posed, ["d0", "d1", "d2"]) == found.assignments
+    assert sum(part.parameters or 0 for part in over(posed, ["d1", "d2"])) == posed.model.parameters
+
+
+def test_every_scheme_is_shown_beside_the_one_that_is_chosen() -> None:
+    found = alternatives(problem({"scheme": "fuse"}))
+    assert [each.name for each in found if each.chosen] == ["fuse"]
+    assert [each.name for each in found] == ["single", "sequential", "lop", "lip", "fuse", "optimal"]
+    assert found[0].wire_bytes == 0
+    assert found[4].notes == "fused 0+1, 2+3"
+    assert set(found[4].memory) == {"d0", "d1", "d2"}
+    json.dumps([each.details for each in found])
+
+
+def test_the_alternatives_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    from dataclasses import asdict
+
+    _print_alternatives(Console(width=160), [asdict(each) for each in alternatives(problem(memory=1.4e6))])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["scheme", "weights", "memory"]
+    assert [line.split()[0] for line in lines[2:8]] == ["single", "sequential", "lop", "lip", "fuse", "optimal"]
+    assert "does not fit" in lines[2]
+    assert "*" in lines[7]
+
+
+def test_a_star_suffices_where_everything_passes_the_source() -> None:
+    assert plan("distributed", problem(mesh=False))
+    with pytest.raises(InputError, match="no link leads from d1 to d2: use the topology mesh"):
+        plan("distributed", problem({"exchange": "direct"}, mesh=False))
+    with pytest.raises(InputError, match="no link leads from d0 to d2"):
+        plan("distributed", star_around_another())
+
+
+def star_around_another() -> Problem:
+    posed = problem({"source": "d2"})
+    links = {pair: link for pair, link in posed.links.items() if "d1" in pair}
+    return Problem(posed.model, posed.devices, links, posed.workload, posed.options, posed.seed)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(InputError, match=r"method.source: there is no device 'd9'; choose one of d0, d1, d2"):
+        plan("distributed", problem({"source": "d9"}))
+    with pytest.raises(InputError, match=r"d0 has 450\.0 kB of memory.* 4 devices would do, the added ones like d2"):
+        plan("distributed", problem(memory=0.45e6))
+    with pytest.raises(InputError, match=r"method.fused: layers 0 and 2 .* choose from 0\+1, 1\+2, 2\+3"):
+        plan("distributed", problem({"scheme": "fuse", "fused": [[0, 2]]}))
+    with pytest.raises(InputError, match=r"method.early: .* use 0"):
+        plan("distributed", problem({"early": 1}))
