@@ -78,7 +78,8 @@ def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     For each device of the plan: its units, parameters, memory against what it has, and the FLOPs it computes in
     a step; then the step time that the planner predicts and, for a pipeline, its schedule drawn as a grid
-    (F0 is the forward of micro-batch 0, B0 its backward). A sweep is planned at each of its points.
+    (F0 is the forward of micro-batch 0, B0 its backward). A method that can divide the work in several ways shows
+    each beside the chosen one. A sweep is planned at each of its points.
 
     SCENARIO is a file, or the name of one in scenarios/.
 
@@ -199,7 +200,7 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
 
 def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:
     """Print what each way takes of the device that it takes most of, and of the network."""
-    numbers = ("weights", "memory", "T", "C", "on the wire")
+    numbers = ("weights", "memory", "T", "C", "on the wire", "time")
     table = _table("scheme", *numbers, "", right=numbers)
     for each in alternatives:
         notes = [] if each["fits"] else ["does not fit"]
@@ -210,12 +211,13 @@ def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]
             _amount(each["longest_path"]),
             _amount(each["communication"]),
             _amount(each["wire_bytes"], "B"),
+            "-" if each["step_time"] is None else _seconds(each["step_time"]),
             "; ".join([*notes, *([each["notes"]] if each["notes"] else [])]),
         )
     console.print(table)
     console.print(
         "\n[dim]* chosen; weights, in elements, and memory: of the device with most; T: multiplications one after the "
-        "other, C: elements sent by the paper's formulas, per sample; on the wire: all that a request sends[/dim]"
+        "other, C: elements sent by the paper's formulas, per sample; on the wire, time: of a request[/dim]"
     )
 
 

@@ -78,6 +78,8 @@ class Alternative:
     """Bytes on the wire of a request."""
     messages: int
     """Of a request."""
+    step_time: float | None = None
+    """Predicted seconds per training step or inference, where the planner can tell."""
     notes: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Values of JSON."""

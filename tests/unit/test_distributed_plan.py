@@ -253,6 +253,13 @@ def test_a_plan_too_large_is_refused_with_a_number_of_devices_that_is_indeed_the
             plan(network, even(fewer, memory=memory), Wish(scheme))
 
 
+def test_a_finer_grid_is_used_where_tiles_take_too_much_memory() -> None:
+    coarse, fine = (plan(YOLO, even(6, memory=memory), Wish()).tiling for memory in (80e6, 60e6))
+    assert coarse is not None
+    assert fine is not None
+    assert (fine.rows, fine.columns) == (2 * coarse.rows, 2 * coarse.columns)
+
+
 def test_no_number_of_devices_helps_where_activations_alone_are_too_much() -> None:
     with pytest.raises(InputError, match=r"no number of such devices would do.*smaller input"):
         plan(YOLO, even(3, memory=10e6), Wish())

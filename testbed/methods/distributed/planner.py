@@ -18,6 +18,7 @@ from testbed.partition.distributed.plan import DistributedPlan
 from testbed.partition.distributed.planning import Wish
 from testbed.partition.distributed.planning import plan as planned
 from testbed.partition.distributed.resources import memory, multiplications, parameters
+from testbed.partition.distributed.timing import interval
 
 
 def plan(method: str, problem: Problem) -> Plan:
@@ -32,6 +33,7 @@ def plan(method: str, problem: Problem) -> Plan:
         method=method,
         lead=source,
         assignments=assignments(problem, decided),
+        step_time=_step_time(problem, decided),
         details={"distributed": decided.model_dump(mode="json")},
     )
 
@@ -74,17 +76,17 @@ def flow_of(problem: Problem, decided: DistributedPlan) -> Flow:
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices."""
     network, wish = network_of(problem.model), _wish(problem, problem.devices)
-    names = [device.name for device in problem.devices]
-    return tuple(_alternative(network, names, each, wish) for each in compare(network, problem.devices, wish))
+    return tuple(_alternative(problem, network, each) for each in compare(network, problem.devices, wish))
 
 
-def _alternative(network: Network, names: list[str], found: Figures, wish: Wish) -> Alternative:
+def _alternative(problem: Problem, network: Network, found: Figures) -> Alternative:
+    names = found.plan.devices
     pairs = [f"{one}+{other}" for one, other in pairs_of(found.schemes)]
     lip = [str(index) for index, scheme in enumerate(found.schemes) if scheme == "lip" and found.scheme != "lip"]
     notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [f"LIP {', '.join(lip)}"] * bool(lip)
     return Alternative(
         name=found.scheme,
-        chosen=found.scheme == wish.scheme,
+        chosen=found.scheme == options_of(problem).scheme,
         fits=found.fits,
         weights=dict(zip(names, found.weights, strict=True)),
         memory=dict(zip(names, found.memory, strict=True)),
@@ -93,6 +95,7 @@ def _alternative(network: Network, names: list[str], found: Figures, wish: Wish)
         elements=found.elements,
         wire_bytes=found.wire_bytes,
         messages=found.messages,
+        step_time=_step_time(problem, found.plan),
         notes="; ".join(notes),
         details={
             "layers": {layer.name: scheme for layer, scheme in zip(network.layers, found.schemes, strict=True)},
@@ -100,6 +103,15 @@ def _alternative(network: Network, names: list[str], found: Figures, wish: Wish)
             "redundant_multiplications": found.redundant,
         },
     )
+
+
+def _step_time(problem: Problem, decided: DistributedPlan) -> float | None:
+    """Predict by what passes the source; where devices exchange directly, there is no formula."""
+    options, split = options_of(problem), any(part.scheme != "whole" for part in decided.layers)
+    if split and options.exchange == "direct":
+        return None
+    devices, samples = _among(problem, decided.devices), problem.workload.batch_size
+    return interval(network_of(problem.model), decided, devices, problem.links, samples, options.in_flight)
 
 
 def _among(problem: Problem, there: Collection[str]) -> list[DeviceSpec]:

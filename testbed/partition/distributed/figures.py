@@ -43,6 +43,7 @@ class Figures:
     wire_bytes: float
     """Bytes on the wire of all messages of a request."""
     messages: int
+    plan: DistributedPlan
 
 
 def figures(network: Network, devices: Sequence[DeviceSpec], plan: DistributedPlan, wish: Wish) -> Figures:
@@ -67,6 +68,7 @@ def figures(network: Network, devices: Sequence[DeviceSpec], plan: DistributedPl
         tiled=elements([each for each in sent if each.tile is not None]),
         wire_bytes=bytes_on_wire(sent, wish.samples),
         messages=len(sent),
+        plan=plan,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -24,6 +24,8 @@ Name = Literal["single", "sequential", "lop", "lip", "fuse", "optimal"]
 NAMES: tuple[Name, ...] = ("single", "sequential", "lop", "lip", "fuse", "optimal")
 MOST_DEVICES = 64
 """How far the search for a number of devices that would do goes."""
+MOST_TILES = 144
+"""How fine a grid is looked at where a coarser one does not fit into memory."""
 _STEPS = 1000
 """Shares that memory bounds are rounded down to so many parts of what they were."""
 
@@ -60,33 +62,50 @@ def plan(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> Distrib
             smallest number of devices that would do.
     """
     found = draft(network, devices, wish)
-    fullest = _fullest(network, devices, found, wish)
-    if fullest is None:
+    device, need = _fullest(network, devices, found, wish)
+    if need <= devices[device].memory:
         return found
-    device, need = fullest
     raise InputError(
         f"{devices[device].name} has {_written(devices[device].memory)} of memory, but its part of {network.name} by "
         f"{wish.scheme} needs {_written(need)}: {_what_fits(network, devices, wish)}"
     )
 
 
-def _fullest(
-    network: Network, devices: Sequence[DeviceSpec], found: DistributedPlan, wish: Wish
-) -> tuple[int, float] | None:
-    """Return the device that lacks most, and what it needs; None where all fit."""
+def _fullest(network: Network, devices: Sequence[DeviceSpec], found: DistributedPlan, wish: Wish) -> tuple[int, float]:
+    """Return the device that needs most of what it has, and what it needs."""
     needs = memory(network, found, wish.samples, wish.in_flight)
     device = max(range(len(devices)), key=lambda index: needs[index] / devices[index].memory)
-    return (device, needs[device]) if needs[device] > devices[device].memory else None
+    return device, needs[device]
+
+
+def _lacks(network: Network, devices: Sequence[DeviceSpec], found: DistributedPlan, wish: Wish) -> float:
+    """Return how many bytes the fullest device has too few; 0 where all fit."""
+    device, need = _fullest(network, devices, found, wish)
+    return max(0.0, need - devices[device].memory)
 
 
 def draft(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> DistributedPlan:
-    """Return a plan that fits into the devices; where there is none, one that does not."""
+    """Return a plan that fits into the devices; where there is none, the one that lacks least."""
     names = [device.name for device in devices]
     if wish.scheme == "single":
         return alone(wish.scheme, network, names, wish.source)
     if wish.scheme == "sequential":
         return in_a_row(wish.scheme, network, names, wish.source, [device.memory for device in devices])
-    early, tiling = _tiled(network, devices, wish)
+    early = early_layers(network) if wish.early is None else wish.early
+    check_early(network, early)
+    drafts: list[DistributedPlan] = []
+    for tiling in _tilings(network, devices, wish, early):
+        drafts.append(_bounded(network, devices, wish, early, tiling))
+        if not _lacks(network, devices, drafts[-1], wish):
+            return drafts[-1]
+    return min(drafts, key=lambda found: _lacks(network, devices, found, wish))
+
+
+def _bounded(
+    network: Network, devices: Sequence[DeviceSpec], wish: Wish, early: int, tiling: Tiling | None
+) -> DistributedPlan:
+    """Shrink the shares of devices that lack memory, as long as the others can take over."""
+    names = [device.name for device in devices]
     caps: dict[int, Fraction] = {}
     while True:
         shares = _shares(devices, wish, caps)
@@ -127,16 +146,23 @@ def _schemes(network: Network, shares: Sequence[Fraction], early: int, wish: Wis
     return found
 
 
-def _tiled(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> tuple[int, Tiling | None]:
-    early = early_layers(network) if wish.early is None else wish.early
-    check_early(network, early)
+def _tilings(network: Network, devices: Sequence[DeviceSpec], wish: Wish, early: int) -> Iterator[Tiling | None]:
+    """Yield the grid that is wished for; or the soonest done, then finer ones, whose tiles take less memory."""
     if not early:
-        return 0, None
+        yield None
+        return
     speeds = [device.speed if wish.shares == "speed" else 1.0 for device in devices]
     layers = network.layers[:early]
-    if wish.grid is None:
-        return early, best_tiling(layers, speeds, wish.source)
-    return early, tile(layers, *wish.grid, speeds, wish.source)
+    if wish.grid is not None:
+        yield tile(layers, *wish.grid, speeds, wish.source)
+        return
+    best = best_tiling(layers, speeds, wish.source)
+    yield best
+    _, height, width = layers[-1].output
+    for factor in (2, 3, 4):
+        rows, columns = min(factor * best.rows, height), min(factor * best.columns, width)
+        if rows * columns <= MOST_TILES:
+            yield tile(layers, rows, columns, speeds, wish.source)
 
 
 def _what_fits(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> str:
@@ -170,7 +196,7 @@ def enough_devices(network: Network, devices: Sequence[DeviceSpec], wish: Wish) 
         some = [*ordered[:count], *[ordered[-1]] * (count - len(ordered))]
         if BYTES_PER_VALUE * network.weights > sum(device.memory for device in some):
             return False
-        return _fullest(network, some, draft(network, some, inner), inner) is None
+        return not _lacks(network, some, draft(network, some, inner), inner)
 
     # What does not fit into so many will not fit into fewer, and is known at once.
     if not fits(MOST_DEVICES):
