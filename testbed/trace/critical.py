@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from testbed.network.framing import wire_bytes
@@ -44,6 +44,15 @@ class Lateness:
     def seconds(self) -> float:
         """Both together."""
         return self.computing + self.messaging
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a critical path: what is left of its window was spent on neither."""
+
+    computing: float = 0.0
+    messaging: float = 0.0
+    """From the call that sends a message to its arrival."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +98,33 @@ class CriticalPaths:
 
     def lateness(self, device: str, window: Interval) -> Lateness:
         """Return what the host added to the path that ends on a device at the end of a window, within the window."""
-        begun, instant = window
         found = Lateness()
+        for piece in self._path(device, window):
+            found += Lateness(computing=piece.late) if piece.sender is None else Lateness(messaging=piece.late)
+        return found
+
+    def spent(self, device: str, window: Interval) -> Spent:
+        """Return what the path that ends on a device at the end of a window consists of, within the window."""
+        computing = messaging = 0.0
+        for piece in self._path(device, window):
+            seconds = piece.end - max(piece.start, window[0])
+            if piece.sender is None:
+                computing += seconds
+            else:
+                messaging += seconds
+        return Spent(computing, messaging)
+
+    def _path(self, device: str, window: Interval) -> Iterator[_Piece]:
+        """Yield the pieces of the path that ends on a device at the end of a window, the last one first."""
+        begun, instant = window
         last: _Piece | None = None
         for _ in range(_LONGEST):
             piece = self._latest(device, instant, last)
             if piece is None or piece.end <= begun:
-                break
-            if piece.sender is None:
-                found += Lateness(computing=piece.late)
-            else:
-                found += Lateness(messaging=piece.late)
-                device = piece.sender
+                return
+            yield piece
+            device = piece.sender or device
             instant, last = piece.start, piece
-        return found
 
     def _latest(self, device: str, instant: float, last: _Piece | None) -> _Piece | None:
         """Return what ended last on a device by an instant, other than what has just been looked at."""

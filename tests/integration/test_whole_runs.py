@@ -181,3 +181,32 @@ def test_a_missed_expectation_ends_with_1_and_bad_input_with_2(tmp_path: Path) -
     assert wrong.returncode == 2
     assert "mbit" in wrong.stderr
     assert left_of("run-expect") == []
+
+
+def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> None:
+    workload = {
+        "task": "infer",
+        "model": {"name": "cnn", "channels": [6, 7, 5], "hidden": [30]},
+        "data": {"name": "digits"},
+        "method": {"name": "distributed", "scheme": "fuse", "early": 2, "in_flight": 2},
+        "batch_size": 8,
+        "requests": 6,
+    }
+    path = scenario(tmp_path, "run-distributed", workload=workload)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for runtime in ("emulate", "simulate"):
+        done = command("run", path, "--runtime", runtime, "--out", tmp_path / runtime, "--accept-links")
+        assert done.returncode == 0, done.stderr + done.stdout
+        found[runtime] = [json.loads(line) for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()]
+
+    def of(runtime: str, name: str) -> list[dict[str, Any]]:
+        return [event for event in found[runtime] if event["event"] == name]
+
+    (real,), (virtual,) = of("emulate", "evaluate"), of("simulate", "evaluate")
+    assert real["accuracy"] == virtual["accuracy"]
+    assert real["loss"] == pytest.approx(virtual["loss"], rel=1e-4)
+    for runtime in found:
+        assert len(of(runtime, "request")) == 6
+    weights = {runtime: {event["device"]: event["weights"] for event in of(runtime, "memory")} for runtime in found}
+    assert weights["emulate"] == weights["simulate"]
+    assert left_of("run-distributed") == []

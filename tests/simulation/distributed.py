@@ -10,13 +10,14 @@ from runs import scenario
 
 from testbed.data.dataset import Dataset
 from testbed.methods import METHODS
-from testbed.methods.base import Problem
+from testbed.methods.base import Plan, Problem
 from testbed.methods.distributed.planner import flow_of
 from testbed.methods.parts.answers import Answers
 from testbed.models.chain import Model
 from testbed.partition.distributed.flow import Flow
 from testbed.partition.distributed.plan import DistributedPlan
 from testbed.scenario.expand import experiments
+from testbed.scenario.experiment import Experiment
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
@@ -30,6 +31,8 @@ class Inference:
     """A run with what came out."""
 
     outcome: Outcome
+    experiment: Experiment
+    plan: Plan
     flow: Flow
     outputs: torch.Tensor
     """Of all requests that were answered, in the order of their answers."""
@@ -75,7 +78,7 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
     found = torch.cat(outputs) if outputs else torch.empty(0)
     error = float((found - wanted).abs().max() / wanted.abs().max()) if found.shape == wanted.shape else float("nan")
     flow = flow_of(problem, DistributedPlan.model_validate(plan.details["distributed"]))
-    return Inference(outcome, flow, found, error, whole.state_dict())
+    return Inference(outcome, experiment, plan, flow, found, error, whole.state_dict())
 
 
 def noise(model: Model, samples: int) -> Dataset:

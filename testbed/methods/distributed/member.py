@@ -156,10 +156,11 @@ class Member:
 
     def _begin(self, request: int, images: torch.Tensor) -> None:
         """Spread a request's images, (samples, channels, height, width)."""
-        self._store(request)
+        store = self._store(request)
         if not self._tiles:
             self._made(request, IMAGE, 0, images.flatten(1))
             return
+        store.image = self.ledger.hold(images)
         for number, tile in enumerate(self._tiles):
             region = tile.regions[0]
             part = images[:, :, region.top : region.bottom, region.left : region.right]
@@ -176,16 +177,19 @@ class Member:
         count, tile = self._flow.tiled, self._tiles[number]
         layers = self._flow.network.layers[:count]
         parts = [self._parts[index] for index in range(count)]
-        held = self.ledger.hold(inputs)
+        # On the source they are a part of the image.
+        own = self._index == self._flow.plan.source
+        if not own:
+            self.ledger.hold(inputs)
         outputs = await self._compute(
-            lambda: numerics.tile(parts, tile, inputs),
+            lambda: numerics.tile(parts, tile, inputs, self.ledger),
             Cost(2.0 * len(inputs) * sum(multiplications(layers, tile))),
             Span(SPAN, request, 0),
         )
-        self.ledger.drop(held)
-        if self._index == self._flow.plan.source:
+        if own:
             self._place(request, number, outputs)
         else:
+            self.ledger.drop(inputs)
             self._tell(self._worker.lead, TILED, outputs, request=request, tile=number)
 
     def _place(self, request: int, number: int, outputs: torch.Tensor) -> None:
@@ -193,6 +197,7 @@ class Member:
         value, store = self._flow.tiled - 1, self._store(request)
         map_ = store.collect(outputs, self._tiles[number].regions[-1], self._flow.network.layers[value].output)
         if store.collected == len(self._tiles):
+            store.uncollect()
             self._made(request, value, 0, map_.flatten(1))
 
     async def _answer(self, request: int) -> None:
@@ -343,6 +348,7 @@ class Member:
     def _made(self, request: int, value: int, first: int, tensor: torch.Tensor) -> None:
         """Send what this device has made of a value to those that need it, and keep it for itself."""
         part = Range(first, first + tensor.shape[1])
+        self.ledger.drop(self.ledger.hold(tensor))
         for receiver, wanted in self._flow.receivers(value, self._index, part):
             self._send(request, value, receiver, wanted, part, tensor)
         self._keep(request, value, part, tensor)

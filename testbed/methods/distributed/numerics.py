@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.weights import NORMALISATION, Slice
 from testbed.models.chain import Model, shapes
 from testbed.models.layers import AveragePool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d
@@ -128,12 +129,17 @@ class Whole:
         return outputs.flatten(1)
 
 
-def tile(parts: Sequence[Part], place: Tile, inputs: torch.Tensor) -> torch.Tensor:
+def tile(parts: Sequence[Part], place: Tile, inputs: torch.Tensor, ledger: Ledger) -> torch.Tensor:
     """Compute the fused early layers of one tile, from (samples, channels, height, width) of its first region.
 
-    The halo is within the regions; only at the border of a layer's map is there padding.
+    The halo is within the regions; only at the border of a layer's map is there padding. What is held meanwhile is
+    counted, beside ``inputs``.
     """
     values = inputs
     for part, region in zip(parts, place.regions[1:], strict=True):
-        values = part.tile(values, padding(part.layer, region))
+        after = ledger.hold(part.tile(values, padding(part.layer, region)))
+        if values is not inputs:
+            ledger.drop(values)
+        values = after
+    ledger.drop(values)
     return values

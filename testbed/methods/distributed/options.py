@@ -40,7 +40,7 @@ class DistributedOptions(Options):
         "source", description="source: everything passes the source, as in the paper; direct: between all devices"
     )
     in_flight: int = Field(1, ge=1, description="requests under way at once")
-    chunks: int = Field(4, ge=1, description="parts in which a device's share of a layer is computed and sent")
+    chunks: int = Field(16, ge=1, description="parts in which a device's share of a layer is computed and sent")
     least_chunk: int = Field(16_384, ge=1, description="bytes that a chunk has at least, unless it is the only one")
     on_loss: Literal["replan", "fail"] = Field(
         "replan", description="requests under way when a device is lost: finish them with the others, or fail"

@@ -11,6 +11,7 @@ from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Alternative, Assignment, Plan, Problem
 from testbed.methods.distributed.options import DistributedOptions
+from testbed.methods.parts import costs
 from testbed.models.chain import BYTES_PER_VALUE
 from testbed.partition.distributed.choice import pairs_of
 from testbed.partition.distributed.describe import network_of
@@ -20,8 +21,8 @@ from testbed.partition.distributed.network import Network
 from testbed.partition.distributed.plan import DistributedPlan
 from testbed.partition.distributed.planning import Wish
 from testbed.partition.distributed.planning import plan as planned
-from testbed.partition.distributed.resources import memory, multiplications, parameters
-from testbed.partition.distributed.timing import interval
+from testbed.partition.distributed.resources import multiplications
+from testbed.partition.distributed.timing import overlapped, phases
 
 
 def plan(method: str, problem: Problem) -> Plan:
@@ -86,8 +87,11 @@ def over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
 def assignments(problem: Problem, decided: DistributedPlan) -> tuple[Assignment, ...]:
     """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
     network, wish = network_of(problem.model), _wish(problem, _among(problem, decided.devices))
-    needs = memory(network, decided, wish.samples, wish.in_flight)
-    held = parameters(network, decided)
+    # What waits at once on each device depends on the way of exchange, which the planners by formula do not look at.
+    spread = flow_of(problem, decided)
+    held, needs = spread.held, spread.memory(wish.samples, wish.in_flight)
+    for name, need in zip(decided.devices, needs, strict=True):
+        costs.check_memory(problem.device(name), need)
     work = [2.0 * sum(column) for column in zip(*multiplications(network, decided), strict=True)]
     found = [
         Assignment(device=name, first=0, last=len(problem.model.units), memory=need, parameters=values, flops=flops)
@@ -133,13 +137,10 @@ def _alternative(problem: Problem, network: Network, found: Figures) -> Alternat
     )
 
 
-def _step_time(problem: Problem, decided: DistributedPlan) -> float | None:
-    """Predict by what passes the source; where devices exchange directly, there is no formula."""
-    options, split = options_of(problem), any(part.scheme != "whole" for part in decided.layers)
-    if split and options.exchange == "direct":
-        return None
+def _step_time(problem: Problem, decided: DistributedPlan) -> float:
+    """Predict one inference alone, sending and computing each layer at the same time."""
     devices, samples = _among(problem, decided.devices), problem.workload.batch_size
-    return interval(network_of(problem.model), decided, devices, problem.links, samples, options.in_flight)
+    return overlapped(phases(flow_of(problem, decided), devices, problem.links, samples))
 
 
 def _among(problem: Problem, there: Collection[str]) -> list[DeviceSpec]:

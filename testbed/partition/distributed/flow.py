@@ -21,9 +21,11 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+from testbed.models.chain import BYTES_PER_VALUE
 from testbed.partition.distributed.network import IMAGE, Layer, Network
 from testbed.partition.distributed.pieces import Pieces, both, common, size, without
 from testbed.partition.distributed.plan import DistributedPlan, LayerPlan, Range
+from testbed.partition.distributed.resources import while_tiling
 
 Exchange = Literal["direct", "source"]
 Way = Literal["direct", "source", "row"]
@@ -233,18 +235,20 @@ class Flow:
             elif role.work == "outputs":
                 made *= 2
             most = max(most, kept + made)
-        for tile in self.plan.tiling.tiles if self.plan.tiling else ():
-            if tile.device == device:
-                most = max(
-                    most,
-                    *(
-                        layer.input[0] * before.pixels + layer.output[0] * after.pixels
-                        for layer, before, after in zip(
-                            self.network.layers, tile.regions, tile.regions[1:], strict=False
-                        )
-                    ),
-                )
-        return most
+        return max(most, while_tiling(self.network, self.plan, device)) if self.plan.tiling else most
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Return each device's `parameters`."""
+        return tuple(self.parameters(device) for device in range(len(self.plan.devices)))
+
+    def memory(self, samples: int = 1, in_flight: int = 1) -> tuple[float, ...]:
+        """Return the bytes each device needs: parameters once, activations for each request under way."""
+        live = (self.activations(device) for device in range(len(self.plan.devices)))
+        return tuple(
+            float(BYTES_PER_VALUE * (stored + in_flight * samples * each))
+            for stored, each in zip(self.held, live, strict=True)
+        )
 
     def parameters(self, device: int) -> int:
         """Return the values that a device keeps: its weights, and what belongs to the channels it finishes."""

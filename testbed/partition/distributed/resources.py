@@ -128,7 +128,7 @@ def _working(network: Network, plan: DistributedPlan, index: int, device: int) -
     """Elements of a layer's input and output on one device."""
     layer, part = network.layers[index], plan.layers[index]
     if part.scheme == "tiled":
-        return _tiled(network, plan, device) if index == 0 else 0
+        return while_tiling(network, plan, device) if index == 0 else 0
     some, of = _part(layer, part, device)
     source = device == plan.source
     if part.scheme == "whole":
@@ -143,8 +143,11 @@ def _working(network: Network, plan: DistributedPlan, index: int, device: int) -
     return entering + (layer.outputs if some or source else 0) + merging
 
 
-def _tiled(network: Network, plan: DistributedPlan, device: int) -> int:
-    """All tiles' inputs, and the widest layer of one tile; at the source the image and what it collects, too."""
+def while_tiling(network: Network, plan: DistributedPlan, device: int) -> int:
+    """Return the most elements that a device holds in the tiled layers.
+
+    All its tiles' inputs, and the widest layer of one tile; at the source the image and what it collects, too.
+    """
     layers = network.layers[: early(plan)]
     tiles = tiles_of(plan, device)
     widest = max(
