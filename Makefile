@@ -33,7 +33,9 @@ smoke: $(READY) ## the scenarios of scenarios/smoke, each with its expectations
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator
+	@rm -f .build/conformance/*.json
 	@$(TESTBED) bench $(ARGS)
+	@$(VENV)/bin/python -m controller.bench.page .build/conformance/userspace.json .build/conformance/netem.json
 
 lint: $(READY) ## ruff and mypy
 	@$(VENV)/bin/ruff check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import secrets
@@ -22,6 +23,7 @@ from controller.engine import connect, facts, is_local
 from controller.images import REGISTRY_BASE, names
 from controller.lab import SHAPER_CAPABILITIES
 from controller.removal import RUN, remove_run
+from controller.shaping import modules
 from controller.shaping.backends import MODULES
 from controller.shaping.capability import DEVICE_RATE
 from testbed.errors import HostError
@@ -32,7 +34,7 @@ Status = Literal["ok", "missing", "unknown"]
 _REGISTRY_PATIENCE = 5.0
 _ROOM = 6 * 10**9
 """Bytes: the images take half of it, and twice as much while they are built."""
-_TRY_BACKEND = "import sys; from controller.shaping.backends import choose; choose(sys.argv[1], lambda: 0)[0].close()"
+_TRY_LINKS = "import json; from controller.shaping.backends import hindrances; print(json.dumps(hindrances()))"
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,13 @@ def examine(*, measure: bool = False) -> Iterator[Check]:
     yield from backends
     yield from _host(client)
     if measure:
-        works = [check.name.removeprefix("links: ") for check in backends if check.status == "ok"]
+        works = [name for name in ("netem", "userspace") if any(_works(check, name) for check in backends)]
         for backend in works:
             yield _measured(client, backend)
+
+
+def _works(check: Check, backend: str) -> bool:
+    return check.name == f"links: {backend}" and check.status == "ok"
 
 
 def _measured(client: docker.DockerClient, backend: str) -> Check:
@@ -177,32 +183,30 @@ def _within(seconds: float, ask: Callable[[], str]) -> str:
 
 
 def _links(client: docker.DockerClient) -> Iterator[Check]:
-    """Try both backends in a container like the shaper's, in a network namespace of their own."""
+    """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
     image = names().shaper
     if not _has(client, image):
         yield Check("links", "unknown", "the shaper's image is not built yet", "'make images', then ask again")
         return
-    found = {backend: _try_backend(client, image, backend) for backend in ("netem", "userspace")}
-    for backend, problem in found.items():
-        yield Check(f"links: {backend}", "missing" if problem else "ok", problem or "works on this kernel")
-    if all(found.values()):
-        yield Check(
-            "links",
-            "missing",
-            "no backend works",
-            f"a kernel with {MODULES}: load these modules (modprobe); where the kernel's package leaves them out, "
-            "install its full one (Debian: linux-image-amd64, not its -cloud- flavour; Ubuntu: linux-modules-extra)",
-            needed=True,
-        )
+    found = _hindrances(client, image)
+    for name, works in (
+        ("netem", "works on this kernel"),
+        ("userspace", "works on this kernel"),
+        ("gate", "radio cells and casts take turns at their senders"),
+    ):
+        problem = found.get(name, found.get("", ""))
+        yield Check(f"links: {name}", "missing" if problem else "ok", problem or works, modules.HELP)
+    if all(found.get(name, found.get("", "")) for name in ("netem", "userspace")):
+        yield Check("links", "missing", "no backend works", f"a kernel with {MODULES}: {modules.HELP}", needed=True)
 
 
-def _try_backend(client: docker.DockerClient, image: str, backend: str) -> str:
-    """Return why a backend does not work here, or an empty text."""
+def _hindrances(client: docker.DockerClient, image: str) -> dict[str, str]:
+    """Return by its name why something does not work here; under an empty name, why nothing could be tried."""
     run = f"doctor-{secrets.token_hex(4)}"
     try:
-        client.containers.run(
+        said = client.containers.run(
             image,
-            ["python3", "-c", _TRY_BACKEND, backend],
+            ["python3", "-c", _TRY_LINKS],
             name=f"testbed-{run}",
             labels={RUN: run},
             cap_drop=["ALL"],
@@ -212,17 +216,16 @@ def _try_backend(client: docker.DockerClient, image: str, backend: str) -> str:
             read_only=True,
             tmpfs={"/tmp": "size=16m", "/run": "size=16m"},
         )
+        found: dict[str, str] = json.loads(said)
     except ContainerError as error:
-        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
-        lines = said.strip().splitlines()
-        why = lines[-1] if lines else f"status {error.exit_status}"
-        # Of what the shaper would say to a user, only what the kernel said.
-        return why.partition(f"({backend}: ")[2].partition("); it needs")[0] or why
+        text = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
+        lines = text.strip().splitlines()
+        return {"": lines[-1] if lines else f"status {error.exit_status}"}
     except APIError as error:
-        return str(error.explanation)
+        return {"": str(error.explanation)}
     finally:
         remove_run(client, run, settle=False)
-    return ""
+    return found
 
 
 def _host(client: docker.DockerClient | None) -> Iterator[Check]:

@@ -10,7 +10,8 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,16 +20,20 @@ from controller import runstate
 from controller.agents import AgentGone
 from controller.lab import Lab
 from testbed.errors import InputError
-from testbed.faults import UNDOING
+from testbed.faults import UNDOING, FaultScript
 from testbed.network.link import Link, Pair, link_from
 from testbed.network.state import NetworkState
 from testbed.scenario.schema import FaultPart
-from testbed.speeds import Speeds
+from testbed.speeds import MIN_FACTOR, Speeds
 
 if TYPE_CHECKING:
     from controller.agents import Agent
     from testbed.replay import Change
     from testbed.scenario.experiment import Experiment
+
+
+HALTED = MIN_FACTOR
+"""Share of its own speed at which a device that is about to be paused computes: what it has begun waits as it does."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,10 @@ class Conditions:
         if not fresh or now.speeds.factor(name) != 1.0:
             self._tell_speeds({name: now.speeds.factor(name)})
 
+    def halt(self, name: str) -> None:
+        """Let a device compute nothing until it is told otherwise: while it is frozen no paced time must pass."""
+        self._tell_speeds({name: HALTED})
+
     def _change(self, change: Callable[[_Situation], _Situation]) -> Changed:
         with self._path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -252,6 +261,7 @@ def inflict(lab: Lab, part: FaultPart, handle: str) -> Changed:
             lab.start(str(part.restart), conditions.links())
             conditions.tell(str(part.restart))
         case "pause":
+            conditions.halt(str(part.pause))
             lab.pause(str(part.pause))
         case "resume":
             lab.resume(str(part.resume))
@@ -263,6 +273,27 @@ def inflict(lab: Lab, part: FaultPart, handle: str) -> Changed:
         case _:
             return conditions.add(part, handle)
     return Changed()
+
+
+def flapping(lab: Lab, part: FaultPart, handle: str) -> Iterator[tuple[int, float]]:
+    """Take a flap's links down and up until it is over, from now on; they are up when this ends, however it ends.
+
+    Yields after each change how often they went down so far, and by how many seconds the latest of the changes was
+    late.
+    """
+    script, began = FaultScript([part]), time.monotonic()
+    turns, late = 0, 0.0
+    try:
+        while (deadline := script.next_deadline()) is not None:
+            time.sleep(max(0.0, began + deadline - time.monotonic()))
+            for strike in script.due(deadline):
+                (inflict if strike.phase == "strike" else undo)(lab, part, handle)
+                actual = time.monotonic() - began
+                script.done(strike, actual)
+                turns, late = turns + (strike.phase == "strike"), max(late, actual - deadline)
+                yield turns, late
+    finally:
+        Conditions(lab).undo(handle)
 
 
 def undo(lab: Lab, part: FaultPart, handle: str) -> Changed:

@@ -23,6 +23,7 @@ from testbed.scenario.source import Key, Problem
 from testbed.speeds import MIN_FACTOR
 
 if TYPE_CHECKING:
+    from testbed.network.link import Pair
     from testbed.scenario.experiment import Experiment
 
 Phase = Literal["strike", "undo"]
@@ -290,7 +291,7 @@ def problems(
             *_time_problems(index, part, experiment.scenario.time_limit),
             *_partition_problems(part, names),
             *_degrade_problems(part, experiment),
-            *_link_problems(part, experiment),
+            *link_problems(part, experiment.links),
             *_throttle_problems(part, experiment),
             *_mending_problems(part, faults),
         ]
@@ -341,11 +342,12 @@ def _degrade_problems(part: FaultPart, experiment: Experiment) -> Wrong:
             yield ("degrade", key) if getattr(worse, key) is not None else ("degrade",), text
 
 
-def _link_problems(part: FaultPart, experiment: Experiment) -> Wrong:
+def link_problems(part: FaultPart, there: Collection[Pair]) -> Wrong:
+    """Name a link that a fault strikes and that is not there."""
     for action, links in (("degrade", part.degrade), ("flap", part.flap)):
         if links is not None and links.device is None:
             pair = links.between or (str(links.from_), str(links.to))
-            if pair not in experiment.links:
+            if pair not in there:
                 yield (action,), f"there is no link from '{pair[0]}' to '{pair[1]}' to {action}"
 
 

@@ -2,10 +2,10 @@
 
     python -m controller.bench.conformance --links userspace --json out.json
 
-`measure` is the part ``links`` of ``testbed bench``: every backend that this kernel serves, all points. The tests
-take the same cases at fewer points. Bounds are those of `controller.shaping.tolerance` and, for what is random, the
-99 % binomial interval; since one sound measurement in a hundred lies outside of that, what lies outside of its bounds
-is measured once more.
+`measure` is a part of ``testbed bench``: each backend at all points, netem in the virtual machine of ``tests/netem``
+where this kernel has none. The tests take the same cases at fewer points. Bounds are those of
+`controller.shaping.tolerance` and, for what is random, the 99 % binomial interval; since one sound measurement in a
+hundred lies outside of that, what lies outside of its bounds is measured once more.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ import contextlib
 import json
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, pstdev
+from typing import Any
 
 from controller.bench.bare import Network
 from controller.bench.figure import Figure
 from controller.bench.flows import Flow, flows, tcp_rates, udp_rates
+from controller.places import BUILD, CHECKOUT
+from controller.shaping import modules
 from controller.shaping.plan import FRAME
 from controller.shaping.shaper import Shaping
 from controller.shaping.tolerance import RATE_HIGHEST, RATE_LOWEST, binomial_interval, delay_tolerance
@@ -35,6 +39,8 @@ from testbed.network.impairments import burst_lengths, chain, expected_loss
 from testbed.network.link import GilbertElliott, Link, Pair
 
 BACKENDS = ("userspace", "netem")
+RESULTS = BUILD / "conformance"
+"""Where `measure` leaves what it found, for the table in the documentation."""
 JITTER_FRACTION = 0.1
 BURSTS_FRACTION = 0.1
 TCP_LOWEST = 0.92
@@ -349,8 +355,8 @@ def _correlation(values: Sequence[float]) -> float:
     return fmean((one - mean) * (other - mean) for one, other in pairwise(values)) / pstdev(values) ** 2
 
 
-def conformance(backend: str) -> Iterator[Figure]:
-    """Measure every case at every point."""
+def conformance(backend: str, *, slow_host: bool = False) -> Iterator[Figure]:
+    """Measure every case; on a host as slow as a virtual machine without those that ask for a fast one."""
     with Lab(backend) as lab:
         cases: list[Callable[[], Iterator[Figure]]] = [
             lambda: delays(lab),
@@ -360,39 +366,95 @@ def conformance(backend: str) -> Iterator[Figure]:
             lambda: alterations(lab),
             lambda: live_change(lab),
         ]
-        cases += [lambda delay=delay: rates(lab, [(rate, delay) for rate in RATES]) for delay in RATE_DELAYS]  # type: ignore[misc]
+        fastest = 250e6 if slow_host else 1e9
+        for delay in RATE_DELAYS:
+            points = [(rate, delay) for rate in RATES if not delay or rate <= fastest]
+            points += [(fastest, delay)] if delay and fastest not in RATES else []
+            cases.append(lambda points=points: rates(lab, points))  # type: ignore[misc]
         for case in cases:
             yield from settled(case)
     yield from settled(lambda: access(backend))
-    yield from settled(lambda: many(backend))
+    yield from settled(lambda: many(backend, pairs=6 if slow_host else 20))
 
 
 def measure() -> Iterator[Figure]:
-    """Yield the figures of each backend that this kernel serves."""
+    """Yield the figures of each backend, or why there are none, and keep them in `RESULTS`."""
+    if os.geteuid() != 0:
+        yield Figure("links", 0, "", detail="not measured: network namespaces need root")
+        return
+    RESULTS.mkdir(parents=True, exist_ok=True)
     for backend in BACKENDS:
+        kept = RESULTS / f"{backend}.json"
+        kept.unlink(missing_ok=True)
         try:
-            for figure in conformance(backend):
-                yield replace(figure, name=f"{backend}: {figure.name}")
+            if modules.missing()[backend]:
+                document = _in_virtual_machine(backend)
+                figures = [_figure(entry) for entry in document["figures"]]
+                yield from (replace(figure, name=f"{backend}: {figure.name}") for figure in figures)
+            else:
+                figures = []
+                for figure in conformance(backend):
+                    figures.append(figure)
+                    yield replace(figure, name=f"{backend}: {figure.name}")
+                document = _document(backend, figures, ["--links", backend])
         except HostError as error:
-            if backend == "userspace" or "netem" not in str(error):
-                raise
-            yield Figure("netem", 0.0, "", detail=f"not on this kernel: {error}")
+            yield Figure(f"{backend}: links", 0, "", detail=f"not measured: {error}")
+        else:
+            kept.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _document(backend: str, figures: Sequence[Figure], arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what `controller.bench.page` makes a table of."""
+    machine = ["python tests/netem/vm.py --"] if os.environ.get("TESTBED_IN_VM") else []
+    return {
+        "backend": backend,
+        "kernel": os.uname().release,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join([*machine, "python -m controller.bench.conformance", *arguments]),
+        "figures": [asdict(figure) for figure in figures],
+    }
+
+
+def _figure(entry: Mapping[str, Any]) -> Figure:
+    between = entry["between"]
+    return Figure(**{**entry, "between": tuple(between) if between else None})
+
+
+def _in_virtual_machine(backend: str) -> dict[str, Any]:
+    machine = CHECKOUT / "tests/netem/vm.py"
+    if not machine.exists():
+        raise HostError("this kernel has none, and a virtual machine is booted only from a checkout")
+    found = CHECKOUT / ".build/vm/out/conformance.json"
+    found.unlink(missing_ok=True)
+    inside = ["-m", "controller.bench.conformance", "--links", backend, "--slow-host", "--json", str(found)]
+    booted = [sys.executable, str(machine), "--timeout", "3600", "--", sys.executable, *inside]
+    done = subprocess.run(booted, check=False, capture_output=True, text=True)
+    if not found.exists():
+        raise HostError(f"the virtual machine gave no figures: {done.stderr.strip().splitlines()[-1:]}")
+    document: dict[str, Any] = json.loads(found.read_text())
+    return document
 
 
 def main() -> int:
     """Measure one backend and write its figures as JSON; status 1 when one is outside of its bounds."""
     parser = argparse.ArgumentParser(description="Measure whether a backend's links do what is asked of them.")
     parser.add_argument("--links", choices=BACKENDS, required=True)
+    parser.add_argument("--slow-host", action="store_true", help="leave out what only a fast host can do")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     figures = []
-    for figure in conformance(arguments.links):
+    for figure in conformance(arguments.links, slow_host=arguments.slow_host):
         figures.append(figure)
         print(f"{'ok ' if figure.reached else 'BAD'} {figure.name}: {figure.value:.5g} {figure.unit} {figure.detail}")
         sys.stdout.flush()
     if arguments.json:
-        arguments.json.write_text(json.dumps([figure.to_json() for figure in figures], indent=2) + "\n")
+        document = _document(arguments.links, figures, _without_files(sys.argv[1:]))
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if all(figure.reached for figure in figures) else 1
+
+
+def _without_files(words: Sequence[str]) -> list[str]:
+    return [word for before, word in pairwise(["", *words]) if "--json" not in (before, word)]
 
 
 if __name__ == "__main__":

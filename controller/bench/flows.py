@@ -26,6 +26,8 @@ _RECEIVE_BUFFER = 256 << 20
 _BUFFER_PER_FRAME = 2304
 """What the kernel charges to a socket for a full frame."""
 _PORT = 5001
+_WAIT_TO_SEND = 0.0005
+"""Seconds between attempts to send where the socket's buffer is full."""
 
 
 @dataclass
@@ -98,13 +100,28 @@ def flows(
         start = time.monotonic()
         for number in range(count):
             for pair, flow in made.items():
-                now = time.monotonic()
-                flow.sent.append(now)
-                content = _CONTENT.pack(run, number, now) + filler[:rest]
-                senders[pair[0]].sendto(content, targets[pair])
+                flow.sent.append(_send(senders[pair[0]], targets[pair], (run, number), filler[:rest], drain))
             drain(start + (number + 1) * gap)
         drain(time.monotonic() + linger)
     return made
+
+
+def _send(
+    sender: socket.socket,
+    target: tuple[str, int],
+    mark: tuple[bytes, int],
+    filler: bytes,
+    drain: Callable[[float], None],
+) -> float:
+    """Send a datagram, once there is room for it; return when."""
+    while True:
+        now = time.monotonic()
+        try:
+            sender.sendto(_CONTENT.pack(*mark, now) + filler, target)
+        except BlockingIOError:  # the kernel has yet to carry off what was sent before
+            drain(now + _WAIT_TO_SEND)
+        else:
+            return now
 
 
 def _take(receiver: socket.socket, flow: Flow, run: bytes, filler: bytes) -> None:

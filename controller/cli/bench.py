@@ -14,7 +14,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from controller.bench.figure import Figure
 
-PARTS = ("clocks", "pacing", "transfer", "memory", "startup")
+PARTS = ("clocks", "pacing", "transfer", "memory", "startup", "conformance")
 
 
 def _measure(part: str) -> Callable[[], Iterator[Figure]]:
@@ -33,8 +33,9 @@ def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
 
     clocks: speed of the simulator; the quickstart emulated against simulated. pacing: whether work takes what it is
     charged, on an idle and on a loaded host. transfer: tensors and small messages on
-    real links. memory: of idle and working devices. startup: devices up and shaped against bare containers. All
-    of them by default, some minutes. Run it on an idle machine: what else runs here is in the figures.
+    real links. memory: of idle and working devices. startup: devices up and shaped against bare containers.
+    conformance: links requested and achieved, by backend. All of them by default, a quarter of an hour. Run it on an
+    idle machine: what else runs here is in the figures.
 
     \b
     Example:

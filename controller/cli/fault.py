@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 
 import click
 from pydantic import ValidationError
 
 from controller import runstate
 from controller.cli.linkoptions import link_options, read
-from controller.faults import Changed, Conditions, inflict
+from controller.faults import Changed, Conditions, flapping, inflict
 from controller.lab import Lab
 from testbed.errors import InputError
-from testbed.faults import devices_named
+from testbed.faults import devices_named, link_problems
 from testbed.scenario.loading import explain
 from testbed.scenario.schema import FaultPart
 
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 
 
-def _inflict(run_id: str | None, action: dict[str, object]) -> None:
-    """Check a fault as a scenario's would be, do it, and say which links it changed."""
+def _checked(run_id: str | None, action: dict[str, object]) -> tuple[Lab, FaultPart, str]:
+    """Check a fault as a scenario's would be; return the lab, the fault and a handle for it."""
     try:
         part = FaultPart.model_validate({**action, "at": 0})
     except ValidationError as error:
@@ -29,7 +30,14 @@ def _inflict(run_id: str | None, action: dict[str, object]) -> None:
     for _, name in devices_named(part):
         if name not in lab.devices:
             raise InputError(f"there is no device '{name}' in {lab.run_id}: {', '.join(lab.devices)}")
-    handle = f"{part.action}-{secrets.token_hex(3)}"
+    for _, text in link_problems(part, lab.experiment.links):
+        raise InputError(text)
+    return lab, part, f"{part.action}-{secrets.token_hex(3)}"
+
+
+def _inflict(run_id: str | None, action: dict[str, object]) -> None:
+    """Check a fault, do it, and say which links it changed."""
+    lab, part, handle = _checked(run_id, action)
     changed = inflict(lab, part, handle)
     if part.action in ("partition", "degrade", "throttle"):
         click.echo(f"{handle}: {_told(changed)}; undo with: testbed fault undo {handle}")
@@ -55,6 +63,7 @@ def fault() -> None:
       testbed fault restart worker1
       testbed fault partition source,worker1 worker2,worker3
       testbed fault degrade source worker1 --delay 200ms --loss 5%
+      testbed fault flap source worker1 --down 200ms --up 2s --times 5
       testbed fault throttle worker1 --slowdown 3
       testbed fault heal
     """
@@ -100,14 +109,46 @@ def degrade(
     run_id: str | None,
 ) -> None:
     """Make links worse: the one between SOURCE and DESTINATION, or all of SOURCE."""
-    worse = read(figures)
+    _inflict(run_id, {"degrade": {**_links(source, destination, one_way), **read(figures)}})
+
+
+@fault.command()
+@click.argument("source")
+@click.argument("destination", required=False)
+@click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
+@click.option("--down", required=True, help="So long they drop everything, e.g. 200ms")
+@click.option("--up", required=True, help="So long they work before they next go down, e.g. 2s")
+@click.option("--times", type=int, help="How often.  [default: until --for is over, or Ctrl-C]")
+@click.option("--for", "for_", help="How long in all, e.g. 30s")
+@_run_option
+def flap(
+    source: str,
+    destination: str | None,
+    one_way: bool,
+    down: str,
+    up: str,
+    times: int | None,
+    for_: str | None,
+    run_id: str | None,
+) -> None:
+    """Take links down and up again, over and over: the one between SOURCE and DESTINATION, or all of SOURCE.
+
+    Goes on until it is over, or Ctrl-C; either way the links are up at the end.
+    """
+    links = {**_links(source, destination, one_way), "down": down, "up": up, "times": times}
+    lab, part, handle = _checked(run_id, {"flap": links, "for": for_})
+    turns, late = 0, 0.0
+    with suppress(KeyboardInterrupt):
+        for turns, late in flapping(lab, part, handle):  # noqa: B007 - the last is told
+            pass
+    click.echo(f"{handle}: the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late")
+
+
+def _links(source: str, destination: str | None, one_way: bool) -> dict[str, object]:
+    """Return the links that a fault strikes, in a scenario's words."""
     if destination is None:
-        target: dict[str, object] = {"device": source}
-    elif one_way:
-        target = {"from": source, "to": destination}
-    else:
-        target = {"between": [source, destination]}
-    _inflict(run_id, {"degrade": {**target, **worse}})
+        return {"device": source}
+    return {"from": source, "to": destination} if one_way else {"between": [source, destination]}
 
 
 @fault.command()

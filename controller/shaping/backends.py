@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from controller.shaping import interfaces, modules, netem, receiver, sender, tc
+from controller.shaping import interfaces, modules, netem, nfqueue, receiver, sender, tc
 from controller.shaping.delayline import DelayLine, Impairment
 from controller.shaping.namespaces import Namespace, command, read_proc
 from controller.shaping.nfqueue import open_socket
@@ -254,12 +254,34 @@ def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str
             return Userspace(_try(iptables_for_queues), seed), problems
         except HostError as error:
             problems["userspace"] = str(error)
-    lacking = modules.missing()
-    reasons = "; ".join(
-        f"{name} lacks {', '.join(lacking[name])}" if lacking[name] else f"{name} fails ({problem})"
-        for name, problem in problems.items()
-    )
+    reasons = "; ".join(f"{name} {reason}" for name, reason in _reasons(problems).items())
     raise HostError(f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {modules.HELP}")
+
+
+def _reasons(problems: Mapping[str, str]) -> dict[str, str]:
+    """Say why backends with these problems cannot be had: for want of which modules, if that is why."""
+    lacking = modules.missing() if problems else {}
+    return {
+        name: f"lacks {', '.join(lacking[name])}" if lacking[name] else f"fails ({problem})"
+        for name, problem in problems.items()
+    }
+
+
+def hindrances() -> dict[str, str]:
+    """Say of each backend, and of the gate (radio cells, casts), why this kernel cannot serve it, or nothing."""
+    found = dict.fromkeys(("netem", "userspace", "gate"), "")
+    problems = {}
+    for name, trial in (("netem", netem_works), ("userspace", iptables_for_queues)):
+        try:
+            _try(trial)
+        except HostError as error:
+            problems[name] = str(error)
+    found |= _reasons(problems)
+    try:
+        queueing_iptables()
+    except HostError:
+        found["gate"] = found["userspace"]  # it needs the same queues
+    return found
 
 
 def queueing_iptables() -> str:
@@ -295,5 +317,5 @@ def netem_works() -> str:
 
 def iptables_for_queues() -> str:
     """Return the iptables program that can lead packets into a queue here; raises HostError when none can."""
-    open_socket().close()
+    nfqueue.check()
     return modules.iptables()

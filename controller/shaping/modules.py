@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from controller.shaping import interfaces
+from controller.shaping import interfaces, nfqueue
 from controller.shaping.namespaces import Namespace, command
-from controller.shaping.nfqueue import open_socket
 from testbed.errors import HostError
 
 HELP = (
@@ -52,7 +51,7 @@ def iptables() -> str:
 
 _USERSPACE: dict[str, Callable[[], object]] = {
     **_SENDER,
-    "nfnetlink_queue": lambda: open_socket().close(),
+    "nfnetlink_queue": nfqueue.check,
     "xt_NFQUEUE": iptables,
 }
 

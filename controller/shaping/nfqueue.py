@@ -1,4 +1,4 @@
-"""NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h), as bytes: pure but for opening the socket.
+"""NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h), as bytes; and whether there are any queues.
 
 Packets are asked for without their content, or with so much of it as is needed; a message then names a queue, a
 packet, and perhaps when it arrived.
@@ -6,6 +6,7 @@ packet, and perhaps when it arrived.
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 
@@ -120,6 +121,22 @@ def packet_identity(data: bytearray) -> bytearray:
     The packet's header always is the first attribute of the message.
     """
     return data[24:28]
+
+
+def check() -> None:
+    """Bind a queue in the calling thread's network namespace and let go of it; raises HostError when there are none.
+
+    A socket alone proves nothing: that it can be had without the queues.
+    """
+    with open_socket() as opened:
+        opened.settimeout(2)
+        opened.send(bind(1, 1))
+        try:
+            _, error = acknowledgement(bytearray(opened.recv(4096)))
+        except OSError as silent:
+            raise HostError(f"netfilter does not answer: {silent}") from silent
+    if error:
+        raise HostError(f"no netfilter queue can be bound: {os.strerror(error)}")
 
 
 class Stamps:

@@ -57,13 +57,13 @@ class Link:
     loss: float = 0.0
     """Fraction of packets lost, each independently unless correlated."""
     loss_correlation: float = 0.0
-    """Of successive packets' fates, from 0 to 1, as netem defines it."""
+    """Of successive packets' fates, from 0 to 1; the share of losses stays what it is (netem's own does not)."""
     bursts: GilbertElliott | None = None
     """Loss in bursts, instead of ``loss``."""
     message_loss: float = 0.0
     """Fraction of casts lost whole, each receiver for itself: what radio studies mean by loss."""
     duplicate: float = 0.0
-    """Fraction of packets that arrive twice."""
+    """Fraction of packets that arrive twice, unless one copy is lost."""
     reorder: float = 0.0
     """Fraction of packets that skip the delay, and so overtake the others."""
     corrupt: float = 0.0

@@ -6,14 +6,16 @@ from the scenario's own figures, and only the checks on the run's course apply t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from testbed.methods.base import Plan
-from testbed.network.link import Pair
+from testbed.network.link import Link, Pair
 from testbed.scenario.experiment import Experiment
+from testbed.scenario.schema import LinkPart
 from testbed.trace.disturbances import Strike
 from testbed.trace.outcome import Outcome
 
@@ -33,6 +35,10 @@ STOLEN_SHARE = 0.03
 """Of the processors' time that a hypervisor may take from the host: nothing here can tell whom it hit."""
 FAULT_LATENESS = 0.5
 """Seconds after its intended instant within which a fault must strike."""
+CHANGE_LATENESS = 0.05
+"""The same of what is to happen at every one of many instants: changes of a trace, links that flap."""
+FLAP_LATENESS_SHARE = 0.5
+"""Of the shorter phase of a flap, where that is less: beyond, an outage might as well not have been."""
 QUEUE_OVERFLOWS = 0
 """Packets that the emulation itself may drop. What overflows the queue before a rate is lost by the link, as asked."""
 DELAY_LATENESS = 1e-3
@@ -67,7 +73,12 @@ def verdict(
     optional: ``host_load``, ``host_saturated`` and ``host_stolen`` (shares of the run), ``queues`` (per device, packets
     dropped by kind) and ``lateness`` (of the delay lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``).
     """
-    checks = [_course(outcome), _record(outcome, experiment, plan), *_faults(experiment, struck)]
+    checks = [
+        _course(outcome),
+        _record(outcome, experiment, plan),
+        *_faults(experiment, struck),
+        *_changes(outcome, experiment),
+    ]
     emulated = outcome.runtime == "emulate"
     if emulated:
         checks += [
@@ -78,13 +89,16 @@ def verdict(
             *_queues(outcome.fidelity),
             *_delays(outcome.fidelity, experiment),
         ]
+    else:
+        checks += _left_out(experiment)
     reasons = [check.detail for check in checks if check.ok is False]
     if reasons:
         kind, summary = "not trusted", "; ".join(reasons)
     elif emulated:
         kind, summary = "trusted", "links, pacing, faults and host were all as the scenario asks"
     else:
-        kind, summary = "prediction", "simulated from the scenario's figures; nothing was measured"
+        left_out = "".join(f"; {check.detail}" for check in _left_out(experiment))
+        kind, summary = "prediction", f"simulated from the scenario's figures; nothing was measured{left_out}"
     return {
         "kind": kind,
         "trusted": not reasons,
@@ -92,6 +106,25 @@ def verdict(
         "reasons": reasons,
         "checks": [asdict(check) for check in checks],
     }
+
+
+def _left_out(experiment: Experiment) -> list[Check]:
+    """Name what the scenario asks of its links and the simulation does not model (see ``testbed.simulation``)."""
+    parts: list[Link | LinkPart] = [
+        # By identity: a mesh of a thousand devices has a million links, but few values.
+        *{id(link): link for link in experiment.links.values()}.values(),
+        *(fault.degrade for fault in experiment.scenario.faults if fault.degrade is not None),
+        *(change.link for change in experiment.changes if change.link is not None),
+    ]
+    found = [
+        text
+        for text, asked in (
+            ("queue limits", any(part.limit is not None for part in parts)),
+            ("packets that arrive twice", any(part.duplicate for part in parts)),
+        )
+        if asked
+    ]
+    return [Check("model", None, f"not in the model: {' and '.join(found)}")] if found else []
 
 
 def _course(outcome: Outcome) -> Check:
@@ -137,6 +170,30 @@ def _faults(experiment: Experiment, struck: Sequence[Strike]) -> list[Check]:
         worst = max(struck, key=lambda strike: strike.struck - strike.intended)
         return [Check("faults", False, f"{worst.action} of {worst.target} struck {late:.2f} s late")]
     return [Check("faults", True, f"{len(struck)} struck, the latest {late * 1e3:.0f} ms late")]
+
+
+def _changes(outcome: Outcome, experiment: Experiment) -> list[Check]:
+    """Judge how late changes of the trace and of flapping links took effect."""
+    checks = []
+    flaps = [fault.flap for fault in experiment.scenario.faults if fault.flap is not None]
+    shortest = min((min(flap.down, flap.up) for flap in flaps), default=math.inf)
+    for name, kind, bound in (
+        ("trace", "trace", CHANGE_LATENESS),
+        ("flaps", "fault", min(CHANGE_LATENESS, FLAP_LATENESS_SHARE * shortest)),
+    ):
+        late = [
+            event.time - float(event.fields["intended"])
+            for event in outcome.events
+            if event.event == kind and (kind == "trace" or event.fields.get("action") == "flap")
+        ]
+        if not late:
+            continue
+        beyond = sum(each > bound for each in late)
+        detail = f"{len(late)} changes by the {name}, the latest {max(late) * 1e3:.0f} ms late"
+        if beyond:
+            detail = f"{beyond} of {detail} (at most {bound * 1e3:.3g} ms)"
+        checks.append(Check(name, not beyond, detail))
+    return checks
 
 
 def _links(outcome: Outcome, experiment: Experiment) -> Check:

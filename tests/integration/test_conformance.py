@@ -2,7 +2,8 @@
 
 The cases and their bounds are those of the bench (`controller.bench.conformance`), at fewer points. The virtual machine
 of `tests/netem` is held to the same bounds, at fewer points still and with fewer packets, since it emulates every
-instruction.
+instruction: its one processor has 1000 of them for a microsecond, and 1 gbit through netem leaves 12 microseconds for a
+packet to be sent, delayed and received, which is too little.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def test_jitter(lab: Lab) -> None:
 
 
 def test_loss(lab: Lab) -> None:
-    check(lambda: conformance.losses(lab, (0.001, 0.1, 0.5) if IN_VM else conformance.LOSSES))
+    check(lambda: conformance.losses(lab, (0.01, 0.5) if IN_VM else conformance.LOSSES))
 
 
 def test_loss_in_bursts(lab: Lab) -> None:
@@ -74,18 +75,19 @@ def test_rates_of_slow_links(lab: Lab) -> None:
     )
 
 
-@pytest.mark.parametrize(("rate", "delay"), [(100e6, 0.02), (1e9, 0.0), (1e9, 0.02)])
+@pytest.mark.parametrize(("rate", "delay"), [(100e6, 0.02), (1e9, 0.0), (250e6 if IN_VM else 1e9, 0.02)])
 def test_rates_of_fast_links(lab: Lab, rate: float, delay: float) -> None:
     check(lambda: conformance.rates(lab, [(rate, delay)], patience=0.6))
 
 
 def test_a_change_is_quick_and_spares_others(lab: Lab) -> None:
-    check(lambda: conformance.live_change(lab))
+    check(lambda: conformance.live_change(lab, packets=4000 if IN_VM else 10_000))
 
 
 def test_access_limits(lab: Lab) -> None:
     check(lambda: conformance.access(lab.backend))
 
 
-def test_twenty_pairs_at_once(lab: Lab) -> None:
-    check(lambda: conformance.many(lab.backend))
+def test_many_pairs_at_once(lab: Lab) -> None:
+    # Twenty pairs are asked of two processors, and the virtual machine has one.
+    check(lambda: conformance.many(lab.backend, pairs=4 if IN_VM else 20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 from controller.bench.pacing import loaded
 from controller.emulation import emulate
 from controller.engine import connect
+from controller.fidelity import HostMonitor
 from controller.removal import DEVICE, RUN
 from testbed.data import load as load_data
 from testbed.errors import TestbedError
+from testbed.network.broadcast import heard
 from testbed.scenario.expand import experiments
 from testbed.scenario.prepare import Prepared, prepare
 from testbed.scenario.schema import Scenario
@@ -96,6 +99,9 @@ def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
     assert [change["what"].split()[0] for change in events(outcome, "trace")] == ["link", "link", "device"]
     factors = [(each["target"], each["factor"]) for each in events(outcome, "speed")]
     assert factors == [("worker2", 0.5), ("source", 0.25), ("source", 1.0)]
+    checks = {check["name"]: check["detail"] for check in figures["verdict"]["checks"]}
+    assert "3 changes by the trace" in checks["trace"]
+    assert "6 changes by the flaps" in checks["flaps"]
     strikes = [each for each in events(outcome, "fault") if each["action"] == "flap"]
     assert [each["phase"] for each in strikes] == ["strike", "undo"] * 3
     slow, fast = [], []
@@ -104,6 +110,24 @@ def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
             (slow if work["start"] > 2.3 and work["time"] < 3.9 else fast).append(work["duration"])
     assert slow
     assert min(slow) == pytest.approx(4 * sorted(fast)[len(fast) // 2], rel=0.1)
+
+
+def test_what_a_paused_device_computes_stands_still_too() -> None:
+    prepared = scenario(
+        "emu-pause",
+        devices={"source": {"speed": "100mflops"}},
+        workload={"model": {"name": "cnn"}, "method": {"name": "single"}, "batch_size": 32, "steps": 6},
+        faults=[{"pause": "source", "when": {"device": "source", "begins": "forward", "batch": 3}, "for": "1s"}],
+    )
+    outcome, _ = run(prepared)
+    assert outcome.status == "finished", outcome.error
+    struck, undone = (each["time"] for each in events(outcome, "fault"))
+    works = [each for each in events(outcome, "compute") if each["span"] == "forward"]
+    paused = [each for each in works if each["start"] < struck < each["time"]]
+    assert paused
+    usual = sorted(each["duration"] for each in works)[len(works) // 2]
+    assert usual > 0.1
+    assert paused[0]["duration"] == pytest.approx(usual + undone - struck, abs=0.3 * usual)
 
 
 def test_a_device_down_before_the_start_is_the_methods_business() -> None:
@@ -119,12 +143,65 @@ def test_without_its_lead_there_is_no_run() -> None:
         run(scenario("emu-lead"), killing("source", "handing out the work", "emu-lead"))
 
 
+def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
+    base = {
+        "network": {"topology": "mesh", "link": {"rate": "10mbit", "delay": "2ms", "message_loss": "30%"}},
+        "workload": {
+            "task": "infer",
+            "model": {"name": "mlp"},
+            "method": {"name": "exchange", "cast": True, "payload": "8kB"},  # six datagrams each
+            "requests": 300,
+        },
+        "faults": [{"degrade": {"from": "source", "to": "worker2", "message_loss": "100%"}, "at": "1s"}],
+    }
+    prepared = scenario("emu-cast", **base)
+    outcome, _ = run(prepared)
+    assert outcome.status == "finished", outcome.error
+    [struck] = [each["time"] for each in events(outcome, "fault")]
+    casts = {each["number"]: each["time"] for each in events(outcome, "cast")}
+    assert len(casts) == 300
+    received: dict[str, set[int]] = {"worker1": set(), "worker2": set()}
+    for each in events(outcome, "receive"):
+        received[each["device"]].add(each["cast"])
+    # Each receiver by draws of its own, which whoever runs this scenario makes alike.
+    drawn = {
+        name: {number for number in casts if heard(prepared.experiment.scenario.seed, "source", name, number, 0.3)}
+        for name in received
+    }
+    assert received["worker1"] == drawn["worker1"]
+    before = {number for number, when in casts.items() if when < struck - 0.1}
+    after = {number for number, when in casts.items() if when > struck}
+    assert received["worker2"] & before == drawn["worker2"] & before
+    assert not received["worker2"] & after
+    assert drawn["worker1"] != drawn["worker2"]
+    assert 0.6 < len(drawn["worker1"]) / 300 < 0.8
+    assert before
+    assert after
+
+
+def load_by_others(seconds: float = 1.0) -> float:
+    """Return the share of the processors that is busy now, with nothing of ours at work."""
+    monitor = HostMonitor()
+    monitor.start()
+    time.sleep(seconds)
+    return float(monitor.stop()["host_load"])
+
+
 def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> None:
+    others = load_by_others()
     _, idle = run(scenario("emu-idle"))
+    if not idle["trusted"]:
+        others = max(others, load_by_others())
+        _, idle = run(scenario("emu-idle"))
+    if not idle["trusted"]:
+        # Without another's doing, an idle host has no reason to be distrusted.
+        others = max(others, load_by_others())
+        assert others > 0.2, idle["verdict"]["summary"]
+        pytest.skip(f"others keep {others:.0%} of this host busy: {idle['verdict']['summary']}")
     with loaded():
         _, busy = run(scenario("emu-busy"))
     same = abs(busy["step_time"] / idle["step_time"] - 1) <= 0.03
-    assert same or not busy["trusted"] or not idle["trusted"], (idle["step_time"], busy["step_time"], busy["verdict"])
+    assert same or not busy["trusted"], (idle["step_time"], busy["step_time"], busy["verdict"])
 
 
 def test_a_backend_that_the_kernel_lacks_is_one_line_and_3(tmp_path: Path) -> None:

@@ -140,6 +140,12 @@ def test_a_device_killed_and_restarted_by_hand_joins_again(tmp_path: Path) -> No
     try:
         assert eventually(lambda: is_running(tmp_path / "out"), 90)
         assert command("fault", "degrade", "worker1", "--delay", "3ms").returncode == 0
+        flapped = command("fault", "flap", "source", "worker1", "--down", "50ms", "--up", "200ms", "--times", "2")
+        assert "went down 2 times" in flapped.stdout, flapped.stderr
+        assert (
+            "no link from 'source' to 'source'"
+            in command("fault", "flap", "source", "source", "--down", "50ms", "--up", "1s").stderr
+        )
         for action in ("kill", "restart"):
             done = command("fault", action, "worker1")
             assert done.returncode == 0, done.stderr

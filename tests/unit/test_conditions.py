@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from controller.agents import AgentGone
-from controller.faults import Changed, Conditions, inflict, undo
+from controller.faults import HALTED, Changed, Conditions, flapping, inflict, undo
 from controller.lab import Lab
 from testbed.errors import HostError, InputError
 from testbed.network.link import Link, Pair
@@ -116,7 +116,7 @@ def test_a_device_that_boots_or_goes_on_is_told_what_is_in_force(lab: Remembered
     assert lab.booted_with["a", "b"].delay == 0.05
     do(lab, pause="b")
     do(lab, unthrottle="b")
-    assert lab.agents["b"].factors == [0.5]
+    assert lab.agents["b"].factors == [0.5, HALTED]
 
 
 def test_one_that_was_paused_meanwhile_has_its_own_speed_back(lab: RememberedLab) -> None:
@@ -124,7 +124,7 @@ def test_one_that_was_paused_meanwhile_has_its_own_speed_back(lab: RememberedLab
     do(lab, pause="b")
     do(lab, unthrottle="b")
     do(lab, resume="b")
-    assert lab.agents["b"].factors == [0.5, 1.0]
+    assert lab.agents["b"].factors == [0.5, HALTED, 1.0]
 
 
 def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
@@ -134,6 +134,28 @@ def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
     assert lab.shaped["a", "c"].up
     take_back(lab, **part)
     assert lab.shaped == lab.experiment.links
+
+
+def flap(**keys: Any) -> FaultPart:
+    flap = {"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys}
+    return FaultPart.model_validate({"flap": flap, "at": 0})
+
+
+def test_flapping_ends_with_the_links_up(lab: RememberedLab) -> None:
+    up = [lab.shaped["a", "b"].up for _ in flapping(cast(Lab, lab), flap(times=2), "it")]
+    assert up == [False, True, False, True]
+    turns = list(flapping(cast(Lab, lab), flap(times=3), "it"))
+    assert [number for number, _ in turns] == [1, 1, 2, 2, 3, 3]
+    assert turns[-1][1] < 0.5
+
+
+def test_flapping_that_is_broken_off_leaves_the_links_up(lab: RememberedLab) -> None:
+    endless = flapping(cast(Lab, lab), flap(), "it")
+    assert next(endless)[0] == 1
+    assert not lab.shaped["a", "b"].up
+    cast(Generator[Any, None, None], endless).close()
+    assert lab.shaped == lab.experiment.links
+    assert Conditions(cast(Lab, lab)).handles() == []
 
 
 def test_a_trace_lies_under_the_faults(lab: RememberedLab) -> None:

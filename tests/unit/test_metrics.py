@@ -250,6 +250,42 @@ def test_a_late_fault_and_one_that_never_came() -> None:
     assert "never struck: kill" in figures(events=recorded.events(faulty=False))["verdict"]["summary"]
 
 
+def test_late_changes_of_traces_and_flaps() -> None:
+    flap = {"flap": {"between": ["a", "b"], "down": "60ms", "up": "1s"}, "at": "1s"}
+
+    def verdict(*changes: Event) -> dict[str, Any]:
+        events = sorted([*recorded.events(faulty=False), *changes], key=lambda event: event.time)
+        found = metrics(recorded.outcome(events=events), recorded.experiment(faults=[flap]), recorded.plan())
+        return {check["name"]: check for check in found["verdict"]["checks"]}
+
+    def flapped(time: float, phase: str, intended: float) -> Event:
+        fields = {"action": "flap", "target": "a <-> b", "phase": phase, "intended": intended}
+        return Event(time, "testbed", "fault", fields)
+
+    traced = Event(2.04, "testbed", "trace", {"what": "link a->b rate", "value": "1mbit", "intended": 2.0})
+    down, up = flapped(1.02, "strike", 1.0), flapped(1.075, "undo", 1.06)
+    good = verdict(traced, down, up)
+    assert good["trace"]["ok"]
+    assert good["trace"]["detail"] == "1 changes by the trace, the latest 40 ms late"
+    assert good["flaps"]["ok"]
+    late = Event(3.06, "testbed", "trace", {**traced.fields, "intended": 3.0})
+    bad = verdict(traced, late, down, flapped(1.095, "undo", 1.06))
+    assert bad["trace"]["detail"] == "1 of 2 changes by the trace, the latest 60 ms late (at most 50 ms)"
+    assert bad["flaps"]["detail"] == "1 of 2 changes by the flaps, the latest 35 ms late (at most 30 ms)"
+    assert (bad["trace"]["ok"], bad["flaps"]["ok"]) == (False, False)
+
+
+def test_a_simulation_says_what_of_the_links_it_leaves_out() -> None:
+    network = {"link": {"rate": "8mbit", "delay": "10ms", "limit": 40, "duplicate": "1%"}}
+    outcome = recorded.outcome(runtime="simulate", links=[], fidelity={})
+    found = metrics(outcome, recorded.experiment(network=network), recorded.plan())["verdict"]
+    assert found["summary"].endswith("not in the model: queue limits and packets that arrive twice")
+    assert found["kind"] == "prediction"
+    assert "model" not in {
+        check["name"] for check in figures(runtime="simulate", links=[], fidelity={})["verdict"]["checks"]
+    }
+
+
 def test_receptions_missing_from_the_log() -> None:
     events = [event for event in recorded.events(faulty=False) if event.event != "receive"]
     assert "lacks the reception of 10 of 10 messages" in calm(events=events)["verdict"]["summary"]
