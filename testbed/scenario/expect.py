@@ -46,6 +46,10 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "latency_p95": ("seconds", "95th percentile of an inference"),
     "latency_p99": ("seconds", "99th percentile of an inference"),
     "latency_max": ("seconds", "longest inference"),
+    "requests_failed": ("number", "inferences given up"),
+    "path_compute": ("seconds", "of computing on an inference's critical path, mean"),
+    "path_network": ("seconds", "of messages on an inference's critical path, mean"),
+    "over_bound": ("number", "time of all inferences over that of the busiest processor or link; 1 is the least"),
     "casts": ("number", "transmissions to several at once, by all devices together"),
     "cast_time": ("seconds", "median time that a cast took to leave its device"),
     "reception": ("share", "of the casts meant to be heard, each counted for each of its peers"),
@@ -66,7 +70,7 @@ _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
 DEVICE_FIGURES: dict[str, Kind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
     **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"], "share"),
-    **dict.fromkeys(["bytes_sent", "bytes_received"], "bytes"),
+    **dict.fromkeys(["bytes_sent", "bytes_received", "weights", "activations"], "bytes"),
     **dict.fromkeys(["messages_sent", "messages_received", "flops"], "number"),
 }
 """The figures of one device, named in a condition as ``devices.<device>.<figure>``."""

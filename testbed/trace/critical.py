@@ -117,21 +117,16 @@ class CriticalPaths:
     def _path(self, device: str, window: Interval) -> Iterator[_Piece]:
         """Yield the pieces of the path that ends on a device at the end of a window, the last one first."""
         begun, instant = window
-        last: _Piece | None = None
+        # Each piece once: several that take no time would lead to one another for ever.
+        passed: dict[str, int] = {}
         for _ in range(_LONGEST):
-            piece = self._latest(device, instant, last)
-            if piece is None or piece.end <= begun:
+            index = bisect_right(self._ends.get(device, []), instant + _SAME)
+            index = min(index, passed.get(device, index)) - 1
+            if index < 0 or self._ends[device][index] <= begun:
                 return
+            piece, passed[device] = self._pieces[device][index], index
             yield piece
-            device = piece.sender or device
-            instant, last = piece.start, piece
-
-    def _latest(self, device: str, instant: float, last: _Piece | None) -> _Piece | None:
-        """Return what ended last on a device by an instant, other than what has just been looked at."""
-        index = bisect_right(self._ends.get(device, []), instant + _SAME) - 1
-        if index >= 0 and self._pieces[device][index] is last:
-            index -= 1
-        return self._pieces[device][index] if index >= 0 else None
+            device, instant = piece.sender or device, piece.start
 
 
 class _LinksInForce:

@@ -13,6 +13,7 @@ from typing import Any
 from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
 from testbed.scenario.experiment import Experiment
+from testbed.trace.bound import busiest
 from testbed.trace.critical import CriticalPaths, Lateness
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
 from testbed.trace.events import Event
@@ -52,6 +53,10 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     objects                    found in the samples of all requests together, by a network that detects some
     latency, latency_mean      median and mean latency of a request
     latency_p95, latency_p99   percentiles of it; latency_max is the longest
+    requests_failed            inferences given up
+    path_compute, path_network mean seconds of a request's critical path that were computing, and messages under way
+    over_bound                 from the first request to the last answer, over what the busiest processor or link
+                               needed for its work in that time (``testbed.trace.bound``); 1 is the best there is
     casts, cast_time           how many in all, and the median of how long one took to leave its device
     reception                  casts heard over casts meant to be heard, each counted once for each of its peers
     messages, bytes_sent       sum over all devices; a cast counts once
@@ -68,8 +73,9 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     where they were drawn from the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady;
     ``evaluations``; ``requests``; ``objects``: boxes of each sample asked about), ``devices`` by name (``compute``,
     ``send``, ``receive``, ``down``, ``idle`` seconds and their ``_share`` of the duration, ``communicate``: sending or
-    receiving while not computing, traffic, ``flops``, ``deficit``), ``links`` (those used or measured),
-    ``fault_list``, ``recovery_list``, ``verdict`` (see ``testbed.trace.verdict``).
+    receiving while not computing, traffic, ``flops``, ``deficit``; bytes of ``weights`` and most ``activations`` where
+    the method says), ``links`` (those used or measured), ``fault_list``, ``recovery_list``, ``verdict`` (see
+    ``testbed.trace.verdict``).
 
     ``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another; ``idle`` is what
     none of them and no outage covers, so compute + communicate + down + idle is the duration.
@@ -97,6 +103,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "faults": sum(not strike.mends for strike in struck),
         **_recovery_times(outlived),
         **_inference(events, end),
+        **_paths(events, experiment, plan),
         **_casting(events),
         "messages": sum(device["messages_sent"] for device in devices.values()),
         "bytes_sent": sum(device["bytes_sent"] for device in devices.values()),
@@ -242,6 +249,22 @@ def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
     }
 
 
+def _paths(events: Sequence[Event], experiment: Experiment, plan: Plan) -> dict[str, Any]:
+    """Return what requests spent their time on, and how far all of them are from what cannot be beaten."""
+    failed = sum(event.event == "failed" for event in events)
+    figures: dict[str, Any] = {"requests_failed": failed} if failed else {}
+    windows = [(event.time - event.fields["latency"], event.time) for event in events if event.event == "request"]
+    if not windows:
+        return figures
+    paths = CriticalPaths(events, experiment)
+    spent = [paths.spent(plan.lead, window) for window in windows]
+    figures["path_compute"] = fmean(each.computing for each in spent)
+    figures["path_network"] = fmean(each.messaging for each in spent)
+    whole = (min(begin for begin, _ in windows), max(end for _, end in windows))
+    needed = busiest(events, experiment, whole)
+    return figures | ({"over_bound": (whole[1] - whole[0]) / needed} if needed else {})
+
+
 def _shares(devices: Mapping[str, Mapping[str, Any]], planned: Collection[str]) -> dict[str, Any]:
     used = [figures for name, figures in devices.items() if name in planned]
     if not used:
@@ -292,7 +315,9 @@ def _work(own: Sequence[Event]) -> dict[str, Any]:
     computed = [event.fields for event in own if event.event == "compute"]
     sent = [event.fields for event in own if event.event in ("send", "cast")]
     received = [event.fields for event in own if event.event == "receive"]
+    resident = [event.fields for event in own if event.event == "memory"][-1:]
     return {
+        **{name: fields[name] for fields in resident for name in ("weights", "activations")},
         "messages_sent": len(sent),
         "bytes_sent": sum(fields.get("bytes", 0) for fields in sent),
         "messages_received": len(received),

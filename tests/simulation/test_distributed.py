@@ -1,19 +1,14 @@
-"""Fully distributed inference on the virtual clock: what comes out, what is sent, what is held."""
+"""Fully distributed inference on the virtual clock: what comes out, what is sent."""
 
 from collections import Counter, defaultdict
 
 import pytest
 from distributed import CNN, FC, distributed, infer
-from runs import events, of
+from runs import events
 
-from testbed.errors import InputError
-from testbed.methods.distributed.weights import cut, draw
 from testbed.models import create
-from testbed.partition.distributed.timing import in_turn, overlapped, phases
 from testbed.partition.distributed.transfers import elements, transfers
 from testbed.partition.pipeline import ENVELOPE
-from testbed.trace.critical import CriticalPaths
-from testbed.trace.intervals import total
 
 SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
 TRAFFIC = ("piece", "sums", "tile", "tiled")
@@ -57,159 +52,6 @@ def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange):
         assert 0 < sum(sizes) - 4 * samples * planned[pair] <= ENVELOPE * len(sizes)
     if exchange == "source" or scheme == "sequential":
         assert flow.communication == elements(transfers(flow.network, flow.plan))
-
-
-@pytest.mark.parametrize("exchange", ["source", "direct"])
-@pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal", "sequential"])
-@pytest.mark.parametrize(("model", "early"), [(FC, 0), (CNN, 0), (CNN, 2)])
-def test_devices_hold_their_own_weights_and_the_activations_that_are_predicted(scheme, exchange, model, early):
-    method = {"scheme": scheme, "exchange": exchange, "early": early}
-    found = infer(distributed(3, method, {"model": model, "batch_size": 1}))
-    held = dict(events(found.outcome, "memory"))
-    for index, device in enumerate(found.flow.plan.devices):
-        assert held[device]["weights"] == 4 * found.flow.parameters(index)
-        predicted = 4 * found.flow.activations(index)
-        # With tiles the prediction has the image, the widest layer and the collected map at once, which rarely are.
-        assert (0.7 if early else 0.8) * predicted <= held[device]["activations"] <= predicted
-
-
-def test_each_of_n_devices_holds_an_nth_of_the_weights():
-    model = {"name": "mlp", "hidden": [240, 480, 240]}
-    for devices in (3, 5, 6, 7):
-        found = infer(distributed(devices - 1, {"scheme": "fuse"}, {"model": model}))
-        whole = sum(tensor.nbytes for tensor in found.weights.values())
-        for device, fields in events(found.outcome, "memory"):
-            assert fields["weights"] == pytest.approx(whole / devices, rel=0.1), device
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_devices_have_the_same_weights_drawn_or_given(given):
-
-    model = create("vgg5", {}, (3, 8, 8), 10)
-    found = infer(distributed(3, {"early": None}), model)
-    whole = model.build(0, len(model.units), 5).state_dict()
-    for index in range(4):
-        drawn, sliced = draw(found.flow, index, model, 5), cut(found.flow, index, whole)
-        assert drawn.keys() == sliced.keys()
-        assert all(drawn[name].equal(sliced[name]) for name in drawn)
-    if given:
-        again = infer(distributed(3, {"early": None}, network={"link": {"rate": "1gbit"}}), model, weights=whole)
-        assert again.error < 1e-4
-
-
-def test_a_device_without_enough_memory_is_refused_before_it_fails():
-    with pytest.raises(InputError, match="memory"):
-        infer(
-            distributed(
-                2, devices={"source": {"speed": "1gflops", "memory": "1kB"}, "w": {"speed": "1gflops", "count": 2}}
-            )
-        )
-
-
-KILL = {"kill": "worker2", "when": {"device": "worker2", "begins": "forward", "batch": 1}}
-CALM = {"patience": "500ms", "return_window": "1s"}
-
-
-@pytest.mark.parametrize("exchange", ["source", "direct"])
-def test_a_request_is_finished_by_the_other_devices_where_the_scenario_says_so(exchange):
-    method = {"exchange": exchange, "on_loss": "replan", **CALM}
-    found = infer(distributed(3, method, {"requests": 4, "model": CNN}, faults=[KILL]))
-    assert found.outcome.status == "finished", found.outcome.error
-    assert [event["request"] for event in of(found.outcome, "request")] == [0, 1, 2, 3]
-    assert found.error < 1e-4
-    after = [
-        event.device for event in found.outcome.events if event.event == "begin" and event.fields.get("batch") == 3
-    ]
-    assert {*after} == {"source", "worker1", "worker3"}
-
-
-@pytest.mark.parametrize("exchange", ["source", "direct"])
-def test_a_request_fails_clearly_where_the_scenario_says_so_and_the_next_one_works(exchange):
-    method = {"exchange": exchange, "on_loss": "fail", **CALM}
-    found = infer(distributed(3, method, {"requests": 4, "model": CNN}, faults=[KILL]))
-    assert found.outcome.status == "finished", found.outcome.error
-    (failed,) = of(found.outcome, "failed")
-    assert failed["request"] == 1
-    assert failed["error"].startswith("worker2 was lost during the inference")
-    assert [event["request"] for event in of(found.outcome, "request")] == [0, 2, 3]
-
-
-def test_several_requests_under_way_are_done_sooner_and_never_more_than_asked_for():
-    ends, outputs = {}, {}
-    for in_flight in (1, 3):
-        method = {"scheme": "lop", "exchange": "direct", "in_flight": in_flight, "chunks": 1}
-        network = {"link": {"rate": "10mbit", "delay": "10us"}}
-        found = infer(distributed(2, method, {"requests": 8, "model": CNN}, network=network, speed="5mflops"))
-        spans = [
-            (event["start"], event["start"] + event["duration"], event["batch"])
-            for event in of(found.outcome, "compute")
-            if event.get("batch") is not None
-        ]
-        life = {
-            batch: (min(s for s, _, b in spans if b == batch), max(e for _, e, b in spans if b == batch))
-            for batch in range(8)
-        }
-        most = max(sum(begin <= at < end for begin, end in life.values()) for at, _ in life.values())
-        assert most == in_flight
-        times = [event.time for event in found.outcome.events if event.event == "request"]
-        ends[in_flight] = times[-1] - times[0]
-        outputs[in_flight] = found.error
-    assert ends[3] < 0.8 * ends[1]
-    assert max(outputs.values()) < 1e-4
-
-
-def test_two_runs_are_alike_to_the_last_byte():
-    spec = distributed(4, {"exchange": "direct", "in_flight": 2}, {"model": CNN, "requests": 4})
-    one, other = (infer(spec) for _ in range(2))
-    assert [event.to_json() for event in one.outcome.events] == [event.to_json() for event in other.outcome.events]
-    assert one.outputs.equal(other.outputs)
-
-
-@pytest.mark.parametrize("exchange", ["source", "direct"])
-def test_parts_are_sent_while_the_next_are_computed(exchange):
-    model = {"name": "cnn", "channels": [32, 32, 32], "hidden": [64]}
-    method = {"scheme": "lop", "exchange": exchange, "least_chunk": 256}
-    found = infer(distributed(2, method, {"model": model, "requests": 1, "batch_size": 8}))
-    computing, sending = defaultdict(list), defaultdict(list)
-    for device, fields in events(found.outcome, "compute", "send"):
-        span = (fields["start"], fields["start"] + fields["duration"])
-        (computing if "span" in fields else sending)[device].append(span)
-    for device in ("worker1", "worker2"):
-        apart = total(computing[device]), total(sending[device])
-        assert sum(apart) - total([*computing[device], *sending[device]]) > 0.5 * min(apart)
-
-
-def test_schemes_rank_by_run_time_as_by_communication():
-    model = {"name": "mlp", "hidden": [512, 64, 512, 64, 512]}
-    times, sent = {}, {}
-    for scheme in ("lop", "lip", "fuse"):
-        method = {"scheme": scheme, "shares": "equal"}
-        keys = {"network": {"link": {"rate": "1gbit"}}, "speed": "10gflops"}
-        keys["devices"] = {"source": {"speed": "10gflops", "uplink": "10mbit", "downlink": "10mbit"}}
-        keys["devices"]["worker"] = {**keys["devices"]["source"], "count": 5}
-        found = infer(distributed(5, method, {"model": model, "requests": 1, "batch_size": 32}, **keys))
-        times[scheme] = of(found.outcome, "request")[0]["latency"]
-        sent[scheme] = found.flow.communication
-    assert sorted(times, key=times.__getitem__) == sorted(sent, key=sent.__getitem__)
-
-
-@pytest.mark.parametrize("exchange", ["source", "direct"])
-@pytest.mark.parametrize("scheme", ["lop", "fuse"])
-def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exchange):
-    model = {"name": "mlp", "hidden": [512, 256, 512, 256, 512]}
-    board = {"speed": "100mflops", "uplink": "20mbit", "downlink": "20mbit"}
-    keys = {"network": {"link": {"delay": "1ms"}}, "devices": {"source": board, "worker": {**board, "count": 5}}}
-    method = {"scheme": scheme, "exchange": exchange, "least_chunk": 4096}
-    found = infer(distributed(5, method, {"model": model, "requests": 1, "batch_size": 40}, **keys))
-    (request,) = of(found.outcome, "request")
-    apart = phases(found.flow, found.experiment.devices, found.experiment.links, samples=40)
-    assert found.plan.step_time == overlapped(apart)
-    assert 0.95 * overlapped(apart) < request["latency"] < in_turn(apart)
-    # What the run really spent its time on: one of the two at every instant of the way that everything waited for.
-    paths = CriticalPaths(found.outcome.events, found.experiment)
-    end = next(event.time for event in found.outcome.events if event.event == "request")
-    spent = paths.spent("source", (end - request["latency"], end))
-    assert spent.computing + spent.messaging == pytest.approx(request["latency"], rel=0.01)
 
 
 FAST = {"speed": "100gflops", "network": {"link": {"rate": "1gbit", "delay": "1ms"}}}

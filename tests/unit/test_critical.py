@@ -104,3 +104,10 @@ def test_links_are_taken_as_they_were() -> None:
     slower = Event(1.2, TESTBED, "link", link_fields("b", "a", Link(RATE, 0.31)))
     assert added([slower, *events], end).messaging == pytest.approx(0.0, abs=1e-9)
     assert added(events, end, uplink="2mbit").messaging == pytest.approx(0.002), "a shared uplink, both ways"
+
+
+def test_work_that_takes_no_time_does_not_end_the_way_back() -> None:
+    events = [compute("a", 0.0, 1.0), compute("a", 1.0, 1.0), compute("a", 1.0, 1.0), compute("a", 1.0, 1.0)]
+    events += [*message("a", "b", 1.0), compute("b", 1.0 + TAKES, 2.0 + TAKES)]
+    spent = CriticalPaths(events, experiment()).spent("b", (0.0, 2.0 + TAKES))
+    assert (spent.computing, spent.messaging) == pytest.approx((2.0, TAKES))

