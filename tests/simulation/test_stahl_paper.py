@@ -1,4 +1,4 @@
-"""The scenarios that reproduce publications, in forms small enough for every day: what they expect holds."""
+"""The scenarios of Stahl et al., in forms small enough for every day: what they expect holds."""
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
