@@ -1,7 +1,8 @@
 """What a run leaves on disk, and reading it back.
 
 One folder a run: ``scenario.yaml`` (resolved), ``plan.json``, ``manifest.json``, ``events.jsonl``, ``metrics.json``,
-``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any, ``report.html``.
+``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any, ``report.html``;
+of a network that finds objects ``boxes.json`` and the pictures with them, ``boxes-<sample>.png``.
 A sweep or repeated run is a folder of such folders with ``summary.json`` and ``summary.csv``.
 """
 
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,26 @@ class Run:
         return evaluate(self.experiment.scenario.expect, self.metrics)
 
 
-def write(folder: Path, experiment: Experiment, plan: Plan, outcome: Outcome, *, command: str | None = None) -> Path:
+def write(
+    folder: Path,
+    experiment: Experiment,
+    plan: Plan,
+    outcome: Outcome,
+    *,
+    command: str | None = None,
+    weights: Mapping[str, Any] | None = None,
+    pictures: Iterable[tuple[str, bytes]] = (),
+) -> Path:
     """Write a run to ``folder``, or beside it with a number when that exists, and return where it is.
 
     Nothing is to be seen at the final place until all of it is there. ``command`` is what reproduces the run; the
-    command line of this process unless given. Raises OSError where the place cannot be written.
+    command line of this process unless given. ``weights`` says which file they were read from, if any;
+    ``pictures`` are files to lie beside, by name.
+    Raises OSError where the place cannot be written.
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    facts = manifest(experiment, outcome, command)
+    facts = manifest(experiment, outcome, command, weights)
     run = Run(folder, experiment, plan, outcome, facts, metrics(outcome, experiment, plan))
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -83,6 +95,8 @@ def write(folder: Path, experiment: Experiment, plan: Plan, outcome: Outcome, *,
             lines.writelines(event.to_json() + "\n" for event in outcome.events)
         if outcome.weights:
             _write_weights(draft / "weights.safetensors", outcome.weights)
+        for name, content in pictures:
+            (draft / name).write_bytes(content)
         _write_computed(draft, run)
         return _publish(draft, folder)
     except BaseException:
@@ -174,7 +188,9 @@ def scenario_yaml(scenario: Scenario) -> str:
     return text.getvalue()
 
 
-def manifest(experiment: Experiment, outcome: Outcome, command: str | None = None) -> dict[str, Any]:
+def manifest(
+    experiment: Experiment, outcome: Outcome, command: str | None = None, weights: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return what somebody needs to know to run the same again and to explain a difference."""
     return {
         "scenario": experiment.scenario.name,
@@ -186,6 +202,7 @@ def manifest(experiment: Experiment, outcome: Outcome, command: str | None = Non
         "error": outcome.error,
         "wall_seconds": outcome.wall_seconds,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "weights": weights or "random, drawn from the seed",
         "command": command if command is not None else shlex.join(["testbed", *sys.argv[1:]]),
         "revision": _revision(),
         "versions": {
@@ -205,6 +222,8 @@ def _write_computed(folder: Path, run: Run) -> None:
     expected = [asdict(expectation) for expectation in run.expectations]
     _write_json(folder / "metrics.json", {**run.metrics, "expectations": expected})
     _write_json(folder / "fidelity.json", _fidelity(run.outcome, run.metrics))
+    if run.metrics["series"]["objects"]:
+        _write_json(folder / "boxes.json", run.metrics["series"]["objects"])
     content = trace(run.outcome.events, end, run.experiment.scenario.name)
     (folder / "trace.json").write_text(json.dumps(content), encoding="utf-8")
     from controller.report.html import render

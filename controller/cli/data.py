@@ -29,7 +29,8 @@ def _place(name: str, folder: Path | None) -> Path:
 def data() -> None:
     """List, download and look at data sets.
 
-    `digits` comes with scikit-learn and `synthetic-CxHxW` is made up on the spot; the others are read from files.
+    `digits` and `photos` come with scikit-learn, `synthetic-CxHxW` is made up on the spot, `image` is a file of yours;
+    the others are read from files.
     Nothing but `testbed data fetch` ever downloads them, into data/<name>, where runs look for them.
     """
 
@@ -59,8 +60,9 @@ def list_(as_json: bool) -> None:
     )
     for row in rows:
         size = "x".join(map(str, row["shape"]))
-        files = "none needed" if row["folder"] is None else row["folder"] if row["complete"] else "[dim]not here[/dim]"
-        table.add_row(row["name"], size, str(row["classes"]), files, row["summary"])
+        needed = "its path" if row["from_path"] else "none needed"
+        files = needed if row["folder"] is None else row["folder"] if row["complete"] else "[dim]not here[/dim]"
+        table.add_row(row["name"], size, str(row["classes"] or "-"), files, row["summary"])
     Console(highlight=False).print(table)
 
 
@@ -74,6 +76,7 @@ def _describe(source: Source) -> dict[str, Any]:
         "shape": list(source.shape),
         "classes": source.classes,
         "folder": str(folder) if source.files else None,
+        "from_path": source.from_path,
         "complete": all(find(folder, file) is not None for file in source.files),
     }
 
@@ -116,10 +119,11 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
 @data.command()
 @click.argument("name")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where its files lie.")
+@click.option("--path", type=click.Path(path_type=Path, dir_okay=False), help="For image: the picture's file.")
 @click.option("--count", default=3, show_default=True, type=click.IntRange(0, 20), help="Images to draw.")
 @as_json
-def show(name: str, folder: Path | None, count: int, as_json: bool) -> None:
-    """Show what is in a data set: its sizes, samples per class, and its first training images.
+def show(name: str, folder: Path | None, path: Path | None, count: int, as_json: bool) -> None:
+    """Show what is in a data set: its sizes, samples per class, and its first images to learn from, if any.
 
     \b
     Examples:
@@ -128,10 +132,13 @@ def show(name: str, folder: Path | None, count: int, as_json: bool) -> None:
     """
     import numpy as np
 
-    from testbed.data import load
+    from testbed.data import describe, load
+    from testbed.errors import InputError
     from testbed.scenario.schema import DataPart
 
-    dataset = load(DataPart(name=name), _place(name, folder))
+    if describe(name).from_path and path is None:
+        raise InputError(f"{name} is a picture of your own: name its file with --path")
+    dataset = load(DataPart(name=name), path or _place(name, folder))
     parts = {"train": dataset.train_labels, "test": dataset.test_labels}
     per_class = {part: np.bincount(labels, minlength=dataset.classes).tolist() for part, labels in parts.items()}
     if as_json:
@@ -140,6 +147,9 @@ def show(name: str, folder: Path | None, count: int, as_json: bool) -> None:
         click.echo(json.dumps({**facts, "per_class": per_class}, indent=2))
         return
     size = "x".join(map(str, dataset.shape))
+    if not dataset.classes:
+        click.echo(f"{dataset.name}: {len(dataset.test_labels)} images of {size}, without labels")
+        return
     click.echo(f"{dataset.name}: images of {size}, {dataset.classes} classes")
     for part, labels in parts.items():
         counts = per_class[part]

@@ -14,7 +14,7 @@ from controller.live import LiveProgress
 from testbed.errors import ExpectationError, TestbedError
 from testbed.scenario.expand import experiments
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import Prepared, batches, data_folder, prepare
+from testbed.scenario.prepare import Prepared, batches, data_folder, prepare, weights_file
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 @click.option(
     "--weights",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Begin with these weights (safetensors).",
+    help="Begin with these weights: safetensors as a run leaves them, or Darknet's for yolov2.",
 )
 @click.option("--keep", is_flag=True, help="Leave the containers up afterwards, to look at.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output.")
@@ -83,12 +83,14 @@ def run(
       testbed run my.yaml --repetitions 5 --out results/five
     """
     extra = [f"{key}={value}" for key, value in (("seed", seed), ("repetitions", repetitions)) if value is not None]
+    if weights is not None:
+        # In quotes: whatever the path holds is text.
+        extra.append(f"workload.model.weights={json.dumps(str(weights.absolute()))}")
     loaded = load(scenario, [*overrides, *extra])
     prepared = [prepare(experiment) for experiment in experiments(loaded)]
     # The engine hands the choice on to the shaper.
     os.environ["TESTBED_LINKS"] = links
     console = Console(stderr=as_json, highlight=False)
-    start = _read_weights(weights) if weights else None
     if len(prepared) > 1:
         from controller.results import fresh, written
 
@@ -102,7 +104,7 @@ def run(
                 f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.experiment.repetition}"
             )
         try:
-            outcome = _run_one(each, runtime, console, start, accept_links=accept_links, keep=keep)
+            outcome = _run_one(each, runtime, console, accept_links=accept_links, keep=keep)
         except TestbedError as error:
             _explain(console, error)
             raise
@@ -124,12 +126,12 @@ def _run_one(
     prepared: Prepared,
     runtime: str,
     console: Console,
-    weights: dict[str, torch.Tensor] | None,
     *,
     accept_links: bool,
     keep: bool,
 ) -> Outcome:
     scenario = prepared.experiment.scenario
+    weights = _read_weights(prepared)
     unit = "steps" if scenario.workload.task == "train" else "requests"
     with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
         if runtime == "simulate":
@@ -165,17 +167,11 @@ def _load_data(prepared: Prepared) -> Dataset:
     return load_data(scenario.workload.data, data_folder(scenario))
 
 
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _read_weights(prepared: Prepared) -> dict[str, torch.Tensor] | None:
+    from testbed.models.weights import read
 
-    from testbed.errors import InputError
-
-    try:
-        weights: dict[str, torch.Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise InputError(f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors") from None
-    return weights
+    file = weights_file(prepared.experiment.scenario)
+    return None if file is None else read(file, prepared.problem.model)
 
 
 def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:
@@ -190,8 +186,16 @@ def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:
 
 def _keep(prepared: Prepared, outcome: Outcome, folder: Path) -> Run:
     from controller import results
+    from controller.report.boxes import pictures
+    from testbed.models.weights import facts
 
-    return results.load(results.write(folder, prepared.experiment, prepared.plan, outcome))
+    file = weights_file(prepared.experiment.scenario)
+    weights = None if file is None else facts(file, prepared.problem.model)
+    found = any(event.event == "objects" for event in outcome.events)
+    drawn = pictures(outcome.events, _load_data(prepared)) if found else ()
+    return results.load(
+        results.write(folder, prepared.experiment, prepared.plan, outcome, weights=weights, pictures=drawn)
+    )
 
 
 def _show(console: Console, finished: Run, *, brief: bool) -> None:

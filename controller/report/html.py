@@ -14,7 +14,7 @@ from markupsafe import Markup
 from controller.report import formats
 from controller.report.charts import Line, Window, line_chart
 from controller.report.grouping import describe, group_links, measured
-from controller.report.terminal import VERDICTS, figure_rows, found_text, recovery_from
+from controller.report.terminal import VERDICTS, figure_rows, found_text, object_rows, recovery_from
 from controller.report.timeline import fault_windows, timeline
 from controller.results import Run, scenario_yaml
 
@@ -73,6 +73,7 @@ def render(run: Run) -> str:
             emulated=metrics["runtime"] == "emulate",
             links=metrics["links"],
             groups=group_links(metrics["links"]),
+            objects=list(object_rows(metrics)),
             faults=[(fault, _recovery(fault, metrics)) for fault in metrics["fault_list"]],
             reproduce=_reproduce(run),
             scenario_text=scenario_yaml(scenario),

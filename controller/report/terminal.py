@@ -22,6 +22,7 @@ from testbed.scenario.expect import Expectation, kind_of
 WIDE = 100
 """Columns from which a table has room for what is only nice to know."""
 MOST_DEVICES = 24
+MOST_OBJECTS = 20
 BAR = 16
 VERDICTS = {"trusted": ("✔", "green"), "not trusted": ("✘", "red"), "prediction": ("◌", "cyan")}
 SUMMARY_FIGURES = ("accuracy", "loss", "step_time", "latency", "recovery_time", "duration")
@@ -48,6 +49,8 @@ def render(run: Run, width: int) -> RenderableType:
     if metrics["links"]:
         backend = run.outcome.fidelity.get("backend") if run.outcome.runtime == "emulate" else None
         parts.append(_links(metrics["links"], width, backend, measured=run.outcome.runtime == "emulate"))
+    if metrics["series"]["objects"]:
+        parts.append(_objects(metrics))
     if metrics["fault_list"]:
         parts.append(_faults(metrics))
     if run.expectations:
@@ -162,7 +165,13 @@ def figure_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         note += f"; predicted {formats.seconds(predicted)}" if predicted else ""
         yield "Step time", formats.seconds(metrics["step_time"]), note
     if "requests" in metrics:
+        if metrics["weights"] is None:
+            yield "Weights", "random", "drawn from the seed: the answers mean nothing"
+        else:
+            yield "Weights", Path(metrics["weights"]).name, "read from this file"
         yield "Requests", formats.number(metrics["requests"]), f"{metrics['requests_per_second']:.1f} a second"
+        if "objects" in metrics:
+            yield "Objects", formats.number(metrics["objects"]), "found in all requests together; boxes.json has them"
         tail = f"95 % within {formats.seconds(metrics['latency_p95'])}"
         yield "Latency", formats.seconds(metrics["latency"]), f"median; {tail}"
     if "recovery_time" in metrics:
@@ -237,6 +246,34 @@ def _links(rows: Sequence[Mapping[str, Any]], width: int, backend: str | None, *
         table.add_row(*cells)
     shaped = f"; shaped by {backend}" if backend else ""
     return _titled("Links", f"rate, one-way delay{shaped}", table)
+
+
+def _objects(metrics: Mapping[str, Any]) -> RenderableType:
+    table = _table()
+    for heading in ("Picture", "Object"):
+        table.add_column(heading, style="bold", no_wrap=True)
+    for heading in ("Score", "Left", "Top", "Right", "Bottom"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows = list(object_rows(metrics))
+    for row in rows[:MOST_OBJECTS]:
+        table.add_row(*row)
+    parts: list[RenderableType] = [table]
+    if len(rows) > MOST_OBJECTS:
+        parts.append(Text(f"  and {len(rows) - MOST_OBJECTS} more in the report", style="dim"))
+    return _titled("Objects", "in each picture, as first answered; sides as shares of the input", *parts)
+
+
+def object_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield (picture, label, score, left, top, right, bottom) of the objects in the first answer about each picture."""
+    first: dict[int, Any] = {}
+    for answer in metrics["series"]["objects"]:
+        first.setdefault(answer["sample"], answer["boxes"])
+    for sample, boxes in first.items():
+        if not boxes:
+            yield (str(sample), "none", *(formats.NONE,) * 5)
+        for found in boxes:
+            sides = (formats.share(found[side]) for side in ("left", "top", "right", "bottom"))
+            yield (str(sample), found["label"], formats.share(found["score"]), *sides)
 
 
 def _faults(metrics: Mapping[str, Any]) -> RenderableType:

@@ -6,14 +6,14 @@ Nothing here downloads; `testbed.data.fetch` does, when its command is called.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from testbed.data import files, synthetic
+from testbed.data import files, pictures, synthetic
 from testbed.data.dataset import Dataset
 from testbed.data.files import Bytes
 from testbed.data.split import holdout
@@ -49,11 +49,14 @@ class Source:
     shape: tuple[int, int, int]
     """(channels, height, width) of one image."""
     classes: int
+    """0: it has no labels."""
     files: tuple[str, ...] = ()
     """What its folder holds, each plain or with ``.gz``; empty for sets that need no folder."""
     remotes: tuple[Remote, ...] = ()
     read: Callable[[Source, Path], tuple[str, Samples, Samples]] | None = None
     """(this, folder) -> name of what was found there, training and test samples."""
+    from_path: bool = False
+    """Whether it is one file that the scenario names."""
 
 
 def _missing(source: Source, folder: Path, names: list[str]) -> InputError:
@@ -120,6 +123,14 @@ def _read_digits(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
     # 16 grey levels and black, stretched to the range of a byte like every other set.
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]
     return source.name, *_split((images, digits.target.astype(np.uint8)))
+
+
+def _read_pictures(source: Source, place: Path) -> tuple[str, Samples, Samples]:
+    """Read photographs, all of them to be asked about: nothing can be learnt without labels."""
+    found = [pictures.read(place)] if source.from_path else pictures.photos()
+    images = np.stack([pictures.letterbox(picture, source.shape) for picture in found])
+    labels = np.zeros(len(images), dtype=np.uint8)
+    return source.name, (images[:0], labels[:0]), (images, labels)
 
 
 _IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -200,6 +211,21 @@ DATASETS: dict[str, Source] = {
             ),
             _read_cifar10,
         ),
+        Source(
+            "photos",
+            "two photographs, from scikit-learn; photos-HxW of any size",
+            (3, *pictures.SIZE),
+            0,
+            read=_read_pictures,
+        ),
+        Source(
+            "image",
+            "a picture of your own, its file named by `path`; image-HxW of any size",
+            (3, *pictures.SIZE),
+            0,
+            read=_read_pictures,
+            from_path=True,
+        ),
         Source("synthetic", "made up: synthetic-CxHxW[-CLASSES] of any size, prototypes and noise", (1, 8, 8), 10),
     )
 }
@@ -209,6 +235,9 @@ def describe(name: str) -> Source:
     """Return what is known of a set without reading it; raises `InputError` for an unknown name."""
     if name in DATASETS:
         return DATASETS[name]
+    if pictures.is_picture(name):
+        kind, picture = pictures.parse(name)
+        return replace(DATASETS[kind], name=name, shape=picture)
     if name.startswith("synthetic"):
         shape, classes = synthetic.parse(name)
         return Source(name, DATASETS["synthetic"].summary, shape, classes)
@@ -218,12 +247,14 @@ def describe(name: str) -> Source:
 def load(part: DataPart, folder: Path | None = None) -> Dataset:
     """Read the set that a scenario names, its files from ``folder`` (``part.folder`` where that is None).
 
+    For a set that is one file, ``folder`` is that file (``part.path`` where that is None).
+
     Raises `InputError` for an unknown name, missing or damaged files, and more samples than there are.
     """
     source = describe(part.name)
     if source.read is None:
         return synthetic.make(part.name, part.train, part.test)
-    place = folder or Path(part.folder or "")
+    place = folder or Path((part.path if source.from_path else part.folder) or "")
     if source.files and folder is None and part.folder is None:
         raise InputError(
             f"data.folder: {part.name} is read from files: name the folder that holds them; "

@@ -16,6 +16,7 @@ class Dataset:
     name: str
     """As shown beside every figure; a synthetic set has the word in its name."""
     classes: int
+    """0: it has no labels, and its arrays of labels hold zeros."""
     train_images: npt.NDArray[np.float32]
     """(samples, channels, height, width), scaled to [0, 1]."""
     train_labels: npt.NDArray[np.int64]

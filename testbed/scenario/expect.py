@@ -50,6 +50,7 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "busiest_share": ("share", "of their time, that the busiest device computes or the busiest link carries"),
     "requests": ("number", "inferences done"),
     "requests_per_second": ("number", "inferences over duration"),
+    "objects": ("number", "objects found in the samples of all requests"),
     "latency": ("seconds", "median of an inference"),
     "latency_mean": ("seconds", "mean of an inference"),
     "latency_p95": ("seconds", "95th percentile of an inference"),

@@ -30,9 +30,11 @@ def _value(point: Mapping[str, Any], key: str) -> object:
 
 
 def row_kind(row: PaperRow) -> Kind:
-    """Return what a row's value is measured in: a ratio is a number."""
-    if row.over is not None or row.over_figure is not None or row.figure.startswith(PLAN):
+    """Return what a row's value is measured in: a ratio is a number, a figure of the plan what its name says."""
+    if row.over is not None or row.over_figure is not None:
         return "number"
+    if row.figure.startswith(PLAN):
+        return "bytes" if row.figure.endswith("_bytes") else "number"
     return kind_of(row.figure)
 
 

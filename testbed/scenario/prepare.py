@@ -16,10 +16,12 @@ from testbed import faults, methods
 from testbed.data import catalog as data
 from testbed.data.batches import steps_per_epoch
 from testbed.data.files import find
+from testbed.data.pictures import is_picture
 from testbed.errors import InputError
 from testbed.methods.base import Method, Plan
 from testbed.methods.base import Problem as Task
-from testbed.models import CATALOG, create
+from testbed.models import CATALOG, create, weights
+from testbed.models.chain import Model
 from testbed.scenario.expand import no_such_devices
 from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, kind_of, parse_condition
 from testbed.scenario.experiment import Experiment
@@ -60,7 +62,11 @@ def prepare(experiment: Experiment) -> Prepared:
         plan = method.plan(task)
     except InputError as error:
         raise scenario.source.error([_locate(str(error), experiment)]) from None
-    problems = [*_memory_problems(experiment, plan), *_fault_problems(experiment, method, plan)]
+    problems = [
+        *_weights_problems(scenario, task.model),
+        *_memory_problems(experiment, plan),
+        *_fault_problems(experiment, method, plan),
+    ]
     if problems:
         raise scenario.source.error(problems)
     return Prepared(experiment, method, task, plan)
@@ -84,9 +90,20 @@ def pose(experiment: Experiment) -> tuple[Method, Task]:
 
 
 def data_folder(scenario: Scenario) -> Path:
-    """Return where the files of the scenario's data lie: its ``folder``, or where `testbed data fetch` puts them."""
+    """Return where the files of the scenario's data lie: its ``folder``, or where `testbed data fetch` puts them.
+
+    Of data that are one file, that file.
+    """
     part = scenario.workload.data
+    if part.path is not None:
+        return scenario.source.folder / part.path
     return scenario.source.folder / part.folder if part.folder is not None else DATA_FOLDER / part.name
+
+
+def weights_file(scenario: Scenario) -> Path | None:
+    """Return the file that the model's weights are read from; None: they are drawn from the seed."""
+    named = scenario.workload.model.weights
+    return None if named is None else scenario.source.folder / named
 
 
 def batches(scenario: Scenario) -> int | None:
@@ -133,12 +150,20 @@ def _data_problems(scenario: Scenario) -> Iterator[Problem]:
     name = scenario.workload.data.name
     key: Key = ("workload", "data")
     try:
-        data.describe(name)
+        kind = data.describe(name)
     except InputError as error:
-        known = name in data.DATASETS or name.startswith("synthetic")
+        known = name in data.DATASETS or name.startswith("synthetic") or is_picture(name)
         text = str(error).removeprefix("data.name: ")
         text = text if known else f"there is no data set '{name}': {nearest(name, data.DATASETS)}"
         yield Problem((*key, "name"), text)
+        return
+    if not kind.classes and scenario.workload.task == "train":
+        yield Problem((*key, "name"), f"{name} has no labels to learn from: use the task infer, or data such as digits")
+    path = scenario.workload.data.path
+    if kind.from_path and path is None:
+        yield Problem(key, f"{name} is a picture of your own: name its file with `path`, or use photos")
+    elif not kind.from_path and path is not None:
+        yield Problem((*key, "path"), f"{name} is not read from one file: use the data image, or leave `path` out")
 
 
 def _folder_problems(scenario: Scenario) -> Iterator[Problem]:
@@ -153,11 +178,24 @@ def _folder_problems(scenario: Scenario) -> Iterator[Problem]:
     download = f"`testbed data fetch {name}` downloads them"
     if kind.files and not folder.is_dir():
         yield Problem((*key, "folder"), f"{name} is read from files and there is no folder {folder}: {download}")
+    elif kind.from_path and scenario.workload.data.path is not None and not folder.is_file():
+        yield Problem((*key, "path"), f"there is no file {folder}: name a picture, relative to the scenario file")
     elif kind.files and not any(find(folder, file) for file in kind.files):
         yield Problem((*key, "folder"), f"{folder} holds none of the files of {name}: {download}")
     part = scenario.workload.data
     if name == "digits" and part.train is not None and part.train > DIGITS_TRAIN:
         yield Problem((*key, "train"), f"digits has {DIGITS_TRAIN} training samples, not {part.train}: use fewer")
+
+
+def _weights_problems(scenario: Scenario, model: Model) -> Iterator[Problem]:
+    """Look at the file of the weights. Not a part of `pose`: devices are sent their weights and have no such file."""
+    file = weights_file(scenario)
+    if file is None:
+        return
+    try:
+        weights.check(file, model)
+    except InputError as error:
+        yield Problem(("workload", "model", "weights"), str(error).removeprefix("model.weights: "))
 
 
 def _name_problems(experiment: Experiment) -> Iterator[Problem]:

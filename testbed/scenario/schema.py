@@ -138,6 +138,11 @@ class ModelPart(Part):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = Field(description="one of `testbed models`; further keys are its options")
+    weights: str | None = Field(
+        None,
+        description="file to read them from, relative to the scenario file: safetensors as a run leaves them, or "
+        "Darknet's for yolov2; default: random, drawn from the seed",
+    )
 
     def options(self) -> dict[str, Any]:
         """Return what the model's own options have to validate."""
@@ -151,6 +156,7 @@ class DataPart(Part):
     folder: str | None = Field(
         None, description="where its files lie, relative to the scenario file; default: data/<name> where one works"
     )
+    path: str | None = Field(None, description="for `image`: the picture's file, relative to the scenario file")
     train: int | None = Field(None, ge=1, description="use only so many training samples")
     test: int | None = Field(None, ge=1, description="use only so many test samples")
 

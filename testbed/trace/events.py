@@ -3,35 +3,7 @@
 One event is one line of ``events.jsonl``: ``time`` (seconds since the workload started, one clock for the whole
 run), ``device`` (or "testbed" for what the testbed itself did), ``event`` and further fields:
 
-=========== ========================================================================= ===========================
-event       fields                                                                    written by
-=========== ========================================================================= ===========================
-begin       span, batch?, micro?                                                      device, as a compute starts
-compute     span, batch?, micro?, start, duration, flops, busy, deficit, late?        device, as it ends
-send        peer, message, bytes, start, duration, queued, encode                     device, when acknowledged
-receive     peer, message, bytes, start, duration, decode, cast?                      device, when fully there
-cast        peers, message, bytes, start, duration, number                            device, when it has left
-host        waited, interval                                                          device, every second
-state       state (up, started, finished, failed, stopped), error?                    runtime
-fault       action, target, phase (strike | undo), intended, detail?                  runtime, device "testbed"
-link        source, destination, rate, delay, loss, up, other figures that it has?    runtime, device "testbed"
-speed       target, factor (share of its own speed), speed                            runtime, device "testbed"
-trace       what, value, intended                                                     runtime, device "testbed"
-step        step, loss, samples                                                       method, a training step done
-evaluate    step, accuracy, loss                                                      method, on the test data
-request     request, latency                                                          method, an inference done
-failed      request, error, after                                                     method, an inference given up
-memory      weights, activations (bytes; the most so far)                             method, as it holds more
-recovery    phase (detected | repartitioned | redistributed | resumed | trained),     method, a fault outlived
-            step, missing?, case?, partition?, bytes?
-stretch     step, in_flight, partition, configuration                                 method, the pipeline begins empty
-versions    stage, step, in_use, kept, allowed, bytes, replicas (bytes of them)       method, a stage ran empty
-repartition step, partition, seconds, bytes                                           method, going on differently
-profile     seconds (of each unit)                                                    method, before training
-bandwidth   source, destination, rate                                                 method, as it measured
-log         text                                                                      anybody
-=========== ========================================================================= ===========================
-
+=========== ========================================================================= ====================
 ``start`` is a ``time``; all durations are seconds. For compute, ``busy`` is what the host really needed, ``deficit``
 by how much that exceeded the charged time (0 when the pacing could hide it), ``late`` by how much the host made the
 work late in all: the deficit, and what it began or woke up too late. For host, ``waited`` is how long threads of the
@@ -39,7 +11,7 @@ device, but for the one that computes, were ready and had no processor, in the l
 is the wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive,
 from the first to the last byte. A cast's ``start`` is when the device's casts before it had left; ``duration`` holds
 the wait for a shared channel. ``number`` counts a device's casts since it booted; ``cast`` is that of the one
-received.
+received. Boxes are in shares of the network's input, from its upper left corner.
 """
 
 from __future__ import annotations

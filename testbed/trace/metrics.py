@@ -62,6 +62,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
                                device computes or a link carries
     requests                   inferences done
     requests_per_second        requests / duration
+    objects                    found in the samples of all requests together, by a network that detects some
     latency, latency_mean      median and mean latency of a request
     latency_p95, latency_p99   percentiles of it; latency_max is the longest
     requests_failed            inferences given up
@@ -80,13 +81,14 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     trusted                    true when the verdict holds nothing against the run
     ========================== ====================================================================================
 
-    Further keys hold tables: ``runtime``, ``status``, ``error``; ``series`` (``steps``: step, time, seconds, loss,
-    samples, steady; ``evaluations``; ``requests``), ``devices`` by name (``compute``, ``send``, ``receive``, ``down``,
-    ``idle`` seconds and their ``_share`` of the duration, ``communicate``: sending or receiving while not computing,
-    traffic, ``flops``, ``deficit``; bytes of ``weights`` and most ``activations`` where the method says),
-    ``links`` (those used or measured), ``fault_list``, ``recovery_list``,
-    ``repartition_list``, ``version_list`` (what each stage kept in each stretch of asynchronous training),
-    ``verdict`` (see ``testbed.trace.verdict``).
+    Further keys hold tables: ``runtime``, ``status``, ``error``, ``weights`` (the file that they were read from, None
+    where they were drawn from the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady;
+    ``evaluations``; ``requests``; ``objects``: boxes of each sample asked about), ``devices`` by name (``compute``,
+    ``send``, ``receive``, ``down``, ``idle`` seconds and their ``_share`` of the duration, ``communicate``: sending or
+    receiving while not computing, traffic, ``flops``, ``deficit``; bytes of ``weights`` and most ``activations`` where
+    the method says), ``links`` (those used or measured), ``fault_list``, ``recovery_list``, ``repartition_list``,
+    ``version_list`` (what each stage kept in each stretch of asynchronous training), ``verdict`` (see
+    ``testbed.trace.verdict``).
 
     ``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another; ``idle`` is what
     none of them and no outage covers, so compute + communicate + down + idle is the duration.
@@ -107,6 +109,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "runtime": outcome.runtime,
         "status": outcome.status,
         "error": outcome.error,
+        "weights": experiment.scenario.workload.model.weights,
         **_learning(events, steps),
         "duration": end,
         **_pace(steps, end),
@@ -133,6 +136,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "steps": steps,
         "evaluations": [{"time": event.time, **event.fields} for event in events if event.event == "evaluate"],
         "requests": [{"time": event.time, **event.fields} for event in events if event.event == "request"],
+        "objects": [dict(event.fields) for event in events if event.event == "objects"],
     }
     figures["devices"] = devices
     figures["version_list"] = [{"device": e.device, **e.fields} for e in events if e.event == "versions"]
@@ -286,7 +290,9 @@ def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
     latencies = [float(event.fields["latency"]) for event in events if event.event == "request"]
     if not latencies:
         return {}
+    objects = [len(event.fields["boxes"]) for event in events if event.event == "objects"]
     return {
+        **({"objects": sum(objects)} if objects else {}),
         "requests": len(latencies),
         "requests_per_second": len(latencies) / end if end > 0 else 0.0,
         "latency": median(latencies),

@@ -12,7 +12,7 @@ from testbed.data.dataset import Dataset
 from testbed.methods import METHODS
 from testbed.methods.base import Plan, Problem
 from testbed.methods.distributed.planner import flow_of
-from testbed.methods.parts.score import Score
+from testbed.methods.parts.answers import Answers
 from testbed.models.chain import Model
 from testbed.partition.distributed.flow import Flow
 from testbed.partition.distributed.plan import DistributedPlan
@@ -62,14 +62,13 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
         data = noise(model, workload.requests * workload.batch_size)
     plan = method.plan(problem)
     outputs: list[torch.Tensor] = []
-    add = Score.add
+    add = Answers.add
 
-    def seen(score, output, labels):
+    def seen(answers, index, output):
         outputs.append(output)
-        if output.dim() == 2:
-            add(score, output, labels)
+        add(answers, index, output)
 
-    with patch.object(Score, "add", seen):
+    with patch.object(Answers, "add", seen):
         outcome = simulate(experiment, method, problem, plan, data, weights=weights)
     whole = problem.model.build(0, len(problem.model.units), problem.seed).eval()
     if weights is not None:

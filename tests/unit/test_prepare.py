@@ -208,3 +208,45 @@ def test_imports_no_torch(file):
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+INFER = (
+    GOOD[: GOOD.index("workload:")]
+    + """\
+workload:
+  task: infer
+  model: {name: yolov2}
+  data: {name: image-64x64, path: one.png}
+  method: {name: single}
+  requests: 1
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("", "", 13, "workload.data.path: there is no file one.png: name a picture"),
+        (", path: one.png", "", 13, "workload.data: image-64x64 is a picture of your own: name its file with `path`"),
+        ("image-64x64", "photos-64x64", 13, "workload.data.path: photos-64x64 is not read from one file"),
+        ("image-64x64", "photos-64", 13, "workload.data.name: 'photos-64' is not photos-HEIGHTxWIDTH"),
+        ("task: infer", "task: train", 13, "workload.data.name: image-64x64 has no labels to learn from"),
+        (
+            "{name: yolov2}\n  data: {name: image-64x64, path: one.png}",
+            "{name: yolov2, weights: none.weights}\n  data: {name: photos-64x64}",
+            12,
+            "workload.model.weights: there is no file none.weights",
+        ),
+        (
+            "{name: yolov2}\n  data: {name: image-64x64, path: one.png}",
+            "{name: yolov2, weights: small.yaml}\n  data: {name: photos-64x64}",
+            12,
+            "workload.model.weights: small.yaml: is no file of Darknet's weights",
+        ),
+    ],
+)
+def test_pictures_and_weights_are_looked_for_before_anything_runs(file, old, new, line, said):
+    text = INFER.replace(old, new)
+    if "task: train" in text:
+        text = text.replace("requests: 1", "steps: 1")
+    assert any(message.startswith(f"small.yaml:{line}: {said}") for message in refusal(file, text))

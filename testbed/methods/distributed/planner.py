@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Alternative, Assignment, Plan, Problem
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.parts import costs
+from testbed.models.chain import BYTES_PER_VALUE
 from testbed.partition.distributed.choice import pairs_of
 from testbed.partition.distributed.describe import network_of
-from testbed.partition.distributed.figures import Figures, compare
+from testbed.partition.distributed.figures import Figures, compare, figures
 from testbed.partition.distributed.flow import Flow, flow
 from testbed.partition.distributed.network import Network
 from testbed.partition.distributed.plan import DistributedPlan
@@ -35,8 +38,33 @@ def plan(method: str, problem: Problem) -> Plan:
         lead=source,
         assignments=assignments(problem, decided),
         step_time=_step_time(problem, decided),
-        details={"distributed": decided.model_dump(mode="json")},
+        details={"distributed": decided.model_dump(mode="json"), "figures": _figures(problem, decided)},
     )
+
+
+def _figures(problem: Problem, decided: DistributedPlan) -> dict[str, Any]:
+    """Return what a plan takes of one sample, for whoever compares; by device in the order of the plan's.
+
+    ``communication`` is C with what devices hold taken into account everywhere, ``communication_as_printed`` by the
+    paper's equation (9); both in elements, and in bytes of float32.
+    """
+    network, devices = network_of(problem.model), _among(problem, decided.devices)
+    wish = _wish(problem, devices)
+    found = figures(network, devices, decided, replace(wish, reuse="everywhere"))
+    printed = figures(network, devices, decided, replace(wish, reuse="paper"))
+    return {
+        "weights": found.weights,
+        "weights_bytes": BYTES_PER_VALUE * max(found.weights),
+        "memory_bytes": max(found.memory),
+        "longest_path": found.longest_path,
+        "communication": found.formula,
+        "communication_bytes": BYTES_PER_VALUE * found.formula,
+        "communication_as_printed": printed.formula,
+        "communication_as_printed_bytes": BYTES_PER_VALUE * printed.formula,
+        "elements": found.elements,
+        "wire_bytes": found.wire_bytes,
+        "messages": found.messages,
+    }
 
 
 def options_of(problem: Problem) -> DistributedOptions:

@@ -54,6 +54,15 @@ class Requests:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def labelled(self) -> bool:
+        """Whether it is known what the answers should be."""
+        return self._dataset.classes > 0
+
+    def samples(self, index: int) -> range:
+        """Return which test samples one request is about."""
+        return range(len(self._dataset.test_labels))[self._slice(index)]
+
     def images(self, index: int) -> torch.Tensor:
         """Return the images of one request, as (samples, channels, height, width)."""
         import torch

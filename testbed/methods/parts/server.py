@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from testbed.device import Device
 from testbed.methods.base import Job
 from testbed.methods.parts import messages
+from testbed.methods.parts.answers import Answers
 from testbed.methods.parts.crew import Lost
 from testbed.methods.parts.feed import Requests
 from testbed.methods.parts.lead import Lead, Planner, Temper
 from testbed.methods.parts.outbox import Outbox
-from testbed.methods.parts.score import Score
 from testbed.methods.parts.worker import Worker
 
 if TYPE_CHECKING:
@@ -41,23 +41,20 @@ class Server(Lead):
         self._requests = Requests(job.dataset, workload.batch_size, workload.requests)
         self._asked: dict[int, float] = {}
         self._left = dict.fromkeys(range(len(self._requests)))
-        self._score = Score()
+        self._answers = Answers(device, job.problem.model, self._requests)
 
     async def work(self) -> None:
         """Send what is not answered yet."""
         try:
             async for index, output in self.forward_all(messages.INFER, list(self._left), self._in_flight, self._ask):
                 del self._left[index]
-                self._score.add(output, self._requests.labels(index))
                 self.device.record("request", request=index, latency=self.device.now() - self._asked[index])
+                self._answers.add(index, output)
         except Lost as lost:
             if self._gives_up:
                 self._fail(lost)
             raise
-        if self._score.samples:
-            self.device.record(
-                "evaluate", step=len(self._requests), accuracy=self._score.accuracy, loss=self._score.loss
-            )
+        self._answers.finish()
 
     def _fail(self, lost: Lost) -> None:
         """Give up what was under way when devices were lost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -11,10 +12,14 @@ from testbed.device import Device, Span
 from testbed.errors import InputError
 from testbed.methods.base import Assignment, Job, Method, Options, Plan, Problem
 from testbed.methods.parts import costs
+from testbed.methods.parts.answers import Answers
 from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.score import Score
 from testbed.methods.parts.shard import Shard, weights_of
 from testbed.partition.memory import inference_bytes, training_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SingleOptions(Options):
@@ -94,24 +99,25 @@ async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shar
     score = Score()
     requests = Requests(dataset, problem.workload.batch_size)
     for index in range(len(requests)):
-        await _answer(device, problem, shard, requests, index, score, "evaluate")
+        score.add(await _answer(device, problem, shard, requests, index, "evaluate"), requests.labels(index))
     device.record("evaluate", step=training.steps, accuracy=score.accuracy, loss=score.loss)
 
 
 async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shard) -> None:
-    score = Score()
     requests = Requests(dataset, problem.workload.batch_size, problem.workload.requests)
+    answers = Answers(device, problem.model, requests)
     for index in range(len(requests)):
         asked = device.now()
-        await _answer(device, problem, shard, requests, index, score, "forward")
+        output = await _answer(device, problem, shard, requests, index, "forward")
         device.record("request", request=index, latency=device.now() - asked)
-    device.record("evaluate", step=len(requests), accuracy=score.accuracy, loss=score.loss)
+        answers.add(index, output)
+    answers.finish()
 
 
 async def _answer(
-    device: Device, problem: Problem, shard: Shard, requests: Requests, index: int, score: Score, span: str
-) -> None:
-    """Send one request's images through the model and count what comes out."""
-    images, labels = requests.images(index), requests.labels(index)
-    cost = costs.forward(problem.model.units, len(labels))
-    score.add(await device.compute(lambda: shard.infer(images), cost, Span(span, index)), labels)
+    device: Device, problem: Problem, shard: Shard, requests: Requests, index: int, span: str
+) -> torch.Tensor:
+    """Send one request's images through the model; return what comes out."""
+    images = requests.images(index)
+    cost = costs.forward(problem.model.units, len(images))
+    return await device.compute(lambda: shard.infer(images), cost, Span(span, index))

@@ -1,0 +1,59 @@
+"""The pictures that a network was asked about, with the objects that it found in them."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from testbed.seeds import derive
+from testbed.trace.events import Event
+
+if TYPE_CHECKING:
+    from testbed.data.dataset import Dataset
+
+MOST = 16
+"""Pictures of a run that are drawn."""
+
+
+def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, bytes]]:
+    """Yield (file name, PNG) of each of the first pictures asked about, with the first answer to it."""
+    first: dict[int, Mapping[str, Any]] = {}
+    for event in events:
+        if event.event == "objects":
+            first.setdefault(event.fields["sample"], event.fields)
+    for sample, found in list(first.items())[:MOST]:
+        yield f"boxes-{sample}.png", draw(dataset.test_images[sample], found["boxes"])
+
+
+def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return an image (channels, height, width) in [0, 1] with boxes and their labels, as PNG."""
+    from PIL import Image, ImageDraw
+
+    grey_or_colour = np.broadcast_to(image, (3, *image.shape[1:])) if len(image) == 1 else image[:3]
+    picture = Image.fromarray((grey_or_colour.transpose(1, 2, 0) * 255).round().astype(np.uint8))
+    pen = ImageDraw.Draw(picture)
+    for box in reversed(boxes):
+        colour = _colour(box["label"])
+        corners = [box[side] * size for side, size in zip(_SIDES, picture.size * 2, strict=True)]
+        pen.rectangle(corners, outline=colour, width=2)
+        place = (corners[0] + 3, corners[1] + 2)
+        text = f"{box['label']} {box['score']:.0%}"
+        pen.rectangle(pen.textbbox(place, text), fill=colour)
+        pen.text(place, text, fill="black")
+    content = io.BytesIO()
+    picture.save(content, "PNG")
+    return content.getvalue()
+
+
+_SIDES = ("left", "top", "right", "bottom")
+
+
+def _colour(label: str) -> tuple[int, int, int]:
+    """Return a light colour that is always the same for a label."""
+    red, green, blue = colorsys.hls_to_rgb(derive(0, "colour", label) % 360 / 360, 0.65, 0.9)
+    return round(red * 255), round(green * 255), round(blue * 255)
