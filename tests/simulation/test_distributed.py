@@ -64,6 +64,7 @@ SMALL = {"hidden": [100, 90]}
     [
         *(("alexnet", SMALL, (3, 80, 80), scheme, 5) for scheme in ("lop", "lip", "fuse", "optimal")),
         *(("vgg16", SMALL, (3, 32, 32), scheme, 3) for scheme in ("lop", "lip", "optimal")),
+        ("mobilenetv2", {}, (3, 32, 32), "lop", 3),
         ("yolov2", {}, (3, 64, 32), "optimal", 2),
     ],
 )

@@ -122,7 +122,7 @@ class Member:
         layers = self._flow.network.layers
         for held in slicing.slices(self._flow, self._index):
             layer = layers[held.layer]
-            if slicing.by_channel(layer):
+            if slicing.by_channel(layer) or held.layer < self._flow.tiled:
                 self._parts[held.layer] = Part(self._problem.model, layer, state, held)
             else:
                 self._wholes[held.layer] = Whole(self._problem.model, layer, state)
@@ -147,9 +147,15 @@ class Member:
         self._worker.outbox.post(peer, kind, tensors, configuration=self.configuration, **fields)
 
     async def _compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
+        def without_gradients() -> T:
+            import torch
+
+            with torch.no_grad():
+                return work()
+
         self.computing = True
         try:
-            return await self._device.compute(work, cost, span)
+            return await self._device.compute(without_gradients, cost, span)
         finally:
             self.computing = False
             self.actions += 1

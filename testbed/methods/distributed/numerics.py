@@ -102,7 +102,7 @@ class Part:
             values = run(padded, layer.kernel, layer.stride)
         else:
             assert self._weight is not None
-            values = functional.conv2d(padded, self._weight, stride=layer.stride)
+            values = functional.conv2d(padded, self._weight, stride=layer.stride, groups=layer.groups)
         return self.finish(values.flatten(1), every).reshape(values.shape)
 
 

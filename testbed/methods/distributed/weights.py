@@ -145,10 +145,10 @@ def _normalisation(prefix: str, channels: int) -> dict[str, torch.Tensor]:
 
 def _part(layer: Layer, held: Slice, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a slice of one tensor of a layer; None where nothing of it is needed."""
-    if not by_channel(layer):
-        return tensor
     if name.endswith(".num_batches_tracked"):
         return None
+    if not by_channel(layer):
+        return tensor
     if tensor.dim() > 1:
         part = tensor[held.rows.first : held.rows.last, held.columns.first : held.columns.last]
     else:
