@@ -78,7 +78,7 @@ class LiveProgress:
                     self._say(Text(f"{event.time:8.2f} s  {text}", style="bold red"))
                 case "recovery":
                     detail = f"recovery {event.fields.get('phase')} at step {event.fields.get('step')}"
-                    missing = event.fields.get("missing")
+                    missing = ", ".join(event.fields.get("missing", ()))
                     self._say(
                         Text(f"{event.time:8.2f} s  {detail}{f': {missing} silent' if missing else ''}", "yellow")
                     )

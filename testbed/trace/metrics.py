@@ -305,8 +305,8 @@ def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
 def _paths(events: Sequence[Event], experiment: Experiment, plan: Plan) -> dict[str, Any]:
     """Return what requests spent their time on, and how far all of them are from what cannot be beaten."""
     failed = sum(event.event == "failed" for event in events)
-    figures: dict[str, Any] = {"requests_failed": failed} if failed else {}
     windows = [(event.time - event.fields["latency"], event.time) for event in events if event.event == "request"]
+    figures: dict[str, Any] = {"requests_failed": failed} if failed or windows else {}
     if not windows:
         return figures
     paths = CriticalPaths(events, experiment)

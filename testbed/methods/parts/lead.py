@@ -104,7 +104,7 @@ class Lead(ABC):
 
     @property
     def start(self) -> int:
-        """The step that the present configuration began with."""
+        """The step, or request, that the present configuration began with."""
         return self.checkpoint.step
 
     async def run(self) -> None:

@@ -43,6 +43,11 @@ class Server(Lead):
         self._left = dict.fromkeys(range(len(self._requests)))
         self._answers = Answers(device, job.problem.model, self._requests)
 
+    @property
+    def start(self) -> int:
+        """The first request that is not answered yet."""
+        return next(iter(self._left), len(self._requests))
+
     async def work(self) -> None:
         """Send what is not answered yet."""
         try:
