@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from controller.report import formats
+from controller.report import formats, phases
 from controller.report.charts import Line, Window, line_chart
 from controller.report.grouping import describe, group_links, measured
 from controller.report.terminal import VERDICTS, figure_rows, found_text, object_rows, recovery_from
@@ -39,6 +39,7 @@ def environment() -> Environment:
         "seconds": formats.seconds,
         "moment": formats.moment,
         "size": formats.size,
+        "number": formats.number,
         "share": formats.share,
         "whole_share": formats.whole_share,
         "speed": formats.speed,
@@ -74,6 +75,9 @@ def render(run: Run) -> str:
             links=metrics["links"],
             groups=group_links(metrics["links"]),
             objects=list(object_rows(metrics)),
+            phases=list(phases.phases(metrics)),
+            changes=list(phases.changes(metrics)),
+            kept=phases.kept(metrics),
             faults=[(fault, _recovery(fault, metrics)) for fault in metrics["fault_list"]],
             reproduce=_reproduce(run),
             scenario_text=scenario_yaml(scenario),
@@ -124,7 +128,7 @@ def _charts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, Markup]]:
     """Yield (title, note, SVG) of what the run went through."""
     end = metrics["duration"]
     windows = [Window(**window) for window in fault_windows(metrics)]
-    shaded = " Shaded: faults and recoveries." if windows else ""
+    shaded = " Shaded: faults, recoveries and repartitions." if windows else ""
     series = metrics["series"]
     steps = series["steps"]
     evaluations = series["evaluations"]

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from controller.report import formats
 from controller.report.grouping import group_links
+from controller.report.phases import Kept, changes, kept, phases
 from controller.reproduction import Row
 from controller.results import Run, written
 from testbed.scenario.expect import Expectation, kind_of
@@ -53,6 +54,7 @@ def render(run: Run, width: int) -> RenderableType:
         parts.append(_objects(metrics))
     if metrics["fault_list"]:
         parts.append(_faults(metrics))
+    parts += _asynchronous(metrics)
     if run.expectations:
         parts.append(_expectations(run.expectations))
     parts += [_verdict(metrics["verdict"]), _where(run.path)]
@@ -179,9 +181,25 @@ def figure_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if metrics["recoveries"] > 1:
             note = f"the longest of {metrics['recoveries']}, " + note
         yield "Recovery", formats.seconds(metrics["recovery_time"]), note
+    if "versions_kept" in metrics:
+        yield from _asynchronous_figures(metrics)
     if metrics["unrecovered"]:
         yield "Unrecovered", formats.number(metrics["unrecovered"]), "faults that were noticed and not outlived"
     yield "Duration", formats.seconds(metrics["duration"]), "of the workload, without setting up"
+
+
+def _asynchronous_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    count = metrics["repartitions"]
+    changed = bool(count or metrics["recoveries"])
+    if changed and "step_time_after" in metrics:
+        yield "Step time after", formats.seconds(metrics["step_time_after"]), "since the last recovery or repartition"
+    if "repartition_pause" in metrics:
+        note = "pause for a repartition" if count == 1 else f"longest pause of {count} repartitions"
+        yield "Repartition", formats.seconds(metrics["repartition_pause"]), note
+    if "busiest_share" in metrics:
+        since = " since then" if changed else ""
+        yield "Busiest", formats.share(metrics["busiest_share"]), f"of the time{since}, one device or link"
+    yield "Versions", formats.number(metrics["versions_kept"]), "of its weights, kept at once by a stage"
 
 
 def _devices(devices: Mapping[str, Mapping[str, Any]], width: int) -> RenderableType:
@@ -292,6 +310,45 @@ def _faults(metrics: Mapping[str, Any]) -> RenderableType:
             formats.seconds(recovery.get("seconds")),
         )
     return _titled("Faults", "time since the start of the workload", table)
+
+
+def _asynchronous(metrics: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Yield what asynchronous training and recovering tell, as far as the run has it."""
+    recovered = list(phases(metrics))
+    if recovered:
+        table = _table()
+        table.add_column("Missing", style="bold", overflow="fold")
+        for heading in ("Detected", "Repartition", "Redistribution", "First batch", "Moved"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in recovered:
+            spans = (row.detection, row.repartition, row.redistribution, row.first_batch)
+            table.add_row(Text(row.missing), *(formats.seconds(span) for span in spans), formats.size(row.moved))
+        yield _titled("Recoveries", "first batch: from the detection", table)
+    changed = list(changes(metrics))
+    if changed:
+        table = _table()
+        table.add_column("At", justify="right", no_wrap=True)
+        table.add_column("Units from then on", style="bold", overflow="fold")
+        for heading in ("Pause", "Moved"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for change in changed:
+            pause, moved = formats.seconds(change.pause), formats.size(change.moved)
+            table.add_row(formats.moment(change.time), Text(change.partition), pause, moved)
+        yield _titled("Repartitions", "changes of the partition in a run that goes on", table)
+    held = kept(metrics)
+    if held:
+        yield _versions([row for row in held if row.until == held[-1].until][:MOST_DEVICES])
+
+
+def _versions(rows: Sequence[Kept]) -> RenderableType:
+    table = _table()
+    table.add_column("Stage", style="bold", overflow="fold")
+    for heading in ("In use", "Kept", "Allowed", "Size", "Replicas"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        counts = (str(row.in_use), str(row.kept), str(row.allowed))
+        table.add_row(Text(f"{row.stage} {row.device}"), *counts, formats.size(row.size), formats.size(row.replicas))
+    return _titled("Versions of the weights", "most at once, in the last stretch of training", table)
 
 
 def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,6 +17,8 @@ MOST_BARS = 40_000
 MOST_DEVICES = 48
 AROUND = 1.0
 """Seconds shown before and after a fault."""
+MOST_CHANGES = 3
+"""Repartitions that get a view of their own."""
 FINEST = 1 / 3000
 """Of the duration: bars closer together than that look like one when the whole run is on the screen."""
 
@@ -62,11 +64,14 @@ def fault_windows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     for item in metrics["recovery_list"]:
         resumed = end if item["resumed"] is None else item["resumed"]
         windows.append({"start": item["detected"], "end": resumed, "label": "recovering", "style": "recovery"})
+    for item in metrics.get("repartition_list", ()):
+        begun = item["time"] - item["seconds"]
+        windows.append({"start": begun, "end": item["time"], "label": "repartitioning", "style": "recovery"})
     return windows
 
 
 def interesting(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the whole run, two steady steps or a few requests, and what surrounds each fault."""
+    """Return the whole run, two steady steps or a few requests, and what surrounds each repartition and fault."""
     end = metrics["duration"]
     views = [{"name": "whole run", "start": 0.0, "end": end}]
     steps = metrics["series"]["steps"]
@@ -79,6 +84,9 @@ def interesting(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
         middle = requests[len(requests) // 2]
         start = middle["time"] - middle["latency"]
         views.append({"name": "a request", "start": max(0.0, start), "end": middle["time"]})
+    for item in metrics.get("repartition_list", ())[:MOST_CHANGES]:
+        begun = max(0.0, item["time"] - item["seconds"] - AROUND)
+        views.append({"name": "repartition", "start": begun, "end": min(end, item["time"] + AROUND)})
     for fault in metrics["fault_list"][:6]:
         if fault["mends"]:
             continue
