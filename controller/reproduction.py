@@ -88,8 +88,10 @@ def figure(run: Run, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def write(folder: Path, part: PaperPart, rows: Sequence[Row]) -> None:
-    """Write ``paper.json`` and ``paper.md`` into the folder of the runs."""
+def write(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> None:
+    """Write ``paper.json``, ``paper.md`` and ``paper.html`` into the folder of the runs."""
+    from controller.report.paper import render
+
     document = {
         "source": part.source,
         "confidence": CONFIDENCE,
@@ -97,6 +99,7 @@ def write(folder: Path, part: PaperPart, rows: Sequence[Row]) -> None:
     }
     (folder / "paper.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (folder / "paper.md").write_text(markdown(part, rows), encoding="utf-8")
+    (folder / "paper.html").write_text(render(folder, part, rows, runs), encoding="utf-8")
 
 
 def markdown(part: PaperPart, rows: Sequence[Row]) -> str:

@@ -45,7 +45,7 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
     part = runs[0].experiment.scenario.paper
     table = reproduction.reproduce(part, runs) if part else []
     if part:
-        reproduction.write(folder, part, table)
+        reproduction.write(folder, part, table, runs)
     console = Console(highlight=False)
     if as_json:
         click.echo(json.dumps(content, indent=2, default=str))
@@ -56,7 +56,8 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
     if part and not as_json:
         show_reproduction(console, part.source, table, folder)
     if show_page == "yes":
-        webbrowser.open((runs[0].path / "report.html").absolute().as_uri())
+        page = folder / "paper.html" if part and several else runs[0].path / "report.html"
+        webbrowser.open(page.absolute().as_uri())
 
 
 @click.command()

@@ -221,7 +221,7 @@ def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[Row]:
 
     folder = runs[0].path.parent if len(runs) > 1 else runs[0].path
     table = reproduction.reproduce(part, runs)
-    reproduction.write(folder, part, table)
+    reproduction.write(folder, part, table, runs)
     show_reproduction(console, part.source, table, folder)
     return table
 

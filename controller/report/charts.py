@@ -1,9 +1,10 @@
-"""Line charts as inline SVG whose colours come from the page's style sheet, so that they follow its colour scheme."""
+"""Line and bar charts as inline SVG, coloured by the style sheet of the page so that they follow its colour scheme."""
 
 from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 10, 28, 36
 MOST_POINTS = 1500
 """Points drawn per line: more than pixels across add weight, not detail."""
+ROW, LINE, LETTER = 18, 14, 6.4
+"""Height of a row of the legend and of a line of words below the axis, and about the width of a letter."""
+MOST_LETTERS = 60
+"""Of a name in the legend: that many fit across."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,22 @@ class Line:
     """Draw a dot at every point, for few of them."""
     joined: bool = True
     """Join the points."""
+    printed: bool = False
+    """As a publication has it: drawn paler and dashed, and not in the legend."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars of one kind, one for each group of a bar chart; None where there is nothing to draw."""
+
+    name: str
+    values: Sequence[float | None]
+    style: str
+    """CSS class."""
+    half_widths: Sequence[float | None] = ()
+    """Of the intervals around the values."""
+    printed: bool = False
+    """As a publication has it: drawn paler, and not in the legend."""
 
 
 @dataclass(frozen=True)
@@ -88,23 +109,26 @@ def line_chart(
     top: float | None = None,
     begin: float = 0.0,
     unit: str = "seconds",
+    at: Sequence[float] | None = None,
 ) -> Markup:
     """Draw lines over the seconds of a run, or whatever ``unit`` is, from ``begin`` to ``end``, windows behind them.
 
-    The y axis begins at 0 and ends at ``top``, or above the highest point; ``write`` formats its figures.
+    The y axis begins at 0 and ends at ``top``, or above the highest point; ``write`` formats its figures. The x axis
+    has a figure at each of ``at``, or at round numbers.
     """
     drawn = [(line, thin(line.points)) for line in lines]
     highest = max((point[1] for _, points in drawn for point in points), default=0.0)
-    x = _Scale(begin, end or 1.0, LEFT, WIDTH - RIGHT)
+    x = _Scale(begin, end if end > begin else begin + 1.0, LEFT, WIDTH - RIGHT)
     y = _Scale(0.0, top if top is not None else highest * 1.06 or 1.0, HEIGHT - BOTTOM, TOP)
     body = Markup("").join(
         [
-            *_grid(x, y, write, unit),
+            *_grid(x, y, write),
+            *_across(x, ticks(x.low, x.high, 6) if at is None else at, unit),
             *(_window(window, x) for window in windows),
             *(_line(line, points, x, y) for line, points in drawn),
-            *_legend([line for line, points in drawn if points]),
         ]
     )
+    legend, rows = _legend([(line.style, line.name) for line, points in drawn if points and not line.printed])
     data = {
         "begin": x.low,
         "end": x.high,
@@ -124,12 +148,69 @@ def line_chart(
         ],
     }
     return Markup(
-        '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}" data-chart="{}">'
-        '{}<g class="cursor"></g></svg>'
-    ).format(WIDTH, HEIGHT, title, json.dumps(data), body)
+        '<svg class="chart" viewBox="0 {} {} {}" role="img" aria-label="{}" data-chart="{}">'
+        '{}{}<g class="cursor"></g></svg>'
+    ).format(-ROW * (rows - 1), WIDTH, HEIGHT + ROW * (rows - 1), title, json.dumps(data), body, legend)
 
 
-def _grid(x: _Scale, y: _Scale, write: Callable[[float], str], unit: str) -> Iterator[Markup]:
+def bar_chart(groups: Sequence[str], kinds: Sequence[Bars], *, title: str, write: Callable[[float], str]) -> Markup:
+    """Draw bars side by side in groups, each with its figure above it where there is room.
+
+    The y axis begins at 0; ``write`` formats its figures.
+    """
+    wide = (WIDTH - RIGHT - LEFT) / max(1, len(groups))
+    words = [textwrap.wrap(group, max(6, int(wide / LETTER))) or [""] for group in groups]
+    extra = LINE * (max((len(lines) for lines in words), default=1) - 1)
+    ends = [
+        value + (half or 0.0)
+        for kind in kinds
+        for value, half in zip(kind.values, kind.half_widths or [None] * len(kind.values), strict=True)
+        if value is not None
+    ]
+    y = _Scale(0.0, max(ends, default=0.0) * 1.12 or 1.0, HEIGHT - BOTTOM, TOP)
+    body = list(_grid(_Scale(0.0, 1.0, LEFT, WIDTH - RIGHT), y, write))
+    width = wide * 0.76 / max(1, len(kinds))
+    for index, lines in enumerate(words):
+        left = LEFT + wide * (index + 0.12)
+        for place, kind in enumerate(kinds):
+            body += _bar(kind, index, left + width * place, width, y, write)
+        for number, line in enumerate(lines):
+            body.append(
+                Markup('<text class="tick" x="{:.2f}" y="{}" text-anchor="middle">{}</text>').format(
+                    LEFT + wide * (index + 0.5), HEIGHT - BOTTOM + 18 + LINE * number, line
+                )
+            )
+    legend, rows = _legend([(kind.style, kind.name) for kind in kinds if not kind.printed])
+    return Markup('<svg class="chart" viewBox="0 {} {} {}" role="img" aria-label="{}">{}{}</svg>').format(
+        -ROW * (rows - 1), WIDTH, HEIGHT + extra + ROW * (rows - 1), title, Markup("").join(body), legend
+    )
+
+
+def _bar(
+    kind: Bars, index: int, left: float, width: float, y: _Scale, write: Callable[[float], str]
+) -> Iterator[Markup]:
+    value = kind.values[index]
+    if value is None:
+        return
+    middle, top, text = left + width / 2, y(value), write(value)
+    style = f"{kind.style} printed" if kind.printed else kind.style
+    yield Markup(
+        '<rect class="{}" x="{:.2f}" y="{}" width="{:.2f}" height="{:.2f}"><title>{}: {}</title></rect>'
+    ).format(style, left + 1, top, width - 2, y.start - top, kind.name, text)
+    half = kind.half_widths[index] if kind.half_widths else None
+    if half:
+        low, high = y(max(0.0, value - half)), y(value + half)
+        yield Markup('<path class="whisker" d="M{0:.2f} {1}V{2}M{3:.2f} {1}h8M{3:.2f} {2}h8"/>').format(
+            middle, low, high, middle - 4
+        )
+        top = high
+    if len(text) * LETTER <= width + 4:
+        yield Markup('<text class="tick" x="{:.2f}" y="{}" text-anchor="middle">{}</text>').format(
+            middle, top - 5, text
+        )
+
+
+def _grid(x: _Scale, y: _Scale, write: Callable[[float], str]) -> Iterator[Markup]:
     for value in ticks(y.low, y.high, 4):
         yield Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
             LEFT, WIDTH - RIGHT, y(value), y(value)
@@ -137,11 +218,14 @@ def _grid(x: _Scale, y: _Scale, write: Callable[[float], str], unit: str) -> Ite
         yield Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(
             LEFT - 8, y(value) + 4, write(value)
         )
-    for value in ticks(x.low, x.high, 6):
+    yield Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(x.start, x.end, y.start, y.start)
+
+
+def _across(x: _Scale, marked: Sequence[float], unit: str) -> Iterator[Markup]:
+    for value in marked:
         yield Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{:g}</text>').format(
             x(value), HEIGHT - BOTTOM + 18, value
         )
-    yield Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, y.start, y.start)
     yield Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, HEIGHT - 3, unit)
 
 
@@ -158,23 +242,34 @@ def _window(window: Window, x: _Scale) -> Markup:
 
 def _line(line: Line, points: Sequence[tuple[float, float]], x: _Scale, y: _Scale) -> Markup:
     parts = []
+    style = f"{line.style} printed" if line.printed else line.style
     if line.joined and len(points) > 1:
         path = " ".join(f"{x(px)},{y(py)}" for px, py in points)
-        parts.append(Markup('<polyline class="{}" points="{}"/>').format(line.style, path))
+        parts.append(Markup('<polyline class="{}" points="{}"/>').format(style, path))
     if line.marks or not line.joined or len(points) == 1:
         parts += [
-            Markup('<circle class="{}" cx="{}" cy="{}" r="{}"/>').format(
-                line.style, x(px), y(py), 3 if line.marks else 2
-            )
+            Markup('<circle class="{}" cx="{}" cy="{}" r="{}"/>').format(style, x(px), y(py), 3 if line.marks else 2)
             for px, py in points
         ]
     return Markup("").join(parts)
 
 
-def _legend(lines: Sequence[Line]) -> Iterator[Markup]:
-    place = float(LEFT)
-    for line in lines:
-        yield Markup('<circle class="{}" cx="{}" cy="12" r="4"/><text class="legend" x="{}" y="16">{}</text>').format(
-            line.style, place + 4, place + 13, escape(line.name)
+def _legend(entries: Sequence[tuple[str, str]]) -> tuple[Markup, int]:
+    """Return the legend of (CSS class, name) and its number of rows, the last of which is right above the chart."""
+    placed: list[tuple[int, float, str, str]] = []
+    row, place = 0, float(LEFT)
+    for style, name in entries:
+        shown = textwrap.shorten(name, MOST_LETTERS, placeholder="…")
+        shown = shown if shown != "…" else f"{name[: MOST_LETTERS - 1]}…"
+        width = 30 + 7.2 * len(shown)
+        if placed and place + width - 17 > WIDTH:
+            row, place = row + 1, float(LEFT)
+        placed.append((row, place, style, shown))
+        place += width
+    drawn = Markup("").join(
+        Markup('<circle class="{}" cx="{}" cy="{}" r="4"/><text class="legend" x="{}" y="{}">{}</text>').format(
+            style, left + 4, 12 - ROW * (row - line), left + 13, 16 - ROW * (row - line), escape(name)
         )
-        place += 30 + 7.2 * len(line.name)
+        for line, left, style, name in placed
+    )
+    return drawn, row + 1

@@ -118,18 +118,24 @@ def _charts(runs: Sequence[Run], compared: Mapping[str, Any]) -> list[tuple[str,
 
 
 def _around_the_fault(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, Any] | None:
-    """Draw the time of every step around the first one that any run had to resume with; None without a recovery.
-
-    A step that was done again is drawn as it was done last, so the outage is within the step resumed with.
-    """
+    """Draw the time of every step around the first one that any run had to resume with; None without a recovery."""
     steps = [item["step"] for run in runs for item in run.metrics["recovery_list"] if item["step"] is not None]
     if not steps:
         return None
     begin, end = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
     lines = []
     for run, label, style in zip(runs, labels, STYLES, strict=False):
-        once = {row["step"]: row["seconds"] for row in run.metrics["series"]["steps"] if begin <= row["step"] <= end}
-        if once:
-            lines.append(Line(label, sorted(once.items()), style))
+        points = step_times(run, begin, end)
+        if points:
+            lines.append(Line(label, points, style))
     title = "Time per step around the fault"
     return title, line_chart(lines, [], begin=begin, end=end, unit="step", title=title, write=formats.seconds)
+
+
+def step_times(run: Run, begin: float, end: float) -> list[tuple[float, float]]:
+    """Return (step, seconds) of the steps from ``begin`` to ``end``, in their order.
+
+    A step that was done again is there as it was done last, so the outage is within the step resumed with.
+    """
+    steps = run.metrics["series"]["steps"]
+    return sorted({row["step"]: row["seconds"] for row in steps if begin <= row["step"] <= end}.items())

@@ -118,4 +118,7 @@ def of_kind(kind: Kind, value: float | None) -> str:
 
 def ratio(value: float | None) -> str:
     """Write how many times the first something is."""
-    return NONE if value is None else f"{value:.2f}×"
+    if value is None:
+        return NONE
+    # Two places of a tiny one would be nothing.
+    return f"{_digits(float(f'{value:.2g}'))}×" if 1e-6 < abs(value) < 0.1 else f"{value:.2f}×"

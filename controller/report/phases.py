@@ -38,7 +38,7 @@ class Change:
     step: int | None
     partition: str
     pause: float
-    """Seconds from the last batch before it until training could go on."""
+    """Seconds from when no further batch was let in until training could go on."""
     moved: float
     """Bytes of weights and optimizer state."""
 

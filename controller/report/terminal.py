@@ -103,7 +103,7 @@ def show_reproduction(console: Console, source: str, rows: Sequence[Row], folder
     notes = [Text(f" {row.name}: {row.note}", style="dim") for row in rows if row.note]
     note = "mean ± half width of the 95 % confidence interval (Student)"
     console.print(Text(), _titled(source, note, table, *notes))
-    console.print(_where(folder, "paper.md"))
+    console.print(_where(folder, "paper.html"))
 
 
 def _mean(name: str, figure: Mapping[str, Any] | None) -> Text:

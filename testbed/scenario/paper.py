@@ -1,13 +1,14 @@
-"""What a scenario says of a publication's figures: which runs a row is about, and whether that can be found at all."""
+"""What a scenario says of a publication's figures: which runs rows and charts are about, and whether there are such."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, Kind, kind_of, parse_condition, parse_target
 from testbed.scenario.loading import nearest
-from testbed.scenario.schema import PaperPart, PaperRow
+from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries
 from testbed.scenario.source import Key, Problem
 
 PLAN = "plan."
@@ -49,7 +50,7 @@ def paper_value(row: PaperRow) -> float | None:
 
 
 def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None) -> Iterator[Problem]:
-    """Yield what is wrong with the rows, given all points of the scenario, if it has any."""
+    """Yield what is wrong with rows and charts, given all points of the scenario, if it has any."""
     for index, row in enumerate(part.rows if part else ()):
         key: Key = ("paper", "rows", index)
         known = [problem for name in ("figure", "over_figure") for problem in _figure_problems(row, name, key)]
@@ -61,6 +62,53 @@ def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None)
                 yield Problem((*key, name), f"no point of the sweep has {shown}: name values that are swept")
         if not known:
             yield from _value_problems(row, key)
+    for index, chart in enumerate(part.charts if part else ()):
+        yield from _chart_problems(chart, part.rows if part else (), points, ("paper", "charts", index))
+
+
+def _chart_problems(
+    chart: PaperChart, rows: Sequence[PaperRow], points: Sequence[Mapping[str, Any]] | None, key: Key
+) -> Iterator[Problem]:
+    if chart.what == "steps":
+        for number, series in enumerate(chart.series):
+            yield from _steps_problems(series, points, (*key, "series", number))
+        return
+    numbers = [x for x in chart.x if isinstance(x, float)]
+    rising = len(numbers) == len(chart.x) and all(one < two for one, two in pairwise(numbers))
+    if not chart.x or (chart.what == "lines" and not rising):
+        wanted = "rising numbers, such as [1, 2, 4]" if chart.what == "lines" else "a word for each of a series' rows"
+        yield Problem((*key, "x"), f"says where the rows stand: write {wanted}")
+    known = {row.name: row for row in rows}
+    kinds = set()
+    for number, series in enumerate(chart.series):
+        place: Key = (*key, "series", number, "rows")
+        if len(series.rows) != len(chart.x):
+            yield Problem(place, f"names {len(series.rows)} rows for {len(chart.x)} of `x`: name one for each")
+        for name in series.rows:
+            if name not in known:
+                yield Problem(place, f"there is no row '{name}': {nearest(name, list(known))}")
+        # What a figure is measured in is known of those that are there; others have been told of above.
+        kinds |= {_kind_or_none(known[name]) for name in series.rows if name in known} - {None}
+    if len(kinds) > 1:
+        shown = " and ".join(sorted(str(kind) for kind in kinds))
+        yield Problem((*key, "series"), f"one axis cannot show {shown}: make a chart of each")
+
+
+def _steps_problems(series: PaperSeries, points: Sequence[Mapping[str, Any]] | None, key: Key) -> Iterator[Problem]:
+    if series.rows:
+        yield Problem((*key, "rows"), "belongs to lines and bars: name the point of the sweep with `at`")
+    found = 1 if points is None else sum(is_at(point, series.at) for point in points)
+    if found != 1:
+        shown = ", ".join(f"{inner}: {value}" for inner, value in series.at.items()) or "no value"
+        yield Problem((*key, "at"), f"{found} points of the sweep have {shown}: name values that one of them has")
+
+
+def _kind_or_none(row: PaperRow) -> Kind | None:
+    """Return what a row's value is measured in; None for a figure that there is not."""
+    try:
+        return row_kind(row)
+    except KeyError:
+        return None
 
 
 def _figure_problems(row: PaperRow, name: str, key: Key) -> Iterator[Problem]:

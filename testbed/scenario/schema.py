@@ -357,11 +357,45 @@ class PaperRow(Part):
     note: str = Field("", description="why the two differ, what to know")
 
 
+class PaperSeries(Part):
+    """One line or one kind of bars of a chart."""
+
+    label: str = Field(description="what the legend calls it")
+    at: dict[str, Any] = Field(
+        default_factory=dict,
+        description="of `steps`: which point of the sweep, as in `rows`; its first repetition is drawn",
+    )
+    rows: tuple[str, ...] = Field((), description="of `lines` and `bars`: names of rows, one for each of `x`")
+
+
+class PaperChart(Part):
+    """A chart over the runs, as a publication draws it."""
+
+    title: str = Field(description="stands above it")
+    what: Literal["steps", "lines", "bars"] = Field(
+        description="steps: time per step of single runs; lines, bars: figures of rows, ours and the paper's"
+    )
+    x: tuple[float | str, ...] = Field(
+        (), description="where the rows stand: rising numbers for `lines`, words below them for `bars`"
+    )
+    axis: str = Field("", description="what x is")
+    range: tuple[float, float] | None = Field(None, description="first and last x of `steps` and `lines`; default: all")
+    series: tuple[PaperSeries, ...] = Field(min_length=1, max_length=6, description="its lines, or its kinds of bars")
+
+    @field_validator("range")
+    @classmethod
+    def _rising(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] < value[1]:
+            raise ValueError(f"ends where it begins or before: write [{value[1]:g}, {value[0]:g}] or a wider one")
+        return value
+
+
 class PaperPart(Part):
     """A table or a figure of a publication that the scenario reproduces."""
 
     source: str = Field(description="which one, as one would cite it")
     rows: tuple[PaperRow, ...] = Field(min_length=1, description="its figures")
+    charts: tuple[PaperChart, ...] = Field((), description="its plots, drawn into paper.html")
 
 
 class Scenario(Part):

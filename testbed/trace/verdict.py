@@ -169,7 +169,7 @@ def _faults(experiment: Experiment, struck: Sequence[Strike]) -> list[Check]:
     if late > FAULT_LATENESS:
         worst = max(struck, key=lambda strike: strike.struck - strike.intended)
         return [Check("faults", False, f"{worst.action} of {worst.target} struck {late:.2f} s late")]
-    return [Check("faults", True, f"{len(struck)} struck, the latest {late * 1e3:.0f} ms late")]
+    return [Check("faults", True, f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late")]
 
 
 def _changes(outcome: Outcome, experiment: Experiment) -> list[Check]:

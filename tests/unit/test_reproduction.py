@@ -55,7 +55,7 @@ def test_ratios_are_taken_repetition_by_repetition(tmp_path: Path) -> None:
     assert (ratio.ours, ratio.half_width, ratio.holds) == (2.0, 0.0, False)
     assert predicted.ours == pytest.approx(2.0 / 0.9)
     assert (absent.ours, absent.ratio, absent.runs) == (None, None, 0)
-    reproduction.write(tmp_path, part, [time, ratio, predicted, absent])
+    reproduction.write(tmp_path, part, [time, ratio, predicted, absent], runs)
     assert json.loads((tmp_path / "paper.json").read_text())["rows"][1]["ratio"] == pytest.approx(0.8)
     assert "| row | 2 s | 4 s |" in (tmp_path / "paper.md").read_text()
 

@@ -1,5 +1,5 @@
 // A cursor on every line chart: the values of all lines nearest to the pointer.
-for (const svg of document.querySelectorAll("svg.chart")) {
+for (const svg of document.querySelectorAll("svg.chart[data-chart]")) {
   const data = JSON.parse(svg.dataset.chart);
   const cursor = svg.querySelector(".cursor");
   const make = (name, attributes, text) => {

@@ -1,0 +1,167 @@
+"""A publication's figures beside ours as one HTML page: the table, and plots as the publication draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from markupsafe import Markup
+
+from controller.report import formats
+from controller.report.charts import Bars, Line, bar_chart, line_chart
+from controller.report.comparison import STYLES, step_times
+from controller.report.html import environment
+from controller.report.terminal import VERDICTS
+from controller.reproduction import Row
+from controller.results import Run, written
+from testbed.scenario.paper import is_at
+from testbed.scenario.schema import PaperChart, PaperPart, PaperSeries
+
+MOST_MARKS = 12
+"""Figures below the x axis, if each point is to have its own."""
+
+
+def render(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> str:
+    """Return the page, which is to lie in the folder of the runs."""
+    scenario = runs[0].experiment.scenario
+    runtimes = sorted({run.outcome.runtime for run in runs})
+    return (
+        environment()
+        .get_template("paper.html")
+        .render(
+            source=part.source,
+            description=scenario.description,
+            chips=[
+                scenario.name,
+                f"{len(runs)} run{'' if len(runs) == 1 else 's'}",
+                *(f"{name}d" for name in runtimes),
+            ],
+            rows=[_cells(row) for row in rows],
+            charts=[draw(chart, rows, runs) for chart in part.charts],
+            runs=[
+                (
+                    _name(run),
+                    VERDICTS[run.metrics["verdict"]["kind"]][0],
+                    run.metrics["verdict"]["kind"],
+                    _link(folder, run),
+                )
+                for run in runs
+            ],
+            version=runs[0].manifest["versions"]["testbed"],
+            date=max(run.manifest["date"] for run in runs),
+        )
+    )
+
+
+def _cells(row: Row) -> Mapping[str, str | bool | None]:
+    half = "" if row.half_width is None else f"± {formats.of_kind(row.kind, row.half_width)}"
+    return {
+        "name": row.name,
+        "note": row.note,
+        "paper": formats.of_kind(row.kind, row.paper),
+        "ours": formats.of_kind(row.kind, row.ours),
+        "half": half,
+        "ratio": formats.ratio(row.ratio),
+        "runs": str(row.runs) + (f" ({row.untrusted} not trusted)" if row.untrusted else ""),
+        "condition": row.condition,
+        "holds": row.holds,
+    }
+
+
+def _name(run: Run) -> str:
+    point = ", ".join(f"{key.rpartition('.')[2]} {written(value)}" for key, value in run.experiment.point.items())
+    again = f"repetition {run.experiment.repetition + 1}" if run.experiment.repetition else ""
+    return ", ".join(part for part in (point, again) if part) or run.path.name
+
+
+def _link(folder: Path, run: Run) -> str:
+    below = run.path.relative_to(folder) if run.path.is_relative_to(folder) else run.path.absolute()
+    return quote((below / "report.html").as_posix())
+
+
+def draw(chart: PaperChart, rows: Sequence[Row], runs: Sequence[Run]) -> tuple[str, str, Markup | None]:
+    """Return (title, note, SVG) of a chart; None and the reason in the note where no run gives anything to draw."""
+    found = {row.name: row for row in rows}
+    if chart.what == "steps":
+        return _steps(chart, runs)
+    if not any(found[name].ours is not None for series in chart.series for name in series.rows):
+        return chart.title, "None of the runs gave one of its figures.", None
+    return _bars(chart, found) if chart.what == "bars" else _lines(chart, found)
+
+
+def _steps(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Markup | None]:
+    begin, end = chart.range or (0.0, float("inf"))
+    lines = []
+    for series, style in zip(chart.series, STYLES, strict=False):
+        chosen = sorted((run for run in runs if is_at(run.experiment.point, series.at)), key=_repetition)
+        points = step_times(chosen[0], begin, end) if chosen else []
+        # Steps one by one can be told apart only as long as they are few.
+        lines.append(Line(series.label, points, style, marks=len(points) <= 60))
+    found = [step for line in lines for step, _ in line.points]
+    if not found:
+        last = max((row["step"] for run in runs for row in run.metrics["series"]["steps"]), default=None)
+        reached = "no run trained a step" if last is None else f"the runs ended with step {last}"
+        return chart.title, f"Nothing from step {begin:g} on: {reached}.", None
+    low, high = chart.range or (min(found), max(found))
+    note = "Seconds from the step before; a step done again as it was done last."
+    svg = line_chart(
+        lines, [], begin=low, end=high, unit=chart.axis or "step", title=chart.title, write=formats.seconds
+    )
+    return chart.title, note, svg
+
+
+def _repetition(run: Run) -> int:
+    return run.experiment.repetition
+
+
+def _lines(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Markup | None]:
+    places = [float(x) for x in chart.x]
+    begin, end = chart.range or (places[0], places[-1])
+    places = [x for x in places if begin <= x <= end]
+    lines = []
+    for series, style in zip(chart.series, STYLES, strict=False):
+        rows = [
+            (float(x), found[name]) for x, name in zip(chart.x, series.rows, strict=True) if begin <= float(x) <= end
+        ]
+        ours = [(x, row.ours) for x, row in rows if row.ours is not None]
+        theirs = [(x, row.paper) for x, row in rows if row.paper is not None]
+        lines.append(Line(f"{series.label}, printed", theirs, style, marks=True, printed=True))
+        lines.append(Line(series.label, ours, style, marks=True))
+    kind = found[chart.series[0].rows[0]].kind
+    svg = line_chart(
+        lines,
+        [],
+        begin=begin,
+        end=end,
+        unit=chart.axis,
+        title=chart.title,
+        write=lambda value: formats.of_kind(kind, value),
+        at=places if len(places) <= MOST_MARKS else None,
+    )
+    note = "Dashed and pale: as printed." if any(line.printed and line.points for line in lines) else ""
+    return chart.title, note, svg
+
+
+def _bars(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Markup | None]:
+    kinds = []
+    for series, style in zip(chart.series, STYLES, strict=False):
+        kinds += _pair(series, [found[name] for name in series.rows], style)
+    kind = found[chart.series[0].rows[0]].kind
+    note = "Pale: as printed." if any(bars.printed for bars in kinds) else ""
+    if any(half is not None for bars in kinds for half in bars.half_widths):
+        note = f"{note} Whiskers: 95 % confidence interval.".strip()
+    svg = bar_chart(
+        [written(x) if isinstance(x, str) else f"{x:g}" for x in chart.x],
+        kinds,
+        title=chart.title,
+        write=lambda value: formats.of_kind(kind, value),
+    )
+    return chart.title, note, svg
+
+
+def _pair(series: PaperSeries, rows: Sequence[Row], style: str) -> list[Bars]:
+    """Return what is printed, if anything is, and beside it what came out here."""
+    ours = Bars(series.label, [row.ours for row in rows], style, [row.half_width for row in rows])
+    theirs = Bars(f"{series.label}, printed", [row.paper for row in rows], style, printed=True)
+    return [theirs, ours] if any(value is not None for value in theirs.values) else [ours]

@@ -1,0 +1,168 @@
+"""A publication's plots over our runs: what is drawn, what is refused, and what a run does not give."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recorded
+
+from controller import reproduction, results
+from controller.report.charts import WIDTH, Bars, Line, bar_chart, line_chart
+from controller.report.comparison import step_times
+from controller.report.paper import draw, render
+from testbed.errors import InputError
+from testbed.scenario.expand import experiments
+from testbed.scenario.loading import load
+from testbed.scenario.schema import PaperPart, Scenario
+
+SCHEDULE = "workload.method.schedule"
+SWEEP = {SCHEDULE: ["gpipe", "1f1b"]}
+ROWS = [
+    {"name": "gpipe", "figure": "step_time", "at": {SCHEDULE: "gpipe"}, "value": "2s"},
+    {"name": "1f1b", "figure": "step_time", "at": {SCHEDULE: "1f1b"}},
+    {"name": "sent", "figure": "bytes_sent", "at": {SCHEDULE: "gpipe"}},
+]
+BARS = {
+    "title": "Time",
+    "what": "bars",
+    "x": ["GPipe", "1F1B"],
+    "series": [{"label": "ours", "rows": ["gpipe", "1f1b"]}],
+}
+LINES = {**BARS, "what": "lines", "x": [1, 4], "axis": "schedule"}
+STEPS = {
+    "title": "Steps",
+    "what": "steps",
+    "axis": "batch",
+    "range": [1, 3],
+    "series": [{"label": name, "at": {SCHEDULE: name}} for name in SWEEP[SCHEDULE]],
+}
+
+
+def made(folder: Path) -> list[results.Run]:
+    """Write runs of both schedules, twice each."""
+    runs = []
+    for schedule, repetition, time in (("gpipe", 0, 1.0), ("gpipe", 1, 3.0), ("1f1b", 0, 1.0), ("1f1b", 1, 1.0)):
+        experiment = replace(recorded.experiment(), point={SCHEDULE: schedule}, repetition=repetition)
+        path = folder / results.run_name(experiment)
+        run = results.load(results.write(path, experiment, recorded.plan(), recorded.outcome(), command="x"))
+        runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
+    return runs
+
+
+def part(*charts: dict[str, Any]) -> PaperPart:
+    return PaperPart.model_validate({"source": "Somebody, Figure 1", "rows": ROWS, "charts": charts})
+
+
+def drawn(folder: Path, chart: dict[str, Any]) -> tuple[str, str]:
+    """Return the note and the SVG of one chart."""
+    runs, whole = made(folder), part(chart)
+    title, note, svg = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
+    assert title == chart["title"]
+    return note, str(svg)
+
+
+def test_bars_stand_at_the_height_of_the_rows_with_their_intervals(tmp_path: Path) -> None:
+    note, svg = drawn(tmp_path, BARS)
+    by_name = {name: float(height) for height, name in re.findall(r'height="([\d.]+)"><title>([^<]+)', svg)}
+    assert set(by_name) == {"ours, printed: 2 s", "ours: 2 s", "ours: 1 s"}
+    assert by_name["ours: 2 s"] == by_name["ours, printed: 2 s"] == pytest.approx(2 * by_name["ours: 1 s"], abs=0.1)
+    assert svg.count('class="whisker"') == 1, "two equal repetitions have no width"
+    assert "Pale" in note
+    assert "Whiskers" in note
+
+
+def test_lines_hold_ours_and_what_is_printed(tmp_path: Path) -> None:
+    note, svg = drawn(tmp_path, LINES)
+    assert "Dashed" in note
+    data = json.loads(re.search(r'data-chart="([^"]+)"', svg)[1].replace("&#34;", '"'))  # type: ignore[index]
+    points = {line["name"]: [(x, text) for x, _, text in line["points"]] for line in data["lines"]}
+    assert points == {"ours": [(1.0, "2 s"), (4.0, "1 s")], "ours, printed": [(1.0, "2 s")]}
+    assert (data["begin"], data["end"], data["unit"]) == (1.0, 4.0, "schedule")
+    assert re.findall(r'text-anchor="middle">([^<]+)', svg) == ["1", "4"]
+
+
+def test_steps_are_those_of_the_first_repetition_within_the_range(tmp_path: Path) -> None:
+    note, svg = drawn(tmp_path, STEPS)
+    data = json.loads(re.search(r'data-chart="([^"]+)"', svg)[1].replace("&#34;", '"'))  # type: ignore[index]
+    expected = step_times(made(tmp_path / "again")[0], 1, 3)
+    assert [step for step, _ in expected] == [1, 2, 3]
+    for line in data["lines"]:
+        assert [x for x, *_ in line["points"]] == [1, 2, 3]
+    note, svg = drawn(tmp_path / "late", STEPS | {"range": [190, 220]})
+    assert (note, svg) == ("Nothing from step 190 on: the runs ended with step 4.", "None")
+
+
+def test_the_page_has_all_and_loads_nothing(tmp_path: Path) -> None:
+    runs, whole = made(tmp_path), part(STEPS, BARS, LINES)
+    rows = reproduction.reproduce(whole, runs)
+    page = render(tmp_path, whole, rows, runs)
+    assert page.count('<svg class="chart"') == 3
+    for name in ("Somebody, Figure 1", "2 s", "1.00×"):
+        assert name in page
+    links = re.findall(r'href="([^"]+)"', page)
+    assert len(links) == 4
+    assert not any(link.startswith(("http", "/")) for link in links)
+    assert not re.search(r'src="|url\(', page)
+    evil = "</script><script>alert(1)</script>"
+    assert evil not in render(tmp_path, whole.model_copy(update={"source": evil}), rows, runs)
+
+
+def test_a_chart_without_any_run_says_so(tmp_path: Path) -> None:
+    whole = part(BARS)
+    runs = [replace(run, metrics=run.metrics | {"step_time": None}) for run in made(tmp_path)]
+    assert draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)[1:] == (
+        "None of the runs gave one of its figures.",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("chart", "told"),
+    [
+        (BARS | {"series": [{"label": "x", "rows": ["gpip", "1f1b"]}]}, "did you mean 'gpipe'"),
+        (BARS | {"series": [{"label": "x", "rows": ["gpipe"]}]}, "names 1 rows for 2 of `x`"),
+        (BARS | {"series": [{"label": "x", "rows": ["gpipe", "sent"]}]}, "cannot show bytes and seconds"),
+        (BARS | {"x": []}, "says where the rows stand"),
+        (LINES | {"x": [4, 1]}, "rising numbers"),
+        (LINES | {"x": ["few", "many"]}, "rising numbers"),
+        (STEPS | {"series": [{"label": "x", "at": {}}]}, "2 points of the sweep have no value"),
+        (STEPS | {"series": [{"label": "x", "at": {SCHEDULE: "pipe"}}]}, "0 points of the sweep have"),
+        (
+            STEPS | {"series": [{"label": "x", "at": {SCHEDULE: "gpipe"}, "rows": ["gpipe"]}]},
+            "belongs to lines and bars",
+        ),
+    ],
+)
+def test_charts_that_cannot_come_out_are_refused_before_anything_runs(chart: dict[str, Any], told: str) -> None:
+    paper = {"source": "x", "rows": ROWS, "charts": [chart]}
+    with pytest.raises(InputError, match=told):
+        experiments(Scenario.model_validate(recorded.SCENARIO | {"sweep": SWEEP, "paper": paper}))
+
+
+def test_a_range_has_to_rise() -> None:
+    with pytest.raises(ValueError, match=r"write \[190, 220\]"):
+        part(STEPS | {"range": [220, 190]})
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_legend_stays_within_the_chart(count: int) -> None:
+    names = [f"a rather long name of series {index}" * (4 if index == 3 else 1) for index in range(count)]
+    svgs = [
+        line_chart([Line(name, [(0, 1)], "s0") for name in names], [], end=1, title="x", write=str),
+        bar_chart(["one"], [Bars(name, [1.0], "s0") for name in names], title="x", write=str),
+    ]
+    for svg in svgs:
+        placed = re.findall(r'class="legend" x="([\d.]+)" y="([-\d.]+)">([^<]+)', svg)
+        assert len(placed) == count
+        top = float(re.search(r'viewBox="0 (-?\d+)', svg)[1])  # type: ignore[index]
+        assert all(float(x) + 7.2 * len(name) <= WIDTH and float(y) > top for x, y, name in placed)
+
+
+def test_the_scenarios_of_papers_name_rows_and_points_that_are_there() -> None:
+    for path in sorted((Path(__file__).parents[2] / "scenarios" / "papers").glob("*.yaml")):
+        assert experiments(load(path)), path
