@@ -153,13 +153,16 @@ def line_chart(
     ).format(-ROW * (rows - 1), WIDTH, HEIGHT + ROW * (rows - 1), title, json.dumps(data), body, legend)
 
 
-def bar_chart(groups: Sequence[str], kinds: Sequence[Bars], *, title: str, write: Callable[[float], str]) -> Markup:
-    """Draw bars side by side in groups, each with its figure above it where there is room.
+def bar_chart(
+    groups: Sequence[str], kinds: Sequence[Bars], *, title: str, write: Callable[[float], str], unit: str = ""
+) -> Markup:
+    """Draw bars side by side in groups, each with its figure above it if there is room for all of them.
 
-    The y axis begins at 0; ``write`` formats its figures.
+    The y axis begins at 0; ``write`` formats its figures. ``unit`` says what the groups are.
     """
     wide = (WIDTH - RIGHT - LEFT) / max(1, len(groups))
     words = [textwrap.wrap(group, max(6, int(wide / LETTER))) or [""] for group in groups]
+    # Words of more than one line and the unit need room below each other.
     extra = LINE * (max((len(lines) for lines in words), default=1) - 1)
     ends = [
         value + (half or 0.0)
@@ -169,17 +172,24 @@ def bar_chart(groups: Sequence[str], kinds: Sequence[Bars], *, title: str, write
     ]
     y = _Scale(0.0, max(ends, default=0.0) * 1.12 or 1.0, HEIGHT - BOTTOM, TOP)
     body = list(_grid(_Scale(0.0, 1.0, LEFT, WIDTH - RIGHT), y, write))
-    width = wide * 0.76 / max(1, len(kinds))
+    width = wide * 0.8 / max(1, len(kinds))
+    figures = [write(value) for kind in kinds for value in kind.values if value is not None]
+    labelled = all(len(figure) * LETTER <= width for figure in figures)
     for index, lines in enumerate(words):
-        left = LEFT + wide * (index + 0.12)
+        left = LEFT + wide * (index + 0.1)
         for place, kind in enumerate(kinds):
-            body += _bar(kind, index, left + width * place, width, y, write)
+            body += _bar(kind, index, left + width * place, width, y, write, labelled=labelled)
         for number, line in enumerate(lines):
             body.append(
                 Markup('<text class="tick" x="{:.2f}" y="{}" text-anchor="middle">{}</text>').format(
                     LEFT + wide * (index + 0.5), HEIGHT - BOTTOM + 18 + LINE * number, line
                 )
             )
+    body.append(
+        Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(
+            WIDTH - RIGHT, HEIGHT - 3 + extra, unit
+        )
+    )
     legend, rows = _legend([(kind.style, kind.name) for kind in kinds if not kind.printed])
     return Markup('<svg class="chart" viewBox="0 {} {} {}" role="img" aria-label="{}">{}{}</svg>').format(
         -ROW * (rows - 1), WIDTH, HEIGHT + extra + ROW * (rows - 1), title, Markup("").join(body), legend
@@ -187,7 +197,7 @@ def bar_chart(groups: Sequence[str], kinds: Sequence[Bars], *, title: str, write
 
 
 def _bar(
-    kind: Bars, index: int, left: float, width: float, y: _Scale, write: Callable[[float], str]
+    kind: Bars, index: int, left: float, width: float, y: _Scale, write: Callable[[float], str], *, labelled: bool
 ) -> Iterator[Markup]:
     value = kind.values[index]
     if value is None:
@@ -204,7 +214,7 @@ def _bar(
             middle, low, high, middle - 4
         )
         top = high
-    if len(text) * LETTER <= width + 4:
+    if labelled:
         yield Markup('<text class="tick" x="{:.2f}" y="{}" text-anchor="middle">{}</text>').format(
             middle, top - 5, text
         )

@@ -154,6 +154,7 @@ def _bars(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Markup
     svg = bar_chart(
         [written(x) if isinstance(x, str) else f"{x:g}" for x in chart.x],
         kinds,
+        unit=chart.axis,
         title=chart.title,
         write=lambda value: formats.of_kind(kind, value),
     )

@@ -71,6 +71,7 @@ def test_bars_stand_at_the_height_of_the_rows_with_their_intervals(tmp_path: Pat
     by_name = {name: float(height) for height, name in re.findall(r'height="([\d.]+)"><title>([^<]+)', svg)}
     assert set(by_name) == {"ours, printed: 2 s", "ours: 2 s", "ours: 1 s"}
     assert by_name["ours: 2 s"] == by_name["ours, printed: 2 s"] == pytest.approx(2 * by_name["ours: 1 s"], abs=0.1)
+    assert svg.count('text-anchor="middle">2 s<') == 2, "a figure above each bar"
     assert svg.count('class="whisker"') == 1, "two equal repetitions have no width"
     assert "Pale" in note
     assert "Whiskers" in note
@@ -147,6 +148,12 @@ def test_charts_that_cannot_come_out_are_refused_before_anything_runs(chart: dic
 def test_a_range_has_to_rise() -> None:
     with pytest.raises(ValueError, match=r"write \[190, 220\]"):
         part(STEPS | {"range": [220, 190]})
+
+
+def test_figures_above_bars_stand_above_all_or_none() -> None:
+    kinds = [Bars(f"kind {index}", [0.123] * 4, "s0") for index in range(6)]
+    assert 'middle">0.123' not in bar_chart(list("abcd"), kinds, title="x", write=str)
+    assert bar_chart(list("abcd"), kinds[:2], title="x", write=str).count('middle">0.123') == 8
 
 
 @pytest.mark.parametrize("count", [1, 6])
