@@ -167,15 +167,7 @@ def figure_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         note += f"; predicted {formats.seconds(predicted)}" if predicted else ""
         yield "Step time", formats.seconds(metrics["step_time"]), note
     if "requests" in metrics:
-        if metrics["weights"] is None:
-            yield "Weights", "random", "drawn from the seed: the answers mean nothing"
-        else:
-            yield "Weights", Path(metrics["weights"]).name, "read from this file"
-        yield "Requests", formats.number(metrics["requests"]), f"{metrics['requests_per_second']:.1f} a second"
-        if "objects" in metrics:
-            yield "Objects", formats.number(metrics["objects"]), "found in all requests together; boxes.json has them"
-        tail = f"95 % within {formats.seconds(metrics['latency_p95'])}"
-        yield "Latency", formats.seconds(metrics["latency"]), f"median; {tail}"
+        yield from _request_figures(metrics)
     if "recovery_time" in metrics:
         note = "from the strike until work went on"
         if metrics["recoveries"] > 1:
@@ -186,6 +178,18 @@ def figure_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if metrics["unrecovered"]:
         yield "Unrecovered", formats.number(metrics["unrecovered"]), "faults that were noticed and not outlived"
     yield "Duration", formats.seconds(metrics["duration"]), "of the workload, without setting up"
+
+
+def _request_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    if metrics["weights"] is None:
+        yield "Weights", "random", "drawn from the seed: the answers mean nothing"
+    else:
+        yield "Weights", Path(metrics["weights"]).name, "read from this file"
+    yield "Requests", formats.number(metrics["requests"]), f"{metrics['requests_per_second']:.1f} a second"
+    if "objects" in metrics:
+        yield "Objects", formats.number(metrics["objects"]), "found in all requests together; boxes.json has them"
+    tail = f"95 % within {formats.seconds(metrics['latency_p95'])}"
+    yield "Latency", formats.seconds(metrics["latency"]), f"median; {tail}"
 
 
 def _asynchronous_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
