@@ -16,7 +16,7 @@ from controller.report.charts import Line, Window, line_chart
 from controller.report.grouping import describe, group_links, measured
 from controller.report.terminal import VERDICTS, figure_rows, found_text, object_rows, recovery_from
 from controller.report.timeline import fault_windows, timeline
-from controller.results import Run, scenario_yaml
+from controller.results import Run, scenario_yaml, written
 
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
@@ -99,7 +99,7 @@ def _chips(run: Run) -> Iterator[str]:
     yield f"{count} device{'' if count == 1 else 's'}"
     yield f"seed {run.experiment.scenario.seed}"
     for key, value in run.experiment.point.items():
-        yield f"{key} = {value}"
+        yield f"{key} = {written(value)}"
     if run.experiment.repetition:
         yield f"repetition {run.experiment.repetition + 1}"
 
