@@ -53,7 +53,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     redistribution_time        longest time from that decision until all devices have what they need for it
     first_batch_time           longest time from detection until the first batch after it was trained
     repartitions               changes of the partition in a run that goes on, without those of recoveries
-    repartition_pause          longest time from the last batch before such a change until training could go on
+    repartition_pause          longest time that such a change let no batch in: draining the pipeline, moving, agreeing
     repartition_bytes          weights and optimizer state that they moved in all
     versions_kept              most versions of its weights that any stage kept at once
     step_time_before           median of the steady steps before the first fault that the method noticed
