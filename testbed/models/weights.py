@@ -1,4 +1,4 @@
-"""Weights to begin with, from a file: safetensors as a run leaves them, or Darknet's; or from a scenario that trains them.
+"""Weights to begin with, from a file: safetensors as a run leaves them, or Darknet's; or a scenario's.
 
 Which of the two a file is, its first bytes tell: in a safetensors file the length of a header, then a brace.
 """

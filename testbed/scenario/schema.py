@@ -141,7 +141,7 @@ class ModelPart(Part):
     weights: str | None = Field(
         None,
         description="file to read them from, relative to the scenario file: safetensors as a run leaves them, "
-        "Darknet's for yolov2, or a scenario, which is simulated first and leaves them; default: random, drawn from the seed",
+        "Darknet's for yolov2, or a scenario, which is simulated first; default: random, drawn from the seed",
     )
 
     def options(self) -> dict[str, Any]:
