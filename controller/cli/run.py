@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from controller.live import LiveProgress
-from testbed.errors import ExpectationError, InputError, TestbedError
+from testbed.errors import ExpectationError, TestbedError
 from testbed.scenario.expand import experiments
 from testbed.scenario.loading import load
 from testbed.scenario.prepare import Prepared, batches, data_folder, prepare, weights_file
@@ -131,7 +131,7 @@ def _run_one(
     keep: bool,
 ) -> Outcome:
     scenario = prepared.experiment.scenario
-    weights = _read_weights(prepared, console)
+    weights = _read_weights(prepared)
     unit = "steps" if scenario.workload.task == "train" else "requests"
     with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
         if runtime == "simulate":
@@ -167,31 +167,11 @@ def _load_data(prepared: Prepared) -> Dataset:
     return load_data(scenario.workload.data, data_folder(scenario))
 
 
-def _read_weights(prepared: Prepared, console: Console) -> dict[str, torch.Tensor] | None:
-    from testbed.models.weights import is_scenario, read
+def _read_weights(prepared: Prepared) -> dict[str, torch.Tensor] | None:
+    from testbed.models.weights import read
 
     file = weights_file(prepared.experiment.scenario)
-    if file is not None and is_scenario(file):
-        return _train_weights(file, console)
     return None if file is None else read(file, prepared.problem.model)
-
-
-def _train_weights(file: Path, console: Console) -> dict[str, torch.Tensor]:
-    """Simulate the scenario that leaves the weights; it is the same in each run of a sweep, to the bit."""
-    from testbed.simulation import simulate
-
-    first = prepare(experiments(load(str(file), []))[0])
-    if weights_file(first.experiment.scenario) is not None:
-        raise InputError(
-            f"{file}: it begins with weights of a file itself: name a scenario that begins with random ones"
-        )
-    with LiveProgress(console, first.experiment.scenario.name, batches(first.experiment.scenario), "steps") as live:
-        live.stage("training the weights to begin with")
-        parts = (first.experiment, first.method, first.problem, first.plan)
-        outcome = simulate(*parts, _load_data(first), live.event)
-    if outcome.status != "finished" or outcome.weights is None:
-        raise TestbedError(f"{file}, which trains the weights to begin with, {outcome.status}: {outcome.error}")
-    return outcome.weights
 
 
 def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:

@@ -1,4 +1,4 @@
-"""Weights to begin with, from a file: safetensors as a run leaves them, or Darknet's; or a scenario's.
+"""Weights to begin with, from a file: safetensors as a run leaves them, or Darknet's.
 
 Which of the two a file is, its first bytes tell: in a safetensors file the length of a header, then a brace.
 """
@@ -24,13 +24,8 @@ def check(path: Path, model: Model) -> None:
     """Raise `InputError` where a file is not there or is plainly not this model's; reads no weights, needs no torch."""
     if not path.is_file():
         raise InputError(f"there is no file {path}: name one, relative to the scenario file")
-    if not is_scenario(path) and not _is_safetensors(path):
+    if not _is_safetensors(path):
         darknet.check(path, model)
-
-
-def is_scenario(path: Path) -> bool:
-    """Say whether a file is a scenario, whose run leaves the weights."""
-    return path.suffix in (".yaml", ".yml")
 
 
 def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
@@ -53,8 +48,6 @@ def facts(path: Path, model: Model) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     known = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
-    if is_scenario(path):
-        return {"format": "scenario", **known}
     if _is_safetensors(path):
         return {"format": "safetensors", **known}
     header = darknet.check(path, model)

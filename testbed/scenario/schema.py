@@ -140,8 +140,8 @@ class ModelPart(Part):
     name: str = Field(description="one of `testbed models`; further keys are its options")
     weights: str | None = Field(
         None,
-        description="file to read them from, relative to the scenario file: safetensors as a run leaves them, "
-        "Darknet's for yolov2, or a scenario, which is simulated first; default: random, drawn from the seed",
+        description="file to read them from, relative to the scenario file: safetensors as a run leaves them, or "
+        "Darknet's for yolov2; default: random, drawn from the seed",
     )
 
     def options(self) -> dict[str, Any]:
