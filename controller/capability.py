@@ -24,11 +24,25 @@ from testbed.scenario.quantities import format_rate
 
 def measure(client: docker.DockerClient, backend: str) -> Capability:
     """Measure a backend, some seconds, and keep what was found; raises HostError when it cannot be had here."""
+    try:
+        said = in_shaper(client, names().shaper, ["python3", "-m", "controller.shaping.capability", backend])
+    except APIError as error:
+        raise HostError(f"the engine refuses: {error.explanation}") from error
+    found = Capability(**json.loads(said))
+    keep(found)
+    return found
+
+
+def in_shaper(client: docker.DockerClient, image: str, command: list[str]) -> bytes:
+    """Return what a command prints in a container with the shaper's rights and no network.
+
+    Raises HostError with the last line of its errors when it fails, APIError when the engine refuses.
+    """
     run = f"doctor-{secrets.token_hex(4)}"
     try:
-        said = client.containers.run(
-            names().shaper,
-            ["python3", "-m", "controller.shaping.capability", backend],
+        said: bytes = client.containers.run(
+            image,
+            command,
             name=f"testbed-{run}",
             labels={RUN: run},
             cap_drop=["ALL"],
@@ -38,16 +52,12 @@ def measure(client: docker.DockerClient, backend: str) -> Capability:
             read_only=True,
             tmpfs={"/tmp": "size=16m", "/run": "size=16m"},
         )
-        found = Capability(**json.loads(said))
     except ContainerError as error:
         text = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
         raise HostError((text.strip().splitlines() or [f"status {error.exit_status}"])[-1]) from None
-    except APIError as error:
-        raise HostError(f"the engine refuses: {error.explanation}") from error
     finally:
         remove_run(client, run, settle=False)
-    keep(found)
-    return found
+    return said
 
 
 def keep(found: Capability) -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import platform
-import secrets
 import shutil
 import sys
 import threading
@@ -16,13 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 import docker
-from docker.errors import APIError, ContainerError, DockerException, ImageNotFound
+from docker.errors import APIError, DockerException, ImageNotFound
 
 from controller import capability
 from controller.engine import connect, facts, is_local
 from controller.images import REGISTRY_BASE, names
-from controller.lab import SHAPER_CAPABILITIES
-from controller.removal import RUN, remove_run
 from controller.shaping import modules
 from controller.shaping.backends import MODULES
 from controller.shaping.capability import DEVICE_RATE
@@ -202,29 +199,12 @@ def _links(client: docker.DockerClient) -> Iterator[Check]:
 
 def _hindrances(client: docker.DockerClient, image: str) -> dict[str, str]:
     """Return by its name why something does not work here; under an empty name, why nothing could be tried."""
-    run = f"doctor-{secrets.token_hex(4)}"
     try:
-        said = client.containers.run(
-            image,
-            ["python3", "-c", _TRY_LINKS],
-            name=f"testbed-{run}",
-            labels={RUN: run},
-            cap_drop=["ALL"],
-            cap_add=SHAPER_CAPABILITIES,
-            pid_mode="host",
-            network_mode="none",
-            read_only=True,
-            tmpfs={"/tmp": "size=16m", "/run": "size=16m"},
-        )
-        found: dict[str, str] = json.loads(said)
-    except ContainerError as error:
-        text = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
-        lines = text.strip().splitlines()
-        return {"": lines[-1] if lines else f"status {error.exit_status}"}
+        found: dict[str, str] = json.loads(capability.in_shaper(client, image, ["python3", "-c", _TRY_LINKS]))
+    except HostError as error:
+        return {"": str(error)}
     except APIError as error:
         return {"": str(error.explanation)}
-    finally:
-        remove_run(client, run, settle=False)
     return found
 
 

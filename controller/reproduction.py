@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from controller.results import Run
 from controller.summary import CONFIDENCE, interval
-from testbed.scenario.expect import Kind, parse_condition
+from testbed.scenario.expect import Kind, look_up, parse_condition
 from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
 from testbed.scenario.schema import PaperPart, PaperRow
 
@@ -77,14 +76,7 @@ def _paired(chosen: Sequence[Run], below: Sequence[Run]) -> list[tuple[Run, Run]
 
 def figure(run: Run, name: str) -> float | None:
     """Return a figure of a run's metrics, or of its plan's details; None where there is none."""
-    value: Any = run.plan.details if name.startswith(PLAN) else run.metrics
-    for part in name.removeprefix(PLAN).split("."):
-        if isinstance(value, Mapping):
-            value = value.get(part)
-        elif isinstance(value, list | tuple) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            return None
+    value = look_up(run.plan.details if name.startswith(PLAN) else run.metrics, name.removeprefix(PLAN))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

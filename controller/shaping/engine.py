@@ -6,7 +6,6 @@ server's end). What befalls a packet is decided in `impairments.py`; here it is 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import heapq
 import json
@@ -22,7 +21,7 @@ from typing import Any
 
 from controller.shaping import nfqueue
 from controller.shaping.bottleneck import Bottleneck
-from controller.shaping.helper import LARGEST_REQUEST, prioritise
+from controller.shaping.helper import obey, prioritise
 from controller.shaping.lateness import Lateness
 from testbed.network import impairments
 from testbed.network.framing import ETHERNET_HEADER
@@ -150,7 +149,7 @@ class Loop:
             emptied = True
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
-                    if not self._obey():
+                    if not obey(self._control, self._carry_out, 2):
                         return
                 elif descriptor in self._by_descriptor:
                     emptied &= self._read(self._by_descriptor[descriptor])
@@ -331,29 +330,19 @@ class Loop:
 
     # Requests
 
-    def _obey(self) -> bool:
-        """Carry out one request of the server; False when it is gone."""
-        data, descriptors, _, _ = socket.recv_fds(self._control, LARGEST_REQUEST, 2)
-        if not data:
-            return False
-        request = json.loads(data)
-        answer: dict[str, Any] = {}
-        try:
-            match request["do"]:
-                case "open":
-                    self._open(request["device"], *(socket.socket(fileno=each) for each in descriptors))
-                case "close":
-                    self._close(request["device"])
-                case "set":
-                    self._set(self._ports[request["device"]], request)
-                case "statistics":
-                    answer = self._statistics()
-                case "reset":
-                    self._lateness = Lateness()
-        except OSError as error:
-            answer = {"error": str(error)}
-        self._control.send(json.dumps(answer).encode())
-        return True
+    def _carry_out(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+        match request["do"]:
+            case "open":
+                self._open(request["device"], *(socket.socket(fileno=each) for each in descriptors))
+            case "close":
+                self._close(request["device"])
+            case "set":
+                self._set(self._ports[request["device"]], request)
+            case "statistics":
+                return self._statistics()
+            case "reset":
+                self._lateness = Lateness()
+        return None
 
     def _open(self, device: str, opened: socket.socket, injector: socket.socket) -> None:
         self._close(device)
@@ -395,26 +384,14 @@ class Loop:
             self._send(port)
 
     def _acknowledged(self, port: _Port, message: bytes) -> None:
-        """Send one configuration message and wait until the kernel has agreed; packets meanwhile are not missed."""
+        """Have the kernel agree to a configuration message; packets meanwhile are not missed."""
+
+        def arrived(length: int) -> None:
+            now = time.monotonic()
+            self._arrive(port, self._buffer, length, now, time.time() - now)
+
         self._sequence += 1
-        port.socket.send(message)
-        patience = time.monotonic() + 2.0
-        while time.monotonic() < patience:
-            select.select([port.socket], [], [], 0.1)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    length = port.socket.recv_into(self._buffer)
-                    kind = nfqueue.message_type(self._buffer)
-                    if kind == nfqueue.PACKET:
-                        now = time.monotonic()
-                        self._arrive(port, self._buffer, length, now, time.time() - now)
-                    elif kind == nfqueue.NLMSG_ERROR:
-                        answered, error = nfqueue.acknowledgement(self._buffer)
-                        if answered == self._sequence:
-                            if error:
-                                raise OSError(error, f"the kernel refuses a netfilter queue: {os.strerror(error)}")
-                            return
-        raise OSError("the kernel did not answer the request for a netfilter queue")
+        nfqueue.agree(port.socket, message, self._sequence, self._buffer, arrived)
 
     def _statistics(self) -> dict[str, Any]:
         usage = os.times()

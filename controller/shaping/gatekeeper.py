@@ -5,7 +5,6 @@ Who transmits when is `Media`'s business; here it is carried out, in time.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -18,7 +17,7 @@ from typing import Any
 
 from controller.shaping import nfqueue
 from controller.shaping.gating import QUEUE
-from controller.shaping.helper import LARGEST_REQUEST, prioritise
+from controller.shaping.helper import obey, prioritise
 from controller.shaping.lateness import Lateness
 from controller.shaping.medium import Media, Way
 from testbed.network.framing import ETHERNET_HEADER
@@ -54,7 +53,7 @@ class _Loop:
             self._release()
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
-                    if not self._obey():
+                    if not obey(self._control, self._carry_out, 1):
                         return
                 elif descriptor in self._names:
                     self._read(self._names[descriptor])
@@ -98,29 +97,19 @@ class _Loop:
             self._dropped += 1
             self._decide(device, self._drop + identity)
 
-    def _obey(self) -> bool:
-        """Carry out one request of the server; False when it is gone."""
-        data, descriptors, _, _ = socket.recv_fds(self._control, LARGEST_REQUEST, 1)
-        if not data:
-            return False
-        request = json.loads(data)
-        answer: dict[str, Any] = {}
-        try:
-            match request["do"]:
-                case "open":
-                    self._open(request["device"], socket.socket(fileno=descriptors[0]))
-                case "close":
-                    self._close(request["device"])
-                case "set":
-                    self._media.set_ways(request["device"], _ways_from(request["ways"]), time.monotonic())
-                case "statistics":
-                    answer = self._statistics()
-                case "reset":
-                    self._lateness = Lateness()
-        except OSError as error:
-            answer = {"error": str(error)}
-        self._control.send(json.dumps(answer).encode())
-        return True
+    def _carry_out(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+        match request["do"]:
+            case "open":
+                self._open(request["device"], socket.socket(fileno=descriptors[0]))
+            case "close":
+                self._close(request["device"])
+            case "set":
+                self._media.set_ways(request["device"], _ways_from(request["ways"]), time.monotonic())
+            case "statistics":
+                return self._statistics()
+            case "reset":
+                self._lateness = Lateness()
+        return None
 
     def _open(self, device: str, opened: socket.socket) -> None:
         self._close(device)
@@ -141,22 +130,9 @@ class _Loop:
         opened.close()
 
     def _acknowledged(self, device: str, message: bytes) -> None:
-        """Send one configuration message and wait until the kernel has agreed; nothing is queued before that."""
+        """Have the kernel agree to a configuration message; nothing is queued before that."""
         self._sequence += 1
-        opened = self._sockets[device]
-        opened.send(message)
-        patience = time.monotonic() + 2.0
-        while time.monotonic() < patience:
-            select.select([opened], [], [], 0.1)
-            with contextlib.suppress(BlockingIOError):
-                length = opened.recv_into(self._buffer)
-                if length and nfqueue.message_type(self._buffer) == nfqueue.NLMSG_ERROR:
-                    answered, error = nfqueue.acknowledgement(self._buffer)
-                    if answered == self._sequence:
-                        if error:
-                            raise OSError(error, f"the kernel refuses a netfilter queue: {os.strerror(error)}")
-                        return
-        raise OSError("the kernel did not answer the request for a netfilter queue")
+        nfqueue.agree(self._sockets[device], message, self._sequence, self._buffer)
 
     def _statistics(self) -> dict[str, Any]:
         usage = os.times()

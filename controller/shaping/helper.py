@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from testbed.errors import HostError
@@ -33,6 +33,24 @@ def prioritise() -> str:
             return "normal"
         return "nice -20"
     return "real-time"
+
+
+def obey(
+    control: socket.socket, carry_out: Callable[[dict[str, Any], list[int]], dict[str, Any] | None], descriptors: int
+) -> bool:
+    """Answer one request of the server by what carries it out, given it and so many descriptors at most.
+
+    Returns False when the server is gone. An OSError is the answer's ``error``.
+    """
+    data, received, _, _ = socket.recv_fds(control, LARGEST_REQUEST, descriptors)
+    if not data:
+        return False
+    try:
+        answer = carry_out(json.loads(data), received) or {}
+    except OSError as error:
+        answer = {"error": str(error)}
+    control.send(json.dumps(answer).encode())
+    return True
 
 
 class Helper:

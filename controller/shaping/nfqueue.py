@@ -6,9 +6,13 @@ packet, and perhaps when it arrived.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import struct
+import time
+from collections.abc import Callable
 
 from testbed.errors import HostError
 
@@ -137,6 +141,37 @@ def check() -> None:
             raise HostError(f"netfilter does not answer: {silent}") from silent
     if error:
         raise HostError(f"no netfilter queue can be bound: {os.strerror(error)}")
+
+
+def agree(
+    opened: socket.socket,
+    message: bytes,
+    sequence: int,
+    buffer: bytearray,
+    arrived: Callable[[int], None] = lambda length: None,
+) -> None:
+    """Send a configuration message and wait until the kernel has agreed to it.
+
+    ``arrived`` is called with the length of each packet's message that comes meanwhile and is in ``buffer``. Raises
+    OSError when the kernel refuses or does not answer within two seconds.
+    """
+    opened.send(message)
+    patience = time.monotonic() + 2.0
+    while time.monotonic() < patience:
+        select.select([opened], [], [], 0.1)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                length = opened.recv_into(buffer)
+                kind = message_type(buffer)
+                if kind == PACKET:
+                    arrived(length)
+                elif kind == NLMSG_ERROR:
+                    answered, error = acknowledgement(buffer)
+                    if answered == sequence:
+                        if error:
+                            raise OSError(error, f"the kernel refuses a netfilter queue: {os.strerror(error)}")
+                        return
+    raise OSError("the kernel did not answer the request for a netfilter queue")
 
 
 class Stamps:

@@ -178,12 +178,22 @@ def parse_target(text: str, kind: Kind) -> float | str | bool:
     return number
 
 
+def look_up(tree: object, dotted: str) -> Any:
+    """Return what lies at a dotted key of mappings, and lists by their index; None where there is nothing."""
+    for part in dotted.split("."):
+        if isinstance(tree, Mapping):
+            tree = tree.get(part)
+        elif isinstance(tree, list | tuple) and part.isdecimal() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return None
+    return tree
+
+
 def evaluate(expect: Mapping[str, str], metrics: Mapping[str, Any]) -> list[Expectation]:
     """Return each condition with the figure it is about and whether it holds, in the order of the scenario."""
     results = []
     for key, text in expect.items():
-        value: Any = metrics
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = look_up(metrics, key)
         results.append(Expectation(key, text, value, parse_condition(text, kind_of(key)).holds(value)))
     return results

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from testbed.models.chain import BYTES_PER_VALUE, Shape
+from testbed.models.chain import Shape
 
 Kind = Literal["fc", "conv", "pool", "route", "reorg", "other"]
 """``route`` concatenates the channels of its sources, ``reorg`` moves pixels into channels. ``other`` is whatever a
@@ -86,11 +86,6 @@ class Layer:
     def parameters(self) -> int:
         """Everything that is stored: weights and channel-wise values."""
         return self.weights + self.channelwise * self.output[0]
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters."""
-        return BYTES_PER_VALUE * self.parameters
 
 
 @dataclass(frozen=True)
