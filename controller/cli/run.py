@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from controller.inputs import InitialWeights, load_data
 from controller.live import LiveProgress
 from testbed.errors import ExpectationError, TestbedError
 from testbed.scenario.expand import experiments
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import Prepared, batches, data_folder, prepare, weights_file
+from testbed.scenario.prepare import Prepared, batches, prepare, weights_file
 
 if TYPE_CHECKING:
-    import torch
-
     from controller.reproduction import Row
     from controller.results import Run
-    from testbed.data.dataset import Dataset
     from testbed.scenario.schema import PaperPart
     from testbed.trace.outcome import Outcome
 
@@ -54,7 +52,8 @@ if TYPE_CHECKING:
 @click.option(
     "--weights",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Begin with these weights: safetensors as a run leaves them, or Darknet's for yolov2.",
+    help="Begin with these weights: safetensors as a run leaves them, Darknet's for yolov2, or a scenario's, which is "
+    "simulated first.",
 )
 @click.option("--keep", is_flag=True, help="Leave the containers up afterwards, to look at.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output.")
@@ -96,6 +95,7 @@ def run(
 
         # Runs of one sweep lie together, and never among those of an earlier one.
         out = fresh(out or Path("results") / loaded.name)
+    initial = InitialWeights(console)
     runs = []
     for number, each in enumerate(prepared):
         if len(prepared) > 1:
@@ -104,7 +104,7 @@ def run(
                 f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.experiment.repetition}"
             )
         try:
-            outcome = _run_one(each, runtime, console, accept_links=accept_links, keep=keep)
+            outcome = _run_one(each, runtime, initial, console, accept_links=accept_links, keep=keep)
         except TestbedError as error:
             _explain(console, error)
             raise
@@ -125,13 +125,14 @@ def run(
 def _run_one(
     prepared: Prepared,
     runtime: str,
+    initial: InitialWeights,
     console: Console,
     *,
     accept_links: bool,
     keep: bool,
 ) -> Outcome:
     scenario = prepared.experiment.scenario
-    weights = _read_weights(prepared)
+    weights = initial.of(prepared)
     unit = "steps" if scenario.workload.task == "train" else "requests"
     with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
         if runtime == "simulate":
@@ -139,12 +140,12 @@ def _run_one(
 
             live.stage("simulating")
             parts = (prepared.experiment, prepared.method, prepared.problem, prepared.plan)
-            return simulate(*parts, _load_data(prepared), live.event, weights)
+            return simulate(*parts, load_data(prepared), live.event, weights)
         from controller.emulation import emulate
 
         return emulate(
             prepared,
-            lambda: _load_data(prepared),
+            lambda: load_data(prepared),
             on_event=live.event,
             on_stage=live.stage,
             weights=weights,
@@ -158,20 +159,6 @@ def _explain(console: Console, error: TestbedError) -> None:
 
     if isinstance(error, LinksError):
         console.print(table(error.measurements))
-
-
-def _load_data(prepared: Prepared) -> Dataset:
-    from testbed.data import load as load_data
-
-    scenario = prepared.experiment.scenario
-    return load_data(scenario.workload.data, data_folder(scenario))
-
-
-def _read_weights(prepared: Prepared) -> dict[str, torch.Tensor] | None:
-    from testbed.models.weights import read
-
-    file = weights_file(prepared.experiment.scenario)
-    return None if file is None else read(file, prepared.problem.model)
 
 
 def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:
@@ -192,7 +179,7 @@ def _keep(prepared: Prepared, outcome: Outcome, folder: Path) -> Run:
     file = weights_file(prepared.experiment.scenario)
     weights = None if file is None else facts(file, prepared.problem.model)
     found = any(event.event == "objects" for event in outcome.events)
-    drawn = pictures(outcome.events, _load_data(prepared)) if found else ()
+    drawn = pictures(outcome.events, load_data(prepared)) if found else ()
     return results.load(
         results.write(folder, prepared.experiment, prepared.plan, outcome, weights=weights, pictures=drawn)
     )

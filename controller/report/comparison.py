@@ -125,17 +125,24 @@ def _around_the_fault(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, 
     begin, end = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
     lines = []
     for run, label, style in zip(runs, labels, STYLES, strict=False):
-        points = step_times(run, begin, end)
+        points = curve(run, "steps", begin=begin, end=end)
         if points:
             lines.append(Line(label, points, style))
     title = "Time per step around the fault"
     return title, line_chart(lines, [], begin=begin, end=end, unit="step", title=title, write=formats.seconds)
 
 
-def step_times(run: Run, begin: float, end: float) -> list[tuple[float, float]]:
-    """Return (step, seconds) of the steps from ``begin`` to ``end``, in their order.
+def curve(
+    run: Run, what: str, *, over: str = "steps", begin: float = 0.0, end: float = float("inf")
+) -> list[tuple[float, float]]:
+    """Return (x, value) of a run's steps in their order: their time for `steps`, or the loss or accuracy.
 
-    A step that was done again is there as it was done last, so the outage is within the step resumed with.
+    ``over`` says whether x, from ``begin`` to ``end``, is the step or its seconds. A step that was done again is there
+    as it was done last, so the outage is within the step resumed with.
     """
-    steps = run.metrics["series"]["steps"]
-    return sorted({row["step"]: row["seconds"] for row in steps if begin <= row["step"] <= end}.items())
+    table, key = {"steps": ("steps", "seconds"), "loss": ("steps", "loss"), "accuracy": ("evaluations", "accuracy")}[
+        what
+    ]
+    last = {row["step"]: row for row in run.metrics["series"][table] if row.get(key) is not None}
+    x = "step" if over == "steps" else "time"
+    return sorted((row[x], row[key]) for row in last.values() if begin <= row[x] <= end)

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from controller.report import formats
 from controller.report.charts import Bars, Line, bar_chart, line_chart
-from controller.report.comparison import STYLES, step_times
+from controller.report.comparison import STYLES, curve
 from controller.report.html import environment
 from controller.report.terminal import VERDICTS
 from controller.reproduction import Row
@@ -83,31 +83,34 @@ def _link(folder: Path, run: Run) -> str:
 def draw(chart: PaperChart, rows: Sequence[Row], runs: Sequence[Run]) -> tuple[str, str, Markup | None]:
     """Return (title, note, SVG) of a chart; None and the reason in the note where no run gives anything to draw."""
     found = {row.name: row for row in rows}
-    if chart.what == "steps":
-        return _steps(chart, runs)
+    if chart.of_runs:
+        return _of_runs(chart, runs)
     if not any(found[name].ours is not None for series in chart.series for name in series.rows):
         return chart.title, "None of the runs gave one of its figures.", None
     return _bars(chart, found) if chart.what == "bars" else _lines(chart, found)
 
 
-def _steps(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Markup | None]:
+def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Markup | None]:
+    unit = "step" if chart.over == "steps" else "seconds"
     begin, end = chart.range or (0.0, float("inf"))
     lines = []
     for series, style in zip(chart.series, STYLES, strict=False):
         chosen = sorted((run for run in runs if is_at(run.experiment.point, series.at)), key=_repetition)
-        points = step_times(chosen[0], begin, end) if chosen else []
+        points = curve(chosen[0], chart.what, over=chart.over, begin=begin, end=end) if chosen else []
         # Steps one by one can be told apart only as long as they are few.
         lines.append(Line(series.label, points, style, marks=len(points) <= 60))
-    found = [step for line in lines for step, _ in line.points]
+    found = [x for line in lines for x, _ in line.points]
     if not found:
         last = max((row["step"] for run in runs for row in run.metrics["series"]["steps"]), default=None)
         reached = "no run trained a step" if last is None else f"the runs ended with step {last}"
-        return chart.title, f"Nothing from step {begin:g} on: {reached}.", None
+        return chart.title, f"Nothing from {unit} {begin:g} on: {reached}.", None
     low, high = chart.range or (min(found), max(found))
-    note = "Seconds from the step before; a step done again as it was done last."
-    svg = line_chart(
-        lines, [], begin=low, end=high, unit=chart.axis or "step", title=chart.title, write=formats.seconds
-    )
+    write, note = {
+        "steps": (formats.seconds, "Seconds from the step before; a step done again as it was done last."),
+        "loss": (formats.number, "Of the training; a step done again as it was done last."),
+        "accuracy": (formats.share, "On the test data."),
+    }[chart.what]
+    svg = line_chart(lines, [], begin=low, end=high, unit=chart.axis or unit, title=chart.title, write=write)
     return chart.title, note, svg
 
 

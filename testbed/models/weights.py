@@ -28,6 +28,11 @@ def check(path: Path, model: Model) -> None:
         darknet.check(path, model)
 
 
+def is_scenario(path: Path) -> bool:
+    """Say whether a file is a scenario, whose run leaves the weights, instead of weights."""
+    return path.suffix in (".yaml", ".yml")
+
+
 def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
     """Return a file's weights, keyed as `Model.build` names them; raises `InputError` saying what is wrong with it."""
     check(path, model)
@@ -48,6 +53,8 @@ def facts(path: Path, model: Model) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     known = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
+    if is_scenario(path):
+        return {"format": "scenario", **known}
     if _is_safetensors(path):
         return {"format": "safetensors", **known}
     header = darknet.check(path, model)

@@ -69,9 +69,9 @@ def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None)
 def _chart_problems(
     chart: PaperChart, rows: Sequence[PaperRow], points: Sequence[Mapping[str, Any]] | None, key: Key
 ) -> Iterator[Problem]:
-    if chart.what == "steps":
+    if chart.of_runs:
         for number, series in enumerate(chart.series):
-            yield from _steps_problems(series, points, (*key, "series", number))
+            yield from _point_problems(series, points, (*key, "series", number))
         return
     numbers = [x for x in chart.x if isinstance(x, float)]
     rising = len(numbers) == len(chart.x) and all(one < two for one, two in pairwise(numbers))
@@ -94,7 +94,7 @@ def _chart_problems(
         yield Problem((*key, "series"), f"one axis cannot show {shown}: make a chart of each")
 
 
-def _steps_problems(series: PaperSeries, points: Sequence[Mapping[str, Any]] | None, key: Key) -> Iterator[Problem]:
+def _point_problems(series: PaperSeries, points: Sequence[Mapping[str, Any]] | None, key: Key) -> Iterator[Problem]:
     if series.rows:
         yield Problem((*key, "rows"), "belongs to lines and bars: name the point of the sweep with `at`")
     found = 1 if points is None else sum(is_at(point, series.at) for point in points)

@@ -22,10 +22,10 @@ from testbed.methods.base import Method, Plan
 from testbed.methods.base import Problem as Task
 from testbed.models import CATALOG, create, weights
 from testbed.models.chain import Model
-from testbed.scenario.expand import no_such_devices
+from testbed.scenario.expand import experiments, no_such_devices
 from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, kind_of, parse_condition
 from testbed.scenario.experiment import Experiment
-from testbed.scenario.loading import explain, nearest
+from testbed.scenario.loading import explain, load, nearest
 from testbed.scenario.schema import Scenario
 from testbed.scenario.source import Key, Problem, parse_key
 
@@ -43,6 +43,8 @@ class Prepared:
     method: Method
     problem: Task
     plan: Plan
+    pretraining: Prepared | None = None
+    """What leaves the weights to begin with, where they come from a scenario."""
 
 
 def prepare(experiment: Experiment) -> Prepared:
@@ -62,14 +64,18 @@ def prepare(experiment: Experiment) -> Prepared:
         plan = method.plan(task)
     except InputError as error:
         raise scenario.source.error([_locate(str(error), experiment)]) from None
+    try:
+        pretraining = _pretraining(scenario, task.model)
+    except InputError as error:
+        text = str(error).removeprefix("model.weights: ")
+        raise scenario.source.error([Problem(("workload", "model", "weights"), text)]) from None
     problems = [
-        *_weights_problems(scenario, task.model),
         *_memory_problems(experiment, plan),
         *_fault_problems(experiment, method, plan),
     ]
     if problems:
         raise scenario.source.error(problems)
-    return Prepared(experiment, method, task, plan)
+    return Prepared(experiment, method, task, plan, pretraining)
 
 
 def pose(experiment: Experiment) -> tuple[Method, Task]:
@@ -187,15 +193,34 @@ def _folder_problems(scenario: Scenario) -> Iterator[Problem]:
         yield Problem((*key, "train"), f"digits has {DIGITS_TRAIN} training samples, not {part.train}: use fewer")
 
 
-def _weights_problems(scenario: Scenario, model: Model) -> Iterator[Problem]:
-    """Look at the file of the weights. Not a part of `pose`: devices are sent their weights and have no such file."""
+def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
+    """Check the file of the weights, and return what it takes to train them where it is a scenario.
+
+    Not a part of `pose`: devices are sent their weights and have no such file. Raises `InputError`.
+    """
     file = weights_file(scenario)
     if file is None:
-        return
-    try:
+        return None
+    if not weights.is_scenario(file):
         weights.check(file, model)
-    except InputError as error:
-        yield Problem(("workload", "model", "weights"), str(error).removeprefix("model.weights: "))
+        return None
+    runs = experiments(load(str(file), []))
+    first = runs[0].scenario
+    if len(runs) > 1:
+        raise InputError(f"{file}: has {len(runs)} runs: name a scenario of one, without sweep and repetitions")
+    if first.workload.task != "train":
+        raise InputError(f"{file}: trains nothing: name a scenario whose task is train")
+    if first.workload.model.weights is not None and weights.is_scenario(Path(first.workload.model.weights)):
+        raise InputError(f"{file}: begins with the weights of a scenario itself: name one that does not")
+    found = prepare(runs[0])
+    if found.problem.model != model:
+        raise InputError(
+            f"{file}: trains another {model.name}: give both scenarios the same model, with the same options, and "
+            "samples of the same shape"
+            if found.problem.model.name == model.name
+            else f"{file}: trains {found.problem.model.name}, not {model.name}: name a scenario with the same model"
+        )
+    return found
 
 
 def _name_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -140,8 +140,8 @@ class ModelPart(Part):
     name: str = Field(description="one of `testbed models`; further keys are its options")
     weights: str | None = Field(
         None,
-        description="file to read them from, relative to the scenario file: safetensors as a run leaves them, or "
-        "Darknet's for yolov2; default: random, drawn from the seed",
+        description="file to read them from, relative to the scenario file: safetensors as a run leaves them, "
+        "Darknet's for yolov2, or a scenario, which is simulated first; default: random, drawn from the seed",
     )
 
     def options(self) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class PaperSeries(Part):
     label: str = Field(description="what the legend calls it")
     at: dict[str, Any] = Field(
         default_factory=dict,
-        description="of `steps`: which point of the sweep, as in `rows`; its first repetition is drawn",
+        description="which single run is drawn: a point of the sweep, as in `rows`; its first repetition",
     )
     rows: tuple[str, ...] = Field((), description="of `lines` and `bars`: names of rows, one for each of `x`")
 
@@ -372,14 +372,22 @@ class PaperChart(Part):
     """A chart over the runs, as a publication draws it."""
 
     title: str = Field(description="stands above it")
-    what: Literal["steps", "lines", "bars"] = Field(
-        description="steps: time per step of single runs; lines, bars: figures of rows, ours and the paper's"
+    what: Literal["steps", "loss", "accuracy", "lines", "bars"] = Field(
+        description="of single runs: steps (the time of each), loss, or accuracy as it was evaluated; of rows, ours "
+        "and the paper's: lines, bars"
     )
+    over: Literal["steps", "seconds"] = Field("steps", description="what x is where single runs are drawn")
+
+    @property
+    def of_runs(self) -> bool:
+        """Whether each line is a single run, instead of figures of rows."""
+        return self.what in ("steps", "loss", "accuracy")
+
     x: tuple[float | str, ...] = Field(
         (), description="where the rows stand: rising numbers for `lines`, words below them for `bars`"
     )
     axis: str = Field("", description="what x is")
-    range: tuple[float, float] | None = Field(None, description="first and last x of `steps` and `lines`; default: all")
+    range: tuple[float, float] | None = Field(None, description="first and last x, not of `bars`; default: all")
     series: tuple[PaperSeries, ...] = Field(min_length=1, max_length=6, description="its lines, or its kinds of bars")
 
     @field_validator("range")

@@ -113,15 +113,14 @@ def stages(experiment: Experiment) -> Iterator[tuple[float, float]]:
 
 
 def test_figure_8_learns_on_where_no_device_could_alone() -> None:
-    digits = ("workload.model.width=0.35", "workload.batch_size=64", "workload.epochs=")
-    (begin,) = reduced(
-        "ftpipehd-pretrained", *digits, "workload.data={name: digits, train: 1293, test: 96}", "workload.steps=20"
-    )
+    begin = reduced("ftpipehd-pretrained", "workload.data.test=96", "workload.epochs=", "workload.steps=20")[0]
     _, before, weights = run(begin)
-    small = (*digits, "workload.data={name: digits, test: 96}", "devices.pi.memory=33MB", "workload.steps=8")
-    (experiment,) = reduced("ftpipehd-figure-8", *small, "workload.method={name: ftpipehd, profile_runs: 1}")
+    small = ("workload.data.test=96", "workload.epochs=", "workload.steps=8")
+    (experiment,) = reduced("ftpipehd-figure-8", *small, "workload.method.profile_runs=1")
     assert all(need <= there for need, there in stages(experiment))
     with pytest.raises(InputError, match=r"of memory, its part of the model needs"):
         prepare(reduced("ftpipehd-figure-8", *small, "workload.method={name: single}")[0])
-    _, figures, _ = run(experiment, weights)
+    ready, figures, _ = run(experiment, weights)
+    assert ready.pretraining is not None
+    assert ready.pretraining.experiment.scenario.name == "ftpipehd-pretrained"
     assert figures["accuracy"] >= before["accuracy"] - 0.05

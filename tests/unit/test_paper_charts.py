@@ -13,7 +13,7 @@ import recorded
 
 from controller import reproduction, results
 from controller.report.charts import WIDTH, Bars, Line, bar_chart, line_chart
-from controller.report.comparison import step_times
+from controller.report.comparison import curve
 from controller.report.paper import draw, render
 from testbed.errors import InputError
 from testbed.scenario.expand import experiments
@@ -90,12 +90,40 @@ def test_lines_hold_ours_and_what_is_printed(tmp_path: Path) -> None:
 def test_steps_are_those_of_the_first_repetition_within_the_range(tmp_path: Path) -> None:
     note, svg = drawn(tmp_path, STEPS)
     data = json.loads(re.search(r'data-chart="([^"]+)"', svg)[1].replace("&#34;", '"'))  # type: ignore[index]
-    expected = step_times(made(tmp_path / "again")[0], 1, 3)
+    expected = curve(made(tmp_path / "again")[0], "steps", begin=1, end=3)
     assert [step for step, _ in expected] == [1, 2, 3]
     for line in data["lines"]:
         assert [x for x, *_ in line["points"]] == [1, 2, 3]
     note, svg = drawn(tmp_path / "late", STEPS | {"range": [190, 220]})
     assert (note, svg) == ("Nothing from step 190 on: the runs ended with step 4.", "None")
+
+
+@pytest.mark.parametrize("over", ["steps", "seconds"])
+def test_loss_is_drawn_over_steps_or_over_time(tmp_path: Path, over: str) -> None:
+    chart = {key: value for key, value in STEPS.items() if key != "range"} | {"what": "loss", "over": over}
+    _, svg = drawn(tmp_path, chart)
+    data = json.loads(re.search(r'data-chart="([^"]+)"', svg)[1].replace("&#34;", '"'))  # type: ignore[index]
+    last = {row["step"]: row for row in made(tmp_path / "again")[0].metrics["series"]["steps"]}
+    expected = sorted((row["step" if over == "steps" else "time"], row["loss"]) for row in last.values())
+    assert len(expected) > 2
+    for line in data["lines"]:
+        assert [x for x, *_ in line["points"]] == pytest.approx([x for x, _ in expected])
+
+
+def test_accuracy_is_drawn_as_it_was_evaluated(tmp_path: Path) -> None:
+    chart = {key: value for key, value in STEPS.items() if key != "range"} | {"what": "accuracy"}
+    runs, whole = made(tmp_path), part(chart)
+    evaluations = [{"step": 2, "accuracy": 0.25}, {"step": 4, "accuracy": 0.5}]
+    runs = [
+        replace(run, metrics=run.metrics | {"series": run.metrics["series"] | {"evaluations": evaluations}})
+        for run in runs
+    ]
+    _, note, svg = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
+    data = json.loads(re.search(r'data-chart="([^"]+)"', str(svg))[1].replace("&#34;", '"'))  # type: ignore[index]
+    assert [[(x, text) for x, _, text in line["points"]] for line in data["lines"]] == [
+        [(2, "25.0%"), (4, "50.0%")]
+    ] * 2
+    assert note == "On the test data."
 
 
 def test_the_page_has_all_and_loads_nothing(tmp_path: Path) -> None:
@@ -173,3 +201,10 @@ def test_a_legend_stays_within_the_chart(count: int) -> None:
 def test_the_scenarios_of_papers_name_rows_and_points_that_are_there() -> None:
     for path in sorted((Path(__file__).parents[2] / "scenarios" / "papers").glob("*.yaml")):
         assert experiments(load(path)), path
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "scenarios" / "papers").glob("*-figure-*.yaml")))
+def test_a_scenario_of_a_figure_draws_it(file: Path) -> None:
+    part = load(file).paper
+    assert part is not None
+    assert part.charts

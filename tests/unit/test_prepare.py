@@ -239,14 +239,43 @@ workload:
         ),
         (
             "{name: yolov2}\n  data: {name: image-64x64, path: one.png}",
-            "{name: yolov2, weights: small.yaml}\n  data: {name: photos-64x64}",
+            "{name: yolov2, weights: small.weights}\n  data: {name: photos-64x64}",
             12,
-            "workload.model.weights: small.yaml: is no file of Darknet's weights",
+            "workload.model.weights: small.weights: is no file of Darknet's weights",
         ),
     ],
 )
 def test_pictures_and_weights_are_looked_for_before_anything_runs(file, old, new, line, said):
+    Path("small.weights").write_text("not weights")
     text = INFER.replace(old, new)
     if "task: train" in text:
         text = text.replace("requests: 1", "steps: 1")
     assert any(message.startswith(f"small.yaml:{line}: {said}") for message in refusal(file, text))
+
+
+WEIGHTS = GOOD.replace("{name: mlp}", "{name: mlp, weights: first.yaml}")
+
+
+def test_weights_of_a_scenario_are_prepared_with_what_begins_with_them(file):
+    Path("first.yaml").write_text(GOOD.replace("name: small", "name: first"))
+    first = prepared(file, WEIGHTS).pretraining
+    assert first is not None
+    assert first.experiment.scenario.name == "first"
+    assert prepared(file).pretraining is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("{name: mlp}", "{name: mlp, weights: small.yaml}", "begins with the weights of a scenario itself"),
+        ("{name: mlp}", "{name: mlp, hidden: [7, 7, 7]}", "trains another mlp"),
+        ("{name: mlp}", "{name: cnn}", "trains cnn, not mlp"),
+        ("time_limit", "repetitions: 2\ntime_limit", "has 2 runs"),
+        ("epochs: 2", "epochs: zwei", "first.yaml:16: workload.epochs"),
+    ],
+)
+def test_a_scenario_that_cannot_leave_the_weights_is_refused(file, old, new, said):
+    Path("first.yaml").write_text(GOOD.replace(old, new))
+    (message,) = refusal(file, WEIGHTS)
+    assert message.startswith("small.yaml:12: workload.model.weights: ")
+    assert said in message

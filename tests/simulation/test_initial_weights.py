@@ -1,0 +1,61 @@
+"""Weights to begin with come from a file, or from a scenario that is simulated first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+from safetensors.torch import load_file
+
+from controller.cli.main import testbed as command_line
+from controller.inputs import InitialWeights
+from testbed.scenario.expand import experiments
+from testbed.scenario.loading import load
+from testbed.scenario.prepare import Prepared, prepare
+
+FIRST = """\
+name: first
+devices:
+  centre: {profile: laptop}
+workload:
+  task: train
+  model: {name: mlp}
+  data: {name: digits, train: 128, test: 32}
+  method: {name: single}
+  batch_size: 32
+  steps: 4
+"""
+
+
+def run(file: Path, *options: str) -> Path:
+    out = file.with_suffix("")
+    done = CliRunner().invoke(command_line, ["run", str(file), "--runtime", "simulate", "--out", str(out), *options])
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def begun(text: str, file: Path) -> list[Prepared]:
+    file.write_text(text)
+    return [prepare(each) for each in experiments(load(file))]
+
+
+def test_a_run_begins_with_what_the_scenario_leaves(tmp_path):
+    (tmp_path / "first.yaml").write_text(FIRST)
+    named = FIRST.replace("name: first", "name: then").replace("{name: mlp}", "{name: mlp, weights: first.yaml}")
+    (tmp_path / "then.yaml").write_text(named)
+    (tmp_path / "again.yaml").write_text(FIRST.replace("name: first", "name: again"))
+    left = run(tmp_path / "first.yaml") / "weights.safetensors"
+    by_scenario = load_file(run(tmp_path / "then.yaml") / "weights.safetensors")
+    by_file = load_file(run(tmp_path / "again.yaml", "--weights", str(left)) / "weights.safetensors")
+    assert all(torch.equal(by_scenario[name], tensor) for name, tensor in by_file.items())
+    assert not all(torch.equal(tensor, by_file[name]) for name, tensor in load_file(left).items())
+
+
+def test_runs_that_begin_alike_share_the_weights(tmp_path):
+    (tmp_path / "first.yaml").write_text(FIRST)
+    text = FIRST.replace("{name: mlp}", "{name: mlp, weights: first.yaml}") + "repetitions: 2\n"
+    one, two = begun(text, tmp_path / "then.yaml")
+    initial = InitialWeights(Console(quiet=True))
+    assert initial.of(one) is initial.of(two)
