@@ -1,13 +1,13 @@
 """Fully distributed inference on the virtual clock: what comes out, what is sent."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import pytest
 from distributed import CNN, FC, distributed, infer
 from runs import events
 
 from testbed.models import create
-from testbed.partition.distributed.transfers import elements, transfers
+from testbed.partition.distributed.traffic import transfers
 from testbed.partition.pipeline import ENVELOPE
 
 SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
@@ -36,22 +36,23 @@ def test_convolutions_and_tiles_give_what_the_single_device_gives(scheme, exchan
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal", "sequential"])
 @pytest.mark.parametrize("model", [FC, CNN])
 @pytest.mark.parametrize("exchange", ["source", "direct"])
-def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange):
-    found = infer(distributed(3, {"scheme": scheme, "exchange": exchange}, {"model": model, "requests": 1}))
-    flow, samples = found.flow, 2
-    planned = Counter()
-    for transfer in flow.transfers():
-        planned[flow.plan.devices[transfer.sender], flow.plan.devices[transfer.receiver]] += transfer.elements
-    sent = defaultdict(list)
+@pytest.mark.parametrize("least_chunk", [64, 16_384])
+def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, least_chunk):
+    method = {"scheme": scheme, "exchange": exchange, "least_chunk": least_chunk}
+    found = infer(distributed(3, method, {"model": model, "requests": 1}))
+    flow = found.flow
+    planned, sent = defaultdict(list), defaultdict(list)
+    for transfer in transfers(flow):
+        planned[flow.plan.devices[transfer.sender], flow.plan.devices[transfer.receiver]] += transfer.messages
     for device, fields in events(found.outcome, "receive"):
         if fields["message"] in TRAFFIC:
             sent[fields["peer"], device].append(fields["bytes"])
     assert sent.keys() == planned.keys()
     for pair, sizes in sent.items():
-        # A message exceeds its values by its header alone.
-        assert 0 < sum(sizes) - 4 * samples * planned[pair] <= ENVELOPE * len(sizes)
-    if exchange == "source" or scheme == "sequential":
-        assert flow.communication == elements(transfers(flow.network, flow.plan))
+        # Message by message, each exceeds its values by its header alone.
+        values = [4 * flow.execution.samples * elements for elements in planned[pair]]
+        assert len(sizes) == len(values)
+        assert all(0 < size - each <= ENVELOPE for size, each in zip(sorted(sizes), sorted(values), strict=True))
 
 
 FAST = {"speed": "100gflops", "network": {"link": {"rate": "1gbit", "delay": "1ms"}}}

@@ -4,30 +4,18 @@ from collections import defaultdict
 
 import pytest
 import torch
-from distributed import CNN, FC, distributed, infer
+from distributed import CNN, distributed, infer
 from runs import events, of
 
 from testbed.errors import InputError, TestbedError
 from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.weights import cut, draw
 from testbed.models import create
+from testbed.partition.distributed.resources import parameters
 from testbed.partition.distributed.timing import in_turn, overlapped, phases
+from testbed.partition.distributed.traffic import elements, transfers
 from testbed.trace.intervals import total
 from testbed.trace.metrics import metrics
-
-
-@pytest.mark.parametrize("exchange", ["source", "direct"])
-@pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal", "sequential"])
-@pytest.mark.parametrize(("model", "early"), [(FC, 0), (CNN, 0), (CNN, 2)])
-def test_devices_hold_their_own_weights_and_the_activations_that_are_predicted(scheme, exchange, model, early):
-    method = {"scheme": scheme, "exchange": exchange, "early": early}
-    found = infer(distributed(3, method, {"model": model, "batch_size": 1}))
-    held = dict(events(found.outcome, "memory"))
-    for index, device in enumerate(found.flow.plan.devices):
-        assert held[device]["weights"] == 4 * found.flow.parameters(index)
-        predicted = 4 * found.flow.activations(index)
-        # With tiles the prediction has the image, the widest layer and the collected map at once, which rarely are.
-        assert (0.7 if early else 0.8) * predicted <= held[device]["activations"] <= predicted
 
 
 def test_each_of_n_devices_holds_an_nth_of_the_weights():
@@ -58,7 +46,7 @@ def test_a_device_without_enough_memory_is_refused_before_it_fails():
     with pytest.raises(InputError, match="memory"):
         infer(
             distributed(
-                2, devices={"source": {"speed": "1gflops", "memory": "1kB"}, "w": {"speed": "1gflops", "count": 2}}
+                2, devices={"source": {"speed": "1gflops", "memory": "0.5kB"}, "w": {"speed": "1gflops", "count": 2}}
             )
         )
 
@@ -147,7 +135,7 @@ def test_schemes_rank_by_run_time_as_by_communication():
         keys["devices"]["worker"] = {**keys["devices"]["source"], "count": 5}
         found = infer(distributed(5, method, {"model": model, "requests": 1, "batch_size": 32}, **keys))
         times[scheme] = of(found.outcome, "request")[0]["latency"]
-        sent[scheme] = found.flow.communication
+        sent[scheme] = elements(transfers(found.flow))
     assert sorted(times, key=times.__getitem__) == sorted(sent, key=sent.__getitem__)
 
 
@@ -160,14 +148,14 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
     method = {"scheme": scheme, "exchange": exchange, "least_chunk": 4096}
     found = infer(distributed(5, method, {"model": model, "requests": 1, "batch_size": 40}, **keys))
     (request,) = of(found.outcome, "request")
-    apart = phases(found.flow, found.experiment.devices, found.experiment.links, samples=40)
+    apart = phases(found.flow, found.experiment.devices, found.experiment.links)
     assert found.plan.step_time == overlapped(apart)
     assert 0.95 * overlapped(apart) < request["latency"] < in_turn(apart)
     # What everything waited for was one of the two at every instant, and nothing beats the busiest link.
     figures = metrics(found.outcome, found.experiment, found.plan)
     assert figures["path_compute"] + figures["path_network"] == pytest.approx(request["latency"], rel=0.01)
     assert 1 <= figures["over_bound"] < request["latency"] / max(phase.network for phase in apart)
-    assert figures["devices"]["source"]["weights"] == 4 * found.flow.parameters(0)
+    assert figures["devices"]["source"]["weights"] == 4 * parameters(found.flow, 0)
 
 
 @pytest.mark.parametrize("exchange", ["source", "direct"])

@@ -1,9 +1,9 @@
 """Plans: who computes what, what that takes and sends, devices of unequal speed and memory, and refusals."""
 
 import time
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from described import FOUR_LAYERS, chains, yolov2
@@ -16,22 +16,17 @@ from testbed.models import create
 from testbed.models.chain import chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual
 from testbed.network.framing import wire_bytes
-from testbed.partition.distributed import DistributedPlan, Network
+from testbed.partition.distributed import IMAGE, DistributedPlan, Network
 from testbed.partition.distributed.communication import Crew, total
 from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.execution import Execution
 from testbed.partition.distributed.figures import compare
+from testbed.partition.distributed.flow import Flow, flow
+from testbed.partition.distributed.memory import activations, memory
 from testbed.partition.distributed.network import Place
 from testbed.partition.distributed.planning import NAMES, Name, Wish, enough_devices, plan
-from testbed.partition.distributed.resources import (
-    activations,
-    longest_path,
-    memory,
-    multiplications,
-    parameters,
-    tiles_of,
-    weights,
-)
-from testbed.partition.distributed.transfers import bytes_on_wire, elements, transfers
+from testbed.partition.distributed.resources import longest_path, multiplications, parameters, weights
+from testbed.partition.distributed.traffic import Transfer, elements, of_tiles, transfers
 
 YOLO = yolov2()
 HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16
@@ -45,8 +40,17 @@ def even(count: int, memory: float = 4e9) -> list[DeviceSpec]:
     return devices(*[1e9] * count, memory=memory)
 
 
-def figures(network: Network, found: DistributedPlan) -> tuple[tuple[int, ...], int, int]:
-    return weights(network, found), longest_path(network, found), elements(transfers(network, found))
+def planned(network: Network, crew: list[DeviceSpec], wish: Wish) -> Flow:
+    """Return a plan as it is carried out."""
+    return flow(network, plan(network, crew, wish), wish.execution)
+
+
+def figures(found: Flow) -> tuple[tuple[int, ...], int, int]:
+    return held(found), longest_path(found), elements(transfers(found))
+
+
+def held(found: Flow) -> tuple[int, ...]:
+    return tuple(weights(found, device) for device in found.devices)
 
 
 @pytest.mark.parametrize(
@@ -62,24 +66,22 @@ def figures(network: Network, found: DistributedPlan) -> tuple[tuple[int, ...], 
     ],
 )
 def test_the_four_layer_example_is_the_papers(wish: Wish, expected: tuple[tuple[int, int], int, int]) -> None:
-    assert figures(FOUR_LAYERS, plan(FOUR_LAYERS, even(2), wish)) == expected
+    assert figures(planned(FOUR_LAYERS, even(2), wish)) == expected
 
 
 def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_returns_the_result() -> None:
-    found = plan(FOUR_LAYERS, even(2), Wish("sequential"))
-    assert figures(FOUR_LAYERS, found)[:2] == ((160, 80), 240)
-    first, second = transfers(FOUR_LAYERS, found)
-    assert (first.layer, first.sender, first.receiver, first.elements) == (1, 0, 1, 16)
-    assert (second.layer, second.sender, second.receiver, second.elements) == (3, 1, 0, 4)
+    found = planned(FOUR_LAYERS, even(2), Wish("sequential"))
+    assert figures(found)[:2] == ((160, 80), 240)
+    assert transfers(found) == (Transfer(0, 1, 1, (16,)), Transfer(1, 0, 3, (4,)))
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(scheme: Name, count: int) -> None:
     network = network_of(create("mlp", {"hidden": [64, 128, 32, 64]}, (1, 8, 8), 16))
-    found = plan(network, even(count), Wish(scheme))
-    schemes = [part.scheme for part in found.layers]
-    assert elements(transfers(network, found)) == total(network, schemes, Crew.equal(count))
+    found = planned(network, even(count), Wish(scheme))
+    schemes = [part.scheme for part in found.plan.layers]
+    assert elements(transfers(found)) == total(network, schemes, Crew.equal(count))
 
 
 @settings(deadline=None)
@@ -99,50 +101,13 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
             assert all(one.last == other.first for one, other in pairwise(ranges))
         if part.scheme == "fuse2":
             assert part.inputs == found.layers[index - 1].outputs
-    assert sum(weights(network, found)) == network.weights
-    assert sum(parameters(network, found)) == sum(layer.parameters for layer in network.layers)
-    assert [sum(row) for row in multiplications(network, found)] == [layer.multiplications for layer in network.layers]
-
-
-@settings(deadline=None)
-@given(chains(), st.lists(st.sampled_from([1.0, 2.0, 3.5, 10.0]), min_size=1, max_size=8), st.data())
-def test_whoever_computes_gets_what_it_lacks_and_nothing_twice(
-    network: Network, speeds: list[float], data: st.DataObject
-) -> None:
-    scheme = data.draw(st.sampled_from(NAMES[2:]))
-    source = data.draw(st.integers(0, len(speeds) - 1))
-    found = plan(network, devices(*speeds), Wish(scheme, source=source))
-    messages = transfers(network, found)
-    assert all(source in (each.sender, each.receiver) and each.sender != each.receiver for each in messages)
-    for index, device in product(range(len(network.layers)), range(len(speeds))):
-        if device == source:
-            continue
-        came = [each for each in messages if (each.layer, each.what, each.receiver) == (index, "input", device)]
-        went = [each for each in messages if (each.layer, each.sender) == (index, device)]
-        received = [channel for each in came for part in each.ranges for channel in range(*part)]
-        assert sorted([*received, *own(network, found, index, device)]) == needed(network, found, index, device)
-        part, layer = found.layers[index], network.layers[index]
-        if part.scheme == "lop" and part.outputs[device].size:
-            assert [each.elements for each in went] == [part.outputs[device].size]
-        elif part.scheme in ("lip", "fuse2") and part.inputs[device].size:
-            assert [each.elements for each in went] == [layer.outputs]
-        else:
-            assert not went
-
-
-def own(network: Network, found: DistributedPlan, index: int, device: int) -> list[int]:
-    """Channels of a layer's input that a device made itself as it computed the layer before by LOP, and needs."""
-    if not network.follows(index) or found.layers[index - 1].scheme != "lop":
-        return []
-    made = range(*found.layers[index - 1].outputs[device])
-    return sorted(set(made) & set(needed(network, found, index, device)))
-
-
-def needed(network: Network, found: DistributedPlan, index: int, device: int) -> list[int]:
-    part = found.layers[index]
-    if part.scheme in ("lop", "fuse1") and part.outputs[device].size:
-        return list(range(network.layers[index].input_channels))
-    return list(range(*part.inputs[device])) if part.scheme == "lip" else []
+    for exchange in ("source", "direct"):
+        spread = flow(network, found, Execution(exchange))
+        assert sum(held(spread)) == network.weights
+        assert sum(parameters(spread, device) for device in spread.devices) == sum(
+            each.parameters for each in network.layers
+        )
+        assert [sum(row) for row in multiplications(spread)] == [layer.multiplications for layer in network.layers]
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 6, 7])
@@ -151,13 +116,13 @@ def test_weights_per_device_fall_as_one_over_n(count: int) -> None:
     early = sum(layer.weights for layer in YOLO.layers[:16])
     split = sum(layer.weights for layer in later)
     for scheme in ("lop", "fuse", "optimal"):
-        found = plan(YOLO, even(count), Wish(scheme))
-        for device, held in enumerate(weights(YOLO, found)):
-            assert held == pytest.approx(early * bool(tiles_of(found, device)) + split / count, rel=0.02)
+        found = planned(YOLO, even(count), Wish(scheme))
+        for device, stored in enumerate(held(found)):
+            assert stored == pytest.approx(early * bool(found.tiles(device)) + split / count, rel=0.02)
 
 
 def test_memory_of_the_weights_is_that_of_table_1_where_all_layers_are_divided() -> None:
-    found = [max(weights(YOLO, plan(YOLO, even(count), Wish("lop", early=0)))) for count in (1, 3, 5, 6, 7)]
+    found = [max(held(planned(YOLO, even(count), Wish("lop", early=0)))) for count in (1, 3, 5, 6, 7)]
     assert [round(4 * most / 1e6) for most in found] == [204, 68, 41, 34, 29]
 
 
@@ -169,8 +134,9 @@ def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
     fused = [index for index, part in enumerate(found.layers) if part.scheme == "fuse1"]
     assert fused == [18, 20, 23, 29]
     # Of the layers from 16 on, up to the rounding to whole channels, that is C of FUSE2: 67.3 MiB.
-    later = [each for each in transfers(YOLO, found) if each.layer >= 16]
-    assert 4 * elements(later) / 2**20 == pytest.approx(67.26, rel=2e-3)
+    spread = flow(YOLO, found, Execution())
+    later = elements(transfers(spread)) - elements(of_tiles(spread))
+    assert 4 * later / 2**20 == pytest.approx(67.26, rel=2e-3)
 
 
 @pytest.mark.parametrize("program", ["dynamic", "integer"])
@@ -184,23 +150,25 @@ def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms(program: Literal["
 
 
 def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
-    found = plan(YOLO, even(4), Wish(grid=(2, 2), source=1))
-    assert found.tiling is not None
-    sent = [each for each in transfers(YOLO, found) if each.tile is not None]
-    elsewhere = [tile for tile in found.tiling.tiles if tile.device != 1]
-    assert [(each.what, each.elements) for each in sent] == [
-        *(("tile-input", 3 * tile.regions[0].pixels) for tile in elsewhere),
-        *(("tile-output", 256 * 19 * 19) for _ in elsewhere),
-    ]
+    found = planned(YOLO, even(4), Wish(grid=(2, 2), source=1))
+    elsewhere = [tile for tile in found.plan.tiles if tile.device != 1]
+    assert set(of_tiles(found)) == {
+        *(Transfer(1, tile.device, IMAGE, (3 * tile.regions[0].pixels,)) for tile in elsewhere),
+        *(Transfer(tile.device, 1, 15, (256 * 19 * 19,)) for tile in elsewhere),
+    }
     # A 3x3 needs one pixel more of its input, and each pooling before it doubles that: 59 of the image.
     assert {tile.regions[0].pixels for tile in elsewhere} == {HALF_AND_HALO**2}
 
 
 def test_bytes_on_the_wire_are_those_of_every_message() -> None:
-    found = plan(FOUR_LAYERS, even(2), Wish("lop"))
-    messages = transfers(FOUR_LAYERS, found)
-    assert len(messages) == 8
-    assert bytes_on_wire(messages, samples=3) == sum(wire_bytes(3 * 4 * each.elements + 320) for each in messages)
+    found = transfers(planned(FOUR_LAYERS, even(2), Wish("lop")))
+    assert [len(each.messages) for each in found] == [1] * 8
+    assert all(each.wire_bytes(3) == wire_bytes(3 * 4 * each.elements + 320) for each in found)
+    network = network_of(create("mlp", {"hidden": [1000]}, (1, 8, 8), 10))
+    some = Execution(samples=2, chunks=3, least_chunk=1)
+    first, *_ = (each for each in transfers(planned(network, even(2), Wish("lop", execution=some))) if each.value == 0)
+    assert sorted(first.messages) == [166, 167, 167]
+    assert first.wire_bytes(2) == sum(wire_bytes(2 * 4 * each + 320) for each in first.messages)
 
 
 def test_shares_follow_speed() -> None:
@@ -216,10 +184,10 @@ def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> 
     network = network_of(create("mlp", {"hidden": [1000, 1000, 1000]}, (1, 8, 8), 10))
     crew = [DeviceSpec("small", 8e9, 1e6), DeviceSpec("b", 2e9, 1e9), DeviceSpec("c", 1e9, 1e9)]
     for scheme in ("lop", "optimal"):
-        found = plan(network, crew, Wish(scheme, source=1))
-        needs = memory(network, found)
-        assert 0.95e6 < needs[0] <= 1e6
-        sizes = [each.size for each in (found.layers[1].outputs or found.layers[1].inputs)]
+        spread = planned(network, crew, Wish(scheme, source=1))
+        assert 0.95e6 < memory(spread)[0] <= 1e6
+        found = spread.plan.layers[1]
+        sizes = [each.size for each in (found.outputs or found.inputs)]
         assert sizes[1] == pytest.approx(2 * sizes[2], abs=2)
 
 
@@ -231,10 +199,10 @@ def test_a_plan_fits_or_is_refused(network: Network, kinds: list[tuple[float, fl
     crew = [DeviceSpec(f"d{index}", speed, memory) for index, (speed, memory) in enumerate(kinds)]
     for scheme in ("lop", "optimal"):
         try:
-            found = plan(network, crew, Wish(scheme))
+            found = planned(network, crew, Wish(scheme))
         except InputError:
             continue
-        assert all(need <= device.memory for need, device in zip(memory(network, found), crew, strict=True))
+        assert all(need <= device.memory for need, device in zip(memory(found), crew, strict=True))
 
 
 @pytest.mark.parametrize(("name", "memory"), [("alexnet", 80e6), ("vgg16", 150e6)])
@@ -267,14 +235,21 @@ def test_no_number_of_devices_helps_where_activations_alone_are_too_much() -> No
 
 
 def test_activations_are_what_each_device_holds_at_its_widest_layer() -> None:
-    # LOP: input and own outputs; the source collects them all. LIP: own inputs and all outputs; the source has all of
-    # the input, and adds one partial sum of the others to its own.
-    network = FOUR_LAYERS
-    assert activations(network, plan(network, even(2), Wish("lop"))) == (8 + 16, 16 + 2)
-    assert activations(network, plan(network, even(2), Wish("lip"))) == (8 + 2 * 16, 4 + 16)
-    assert activations(network, plan(network, even(1), Wish("single"))) == (24,)
-    # LOP, FUSE(2+3), LOP: the 16 between stay apart.
-    assert activations(network, plan(network, even(2), Wish("optimal"))) == (8 + 8, 8 + 8)
+    def most(scheme: Name, count: int = 2, **execution: Any) -> tuple[int, ...]:
+        found = planned(FOUR_LAYERS, even(count), Wish(scheme, execution=Execution(**execution)))
+        return tuple(activations(found, device) for device in found.devices)
+
+    # The layer from 8 to 16, done from 4 inputs before the others come: 8 sums, then 8 outputs, and 8 of the others.
+    assert most("lop") == (8 + 8 + 16,) * 2
+    # The source has all of the input, and both sums of all outputs before it adds them up; the other sends
+    # its own from 4 inputs, and 8 of the outputs can come back before it has sent all of them.
+    assert most("lip") == (8 + 2 * 16, 4 + 8)
+    # While it still merges its 8, the other can be as far as to send sums for 2 of the next layer's 4.
+    assert most("lip", exchange="direct") == (4 + 2 * 8 + 2,) * 2
+    assert most("single", 1) == (24,)
+    # The 16 go from one to the other in one piece, or in two, of which the second is added to what the first gives.
+    assert most("sequential") == (8 + 16, 16 + 4)
+    assert most("sequential", chunks=2, least_chunk=1) == (8 + 8, 16 + 4 + 4)
 
 
 def test_a_described_model_has_the_models_figures_and_places() -> None:

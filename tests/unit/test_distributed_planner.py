@@ -18,6 +18,7 @@ from testbed.models import create
 from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.partition.distributed import DistributedPlan
+from testbed.partition.distributed.execution import Execution
 from testbed.partition.distributed.flow import flow
 from testbed.partition.distributed.planning import Wish
 from testbed.partition.distributed.planning import plan as planned
@@ -64,11 +65,11 @@ def test_the_time_of_a_request_is_computing_and_sending_phase_by_phase() -> None
     found = planned(FOUR_LAYERS, crew, Wish("lop"))
     there, back = ([wire_bytes(4 * size + ENVELOPE) for size in sizes] for sizes in ((4, 4, 8, 2), (4, 8, 2, 2)))
     sending = sum(8 * size / 4000 + 0.5 for size in there) + sum(8 * size / 2000 + 0.25 for size in back)
-    divided = phases(flow(FOUR_LAYERS, found, "source"), crew, links)
+    divided = phases(flow(FOUR_LAYERS, found, Execution()), crew, links)
     assert in_turn(divided) == pytest.approx(12 + sending)
     assert overlapped(divided) == interval(divided) < in_turn(divided)
     assert interval(divided, in_flight=9) == pytest.approx(max(12, sum(phase.network for phase in divided)))
-    alone = flow(FOUR_LAYERS, planned(FOUR_LAYERS, crew, Wish("single")), "source")
+    alone = flow(FOUR_LAYERS, planned(FOUR_LAYERS, crew, Wish("single")), Execution())
     assert interval(phases(alone, crew, links)) == 24
 
 

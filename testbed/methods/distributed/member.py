@@ -16,15 +16,16 @@ from testbed.device import Cost, Device, Span
 from testbed.methods.base import Problem
 from testbed.methods.distributed import weights as slicing
 from testbed.methods.distributed.ledger import Ledger
-from testbed.methods.distributed.planner import options_of
 from testbed.methods.distributed.store import Block, Store
 from testbed.methods.parts import messages
 from testbed.methods.parts.shard import State
 from testbed.methods.parts.worker import Worker
-from testbed.models.chain import BYTES_PER_VALUE
-from testbed.partition.distributed.flow import Flow, Role, chunks, pixels
+from testbed.partition.distributed.flow import Flow
 from testbed.partition.distributed.network import IMAGE
 from testbed.partition.distributed.plan import Range
+from testbed.partition.distributed.resources import parameters
+from testbed.partition.distributed.roles import Role, pixels
+from testbed.partition.distributed.slices import slices
 from testbed.wire import Message
 
 if TYPE_CHECKING:
@@ -62,15 +63,14 @@ class Member:
         self._flow = flow
         self.configuration = configuration
         self._worker = worker
-        self._options = options_of(problem)
         self._index = flow.plan.devices.index(device.name)
         self._stores: dict[int, Store] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
         self._parts: dict[int, Part] = {}
         self._wholes: dict[int, Whole] = {}
-        self._tiles = flow.plan.tiling.tiles if flow.plan.tiling else ()
+        self._tiles = flow.plan.tiles
         self._reported = -1
-        self._last = {value: flow.last_reader(value, self._index) for value in range(IMAGE, len(flow.network.layers))}
+        self._last = {value: readers[self._index] for value, readers in flow.last.items()}
         self._done_after = {
             index: [value for value, reader in self._last.items() if reader == index]
             for index in range(len(flow.network.layers))
@@ -107,7 +107,7 @@ class Member:
             self._hold(slicing.draw(flow, index, model, self._problem.seed) if state is None else state)
 
         # One operation for each value, as `costs.copy` has it for a stage without momentum.
-        await self._compute(load, Cost(float(flow.parameters(index))), Span("load"))
+        await self._compute(load, Cost(float(parameters(flow, index))), Span("load"))
         self._report()
         self._tell(self._worker.lead, messages.CONFIGURED, incarnation=self._worker.incarnation)
         try:
@@ -120,7 +120,7 @@ class Member:
         from testbed.methods.distributed.numerics import Part, Whole
 
         layers = self._flow.network.layers
-        for held in slicing.slices(self._flow, self._index):
+        for held in slices(self._flow, self._index):
             layer = layers[held.layer]
             if slicing.by_channel(layer) or held.layer < self._flow.tiled:
                 self._parts[held.layer] = Part(self._problem.model, layer, state, held)
@@ -253,7 +253,7 @@ class Member:
             if total is None:
                 self.ledger.hold(added)
             total = added
-        for chunk in self._chunks(index, role.makes):
+        for chunk in self._flow.chunks(index, role.makes):
             before = None
             if total is not None:
                 each = pixels(layer)
@@ -277,7 +277,7 @@ class Member:
             share = role.takes.size / layer.inputs
             for step in range(1, len(roles) + 1):
                 merger = (self._index + step) % len(roles)
-                for chunk in self._chunks(index, roles[merger].makes):
+                for chunk in self._flow.chunks(index, roles[merger].makes):
                     added = await self._compute(
                         partial(self._added, part, index, blocks, chunk, None),
                         self._cost(index, share * chunk.size, blocks),
@@ -289,7 +289,7 @@ class Member:
                         fields = {"request": request, "layer": index, "first": chunk.first, "last": chunk.last}
                         self._tell(self._flow.plan.devices[merger], SUMS, added, **fields)
         count = sum(each.takes.size > 0 for each in roles)
-        for chunk in self._chunks(index, role.makes):
+        for chunk in self._flow.chunks(index, role.makes):
             assert part is not None
             sums = await store.sums(index, chunk, count)
             made = await self._compute(
@@ -316,17 +316,11 @@ class Member:
 
         made = await self._compute(
             work,
-            Cost(2.0 * len(blocks[0][1]) * self._flow.multiplications(index, self._index)),
+            Cost(2.0 * len(blocks[0][1]) * layer.multiplications),
             Span(SPAN, request, index),
         )
         first = role.makes.first * pixels(layer)
         self._made(request, index, first, made)
-
-    def _chunks(self, index: int, made: Range) -> tuple[Range, ...]:
-        # By the size of a full batch, so that all devices cut alike without telling each other.
-        samples = self._problem.workload.batch_size
-        each = pixels(self._flow.network.layers[index]) * samples * BYTES_PER_VALUE
-        return chunks(made, self._options.chunks, each, self._options.least_chunk)
 
     def _cost(self, index: int, channels: float, blocks: list[Block]) -> Cost:
         """Return the cost of so many output channels from all of the input."""

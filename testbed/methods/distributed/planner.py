@@ -11,17 +11,18 @@ from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Alternative, Assignment, Plan, Problem
 from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.parts import costs
 from testbed.models.chain import BYTES_PER_VALUE
 from testbed.partition.distributed.choice import pairs_of
 from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.execution import Execution
 from testbed.partition.distributed.figures import Figures, compare, figures
 from testbed.partition.distributed.flow import Flow, flow
+from testbed.partition.distributed.memory import memory
 from testbed.partition.distributed.network import Network
 from testbed.partition.distributed.plan import DistributedPlan
 from testbed.partition.distributed.planning import Wish
 from testbed.partition.distributed.planning import plan as planned
-from testbed.partition.distributed.resources import multiplications
+from testbed.partition.distributed.resources import multiplications, parameters
 from testbed.partition.distributed.timing import interval, phases
 
 
@@ -86,23 +87,33 @@ def over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
 
 def assignments(problem: Problem, decided: DistributedPlan) -> tuple[Assignment, ...]:
     """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
-    network, wish = network_of(problem.model), _wish(problem, _among(problem, decided.devices))
-    # What waits at once on each device depends on the way of exchange, which the planners by formula do not look at.
     spread = flow_of(problem, decided)
-    held, needs = spread.held, spread.memory(wish.samples, wish.in_flight)
-    for name, need in zip(decided.devices, needs, strict=True):
-        costs.check_memory(problem.device(name), need)
-    work = [2.0 * sum(column) for column in zip(*multiplications(network, decided), strict=True)]
+    needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
     found = [
-        Assignment(device=name, first=0, last=len(problem.model.units), memory=need, parameters=values, flops=flops)
-        for name, need, values, flops in zip(decided.devices, needs, held, work, strict=True)
+        Assignment(
+            device=name,
+            first=0,
+            last=len(problem.model.units),
+            memory=needs[index],
+            parameters=parameters(spread, index),
+            flops=work[index],
+        )
+        for index, name in enumerate(decided.devices)
     ]
     return (found.pop(decided.source), *found)
 
 
 def flow_of(problem: Problem, decided: DistributedPlan) -> Flow:
     """Return what every device does and sends."""
-    return flow(network_of(problem.model), decided, options_of(problem).exchange)
+    return flow(network_of(problem.model), decided, execution(problem))
+
+
+def execution(problem: Problem) -> Execution:
+    """Return how every plan is carried out."""
+    options = options_of(problem)
+    return Execution(
+        options.exchange, problem.workload.batch_size, options.in_flight, options.chunks, options.least_chunk
+    )
 
 
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
@@ -139,8 +150,8 @@ def _alternative(problem: Problem, network: Network, found: Figures) -> Alternat
 
 def _step_time(problem: Problem, decided: DistributedPlan) -> float:
     """Predict the seconds from one result to the next; with one request under way, its latency."""
-    devices, samples = _among(problem, decided.devices), problem.workload.batch_size
-    return interval(phases(flow_of(problem, decided), devices, problem.links, samples), options_of(problem).in_flight)
+    devices = _among(problem, decided.devices)
+    return interval(phases(flow_of(problem, decided), devices, problem.links), options_of(problem).in_flight)
 
 
 def _among(problem: Problem, there: Collection[str]) -> list[DeviceSpec]:
@@ -158,8 +169,7 @@ def _wish(problem: Problem, devices: Collection[DeviceSpec]) -> Wish:
         early=options.early,
         grid=options.grid,
         source=names.index(options.source) if options.source else 0,
-        samples=problem.workload.batch_size,
-        in_flight=options.in_flight,
+        execution=execution(problem),
     )
 
 

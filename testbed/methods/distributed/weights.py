@@ -1,17 +1,17 @@
-"""The weights of a device and no others: which slices it holds, drawn from the seed or cut from whole ones."""
+"""The weights of a device and no others: its slices, drawn from the seed or cut from whole ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from testbed.models.chain import Model, shapes
 from testbed.models.layers import BatchNorm2d, Conv2d, Linear, bound
-from testbed.partition.distributed.flow import NOTHING, Flow
+from testbed.partition.distributed.flow import Flow
 from testbed.partition.distributed.network import Layer
 from testbed.partition.distributed.plan import Range
+from testbed.partition.distributed.slices import Slice, slices
 from testbed.seeds import derive
 
 if TYPE_CHECKING:
@@ -21,41 +21,6 @@ NORMALISATION = ("running_mean", "running_var", "weight", "bias")
 """Tensors of a normalisation, a value for each channel."""
 BLOCK = 1 << 18
 """Values drawn at a time: what is not kept is gone before the next ones are drawn."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Of one of the model's layers: output channels and input channels of its weights, channels of what follows."""
-
-    layer: int
-    """Index in the network."""
-    rows: Range
-    columns: Range
-    channels: Range
-
-
-def slices(flow: Flow, device: int) -> tuple[Slice, ...]:
-    """Return what a device holds, layer by layer."""
-    found = []
-    tiles = flow.plan.tiling.tiles if flow.plan.tiling else ()
-    for index, layer in enumerate(flow.network.layers):
-        role = flow.roles[index][device]
-        inputs = layer.input_channels
-        every, entering = Range(0, layer.output_channels), Range(0, inputs)
-        if index < flow.tiled:
-            if any(tile.device == device for tile in tiles):
-                found.append(Slice(index, every, entering, every))
-        elif role.work == "sums":
-            each = layer.inputs // inputs
-            taken = Range(role.takes.first // each, role.takes.last // each)
-            found.append(Slice(index, every, taken, role.makes))
-        elif role.work == "outputs":
-            found.append(Slice(index, role.makes, entering, role.makes))
-        elif role.work == "channels":
-            found.append(Slice(index, NOTHING, NOTHING, role.makes))
-        elif role.work == "whole":
-            found.append(Slice(index, every, entering, every))
-    return tuple(found)
 
 
 def cut(flow: Flow, device: int, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.partition.distributed.communication import Crew, total
+from testbed.partition.distributed.flow import flow
+from testbed.partition.distributed.memory import memory
 from testbed.partition.distributed.network import Network
 from testbed.partition.distributed.plan import DistributedPlan, Scheme
 from testbed.partition.distributed.planning import NAMES, Wish, draft
-from testbed.partition.distributed.resources import early, longest_path, memory, weights
+from testbed.partition.distributed.resources import longest_path, weights
 from testbed.partition.distributed.shares import equal
 from testbed.partition.distributed.tiles import redundant_multiplications
-from testbed.partition.distributed.transfers import bytes_on_wire, elements, transfers
+from testbed.partition.distributed.traffic import elements, of_tiles, transfers
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,25 @@ class Figures:
 
 def figures(network: Network, devices: Sequence[DeviceSpec], plan: DistributedPlan, wish: Wish) -> Figures:
     """Return the figures of a plan."""
-    sent = transfers(network, plan)
-    needs = memory(network, plan, wish.samples, wish.in_flight)
-    count = early(plan)
+    carried_out = flow(network, plan, wish.execution)
+    sent, needs = transfers(carried_out), memory(carried_out)
     schemes = tuple(part.scheme for part in plan.layers)
     crew = Crew.of(equal(len(devices)), plan.source)
     # Sequential layer mapping has no formula but what crosses between two devices; the result's way back is left out.
-    crossing = elements([each for each in sent if each.layer != len(network.layers) - 1])
+    crossing = elements([each for each in sent if each.value != len(network.layers) - 1])
     return Figures(
         scheme=plan.scheme,
         schemes=schemes,
-        weights=weights(network, plan),
+        weights=tuple(weights(carried_out, device) for device in carried_out.devices),
         memory=needs,
         fits=all(need <= device.memory for need, device in zip(needs, devices, strict=True)),
-        longest_path=longest_path(network, plan),
-        redundant=redundant_multiplications(network.layers[:count], plan.tiling) if plan.tiling else 0,
+        longest_path=longest_path(carried_out),
+        redundant=redundant_multiplications(network.layers[: plan.tiled], plan.tiling) if plan.tiling else 0,
         formula=float(crossing if set(schemes) == {"whole"} else total(network, schemes, crew, wish.reuse)),
         elements=elements(sent),
-        tiled=elements([each for each in sent if each.tile is not None]),
-        wire_bytes=bytes_on_wire(sent, wish.samples),
-        messages=len(sent),
+        tiled=elements(of_tiles(carried_out)),
+        wire_bytes=sum(each.wire_bytes(wish.execution.samples) for each in sent),
+        messages=sum(len(each.messages) for each in sent),
         plan=plan,
     )
 

@@ -7,6 +7,17 @@ from collections.abc import Iterable
 from testbed.partition.distributed.plan import Range
 
 Pieces = tuple[Range, ...]
+NOTHING = Range(0, 0)
+
+
+def scaled(part: Range, factor: int) -> Range:
+    """Return a range of channels as elements."""
+    return Range(part.first * factor, part.last * factor)
+
+
+def shifted(part: Range, by: int) -> Range:
+    """Return a range so much further on."""
+    return Range(part.first + by, part.last + by)
 
 
 def common(one: Range, other: Range) -> Range:
@@ -44,3 +55,11 @@ def without(pieces: Pieces, gone: Range) -> Pieces:
 def size(pieces: Iterable[Range]) -> int:
     """Return how many elements there are."""
     return sum(piece.size for piece in pieces)
+
+
+def hull(pieces: Iterable[Range]) -> Range:
+    """Return the least range that holds all pieces."""
+    every = [*pieces]
+    if not every:
+        return NOTHING
+    return Range(min(piece.first for piece in every), max(piece.last for piece in every))

@@ -79,7 +79,7 @@ class Tiling(_Part):
 
 
 class DistributedPlan(_Part):
-    """A whole inference; `testbed.partition.distributed.transfers` says what goes over the network."""
+    """A whole inference; `testbed.partition.distributed.flow` says what that is for each device."""
 
     scheme: str
     """As the scenario names it."""
@@ -89,3 +89,13 @@ class DistributedPlan(_Part):
     layers: tuple[LayerPlan, ...]
     """One for each layer of the network."""
     tiling: Tiling | None = None
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """All tiles; none where nothing is tiled."""
+        return self.tiling.tiles if self.tiling else ()
+
+    @property
+    def tiled(self) -> int:
+        """How many of the first layers are done by tiles."""
+        return len(self.tiles[0].regions) - 1 if self.tiles else 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, Self
 
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
@@ -14,16 +14,19 @@ from testbed.partition.distributed import choice, integer_program
 from testbed.partition.distributed.build import alone, in_a_row, shared
 from testbed.partition.distributed.choice import Pair, Schemes
 from testbed.partition.distributed.communication import Crew, Reuse
+from testbed.partition.distributed.execution import Execution
+from testbed.partition.distributed.flow import Flow, flow
+from testbed.partition.distributed.memory import memory
 from testbed.partition.distributed.network import Network
 from testbed.partition.distributed.plan import DistributedPlan, Tiling
-from testbed.partition.distributed.resources import memory, split_weights
+from testbed.partition.distributed.resources import divided_weights
 from testbed.partition.distributed.shares import proportional
 from testbed.partition.distributed.tiles import best_tiling, check_early, early_layers, tile
 
 Name = Literal["single", "sequential", "lop", "lip", "fuse", "optimal"]
 NAMES: tuple[Name, ...] = ("single", "sequential", "lop", "lip", "fuse", "optimal")
-MOST_DEVICES = 64
-"""How far the search for a number of devices that would do goes."""
+_PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)
+"""Numbers of devices that are tried in the search for one that would do."""
 MOST_TILES = 144
 """How fine a grid is looked at where a coarser one does not fit into memory."""
 _STEPS = 1000
@@ -48,10 +51,36 @@ class Wish:
     grid: tuple[int, int] | None = None
     """Rows and columns of tiles; None: `best_tiling`."""
     source: int = 0
-    samples: int = 1
-    """In a request."""
-    in_flight: int = 1
-    """Requests at once."""
+    execution: Execution = field(default_factory=Execution)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A plan that may take more than there is."""
+
+    plan: DistributedPlan
+    flow: Flow
+    needs: tuple[float, ...]
+    """Bytes, by device."""
+
+    @classmethod
+    def of(cls, network: Network, plan: DistributedPlan, wish: Wish) -> Self:
+        """Look at what a plan takes where it is carried out as is wished for."""
+        carried_out = flow(network, plan, wish.execution)
+        return cls(plan, carried_out, memory(carried_out))
+
+    def excess(self, devices: Sequence[DeviceSpec]) -> dict[int, float]:
+        """Return how many bytes which devices have too few."""
+        pairs = enumerate(zip(self.needs, devices, strict=True))
+        return {index: need - device.memory for index, (need, device) in pairs if need > device.memory}
+
+    def fullest(self, devices: Sequence[DeviceSpec]) -> int:
+        """Return the device that needs most of what it has."""
+        return max(range(len(devices)), key=lambda index: self.needs[index] / devices[index].memory)
+
+    def lacks(self, devices: Sequence[DeviceSpec]) -> float:
+        """Return how many bytes the fullest device has too few; 0 where all fit."""
+        return self.excess(devices).get(self.fullest(devices), 0.0)
 
 
 def plan(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> DistributedPlan:
@@ -61,66 +90,51 @@ def plan(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> Distrib
         InputError: for layers, grids and pairs that cannot be, and where a device has too little memory: with the
             smallest number of devices that would do.
     """
-    found = draft(network, devices, wish)
-    device, need = _fullest(network, devices, found, wish)
-    if need <= devices[device].memory:
-        return found
+    found = _drafted(network, devices, wish)
+    if not found.excess(devices):
+        return found.plan
+    fullest = found.fullest(devices)
     raise InputError(
-        f"{devices[device].name} has {_written(devices[device].memory)} of memory, but its part of {network.name} by "
-        f"{wish.scheme} needs {_written(need)}: {_what_fits(network, devices, wish)}"
+        f"{devices[fullest].name} has {_written(devices[fullest].memory)} of memory, but its part of {network.name} by "
+        f"{wish.scheme} needs {_written(found.needs[fullest])}: {_what_fits(network, devices, wish)}"
     )
-
-
-def _fullest(network: Network, devices: Sequence[DeviceSpec], found: DistributedPlan, wish: Wish) -> tuple[int, float]:
-    """Return the device that needs most of what it has, and what it needs."""
-    needs = memory(network, found, wish.samples, wish.in_flight)
-    device = max(range(len(devices)), key=lambda index: needs[index] / devices[index].memory)
-    return device, needs[device]
-
-
-def _lacks(network: Network, devices: Sequence[DeviceSpec], found: DistributedPlan, wish: Wish) -> float:
-    """Return how many bytes the fullest device has too few; 0 where all fit."""
-    device, need = _fullest(network, devices, found, wish)
-    return max(0.0, need - devices[device].memory)
 
 
 def draft(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> DistributedPlan:
     """Return a plan that fits into the devices; where there is none, the one that lacks least."""
+    return _drafted(network, devices, wish).plan
+
+
+def _drafted(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> _Draft:
     names = [device.name for device in devices]
     if wish.scheme == "single":
-        return alone(wish.scheme, network, names, wish.source)
+        return _Draft.of(network, alone(wish.scheme, network, names, wish.source), wish)
     if wish.scheme == "sequential":
-        return in_a_row(wish.scheme, network, names, wish.source, [device.memory for device in devices])
+        capacities = [device.memory for device in devices]
+        return _Draft.of(network, in_a_row(wish.scheme, network, names, wish.source, capacities), wish)
     early = early_layers(network) if wish.early is None else wish.early
     check_early(network, early)
-    drafts: list[DistributedPlan] = []
+    drafts: list[_Draft] = []
     for tiling in _tilings(network, devices, wish, early):
         drafts.append(_bounded(network, devices, wish, early, tiling))
-        if not _lacks(network, devices, drafts[-1], wish):
+        if not drafts[-1].excess(devices):
             return drafts[-1]
-    return min(drafts, key=lambda found: _lacks(network, devices, found, wish))
+    return min(drafts, key=lambda found: found.lacks(devices))
 
 
-def _bounded(
-    network: Network, devices: Sequence[DeviceSpec], wish: Wish, early: int, tiling: Tiling | None
-) -> DistributedPlan:
+def _bounded(network: Network, devices: Sequence[DeviceSpec], wish: Wish, early: int, tiling: Tiling | None) -> _Draft:
     """Shrink the shares of devices that lack memory, as long as the others can take over."""
     names = [device.name for device in devices]
     caps: dict[int, Fraction] = {}
     while True:
         shares = _shares(devices, wish, caps)
         schemes = _schemes(network, shares, early, wish)
-        found = shared(wish.scheme, network, names, wish.source, shares, schemes, tiling)
-        needs = memory(network, found, wish.samples, wish.in_flight)
-        excess = {
-            index: need - device.memory
-            for index, (need, device) in enumerate(zip(needs, devices, strict=True))
-            if need > device.memory
-        }
+        found = _Draft.of(network, shared(wish.scheme, network, names, wish.source, shares, schemes, tiling), wish)
+        excess = found.excess(devices)
         if not excess or any(shares[index] == 0 for index in excess):
             return found
         for index, much in excess.items():
-            shrinks = BYTES_PER_VALUE * split_weights(network, found, index)
+            shrinks = BYTES_PER_VALUE * divided_weights(found.flow, index)
             left = max(0.0, 1 - much / shrinks) if shrinks else 0.0
             caps[index] = shares[index] * Fraction(int(left * _STEPS), _STEPS)
         if len(caps) == len(devices):
@@ -184,7 +198,7 @@ def _what_fits(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> s
 
 
 def enough_devices(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> int:
-    """Return the smallest number of devices that hold a scheme; 0 where none up to `MOST_DEVICES` does.
+    """Return the smallest number of devices that hold a scheme; 0 where none does, up to the last of `_PROBES`.
 
     The source and the first of the others; beyond those that there are, more like the last one.
     """
@@ -196,12 +210,15 @@ def enough_devices(network: Network, devices: Sequence[DeviceSpec], wish: Wish) 
         some = [*ordered[:count], *[ordered[-1]] * (count - len(ordered))]
         if BYTES_PER_VALUE * network.weights > sum(device.memory for device in some):
             return False
-        return not _lacks(network, some, draft(network, some, inner), inner)
+        return not _drafted(network, some, inner).excess(some)
 
-    # What does not fit into so many will not fit into fewer, and is known at once.
-    if not fits(MOST_DEVICES):
-        return 0
-    return next(count for count in range(1, MOST_DEVICES + 1) if fits(count))
+    # Shares fall with the number of devices, but sums to be merged grow: all that fit are next to each other.
+    missed = 0
+    for probe in _PROBES:
+        if fits(probe):
+            return next(count for count in range(missed + 1, probe + 1) if count == probe or fits(count))
+        missed = probe
+    return 0
 
 
 def _written(size: float) -> str:

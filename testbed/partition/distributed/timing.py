@@ -7,19 +7,17 @@ that its values pass on the way.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from testbed.hardware import DeviceSpec
-from testbed.models.chain import BYTES_PER_VALUE
-from testbed.network.framing import wire_bytes
 from testbed.network.link import Link, Pair
-from testbed.partition.distributed.flow import Flow, Transfer
+from testbed.partition.distributed.flow import Flow
 from testbed.partition.distributed.network import IMAGE
-from testbed.partition.distributed.tiles import multiplications
-from testbed.partition.pipeline import ENVELOPE
+from testbed.partition.distributed.resources import multiplications
+from testbed.partition.distributed.traffic import Transfer, transfers
 
 
 @dataclass(frozen=True)
@@ -60,39 +58,39 @@ def in_turn(phases: Sequence[Phase]) -> float:
     return sum(phase.compute + phase.legs + phase.delay for phase in phases)
 
 
-def phases(
-    flow: Flow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link], samples: int = 1
-) -> tuple[Phase, ...]:
-    """Return what one inference with so many samples consists of; devices in the order of the plan."""
+def phases(flow: Flow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]) -> tuple[Phase, ...]:
+    """Return what one full request consists of; devices in the order of the plan."""
+    samples = flow.execution.samples
     moved: dict[int, list[Transfer]] = {}
-    for transfer in flow.transfers():
+    for transfer in transfers(flow):
         moved.setdefault(transfer.value, []).append(transfer)
-    work: dict[int, float] = {}
-    for index in range(len(flow.network.layers)):
-        if index >= flow.tiled:
-            flops = (2.0 * samples * flow.multiplications(index, device) for device in range(len(devices)))
-            work[index] = max(each / spec.speed for each, spec in zip(flops, devices, strict=True))
-    if flow.plan.tiling:
-        loads = Counter[int]()
-        for tile in flow.plan.tiling.tiles:
-            loads[tile.device] += 2 * samples * sum(multiplications(flow.network.layers[: flow.tiled], tile))
-        work[IMAGE] = max(load / devices[device].speed for device, load in loads.items())
+    rows = multiplications(flow)
+    work = {index: _seconds(rows[index : index + 1], devices, samples) for index in range(flow.tiled, len(rows))}
+    # All tiled layers count as one, between the image and their map.
+    work[IMAGE] = _seconds(rows[: flow.tiled], devices, samples)
     return tuple(
-        Phase(work.get(value, 0.0), *_network(moved.get(value, ()), flow, devices, links, samples))
+        Phase(work.get(value, 0.0), *_network(moved.get(value, ()), flow, devices, links))
         for value in range(IMAGE, len(flow.network.layers))
     )
 
 
+def _seconds(rows: Sequence[Sequence[int]], devices: Sequence[DeviceSpec], samples: int) -> float:
+    """Return when the last device is done with its part of these layers; a multiplication comes with an addition."""
+    loads = (sum(row[device] for row in rows) for device in range(len(devices)))
+    return max(2.0 * samples * load / spec.speed for load, spec in zip(loads, devices, strict=True))
+
+
 def _network(
-    transfers: Sequence[Transfer], flow: Flow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link], samples: int
+    moved: Sequence[Transfer], flow: Flow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
 ) -> tuple[float, float, float]:
     """Return the seconds for which the busiest link carries these, the same leg by leg, the delays of all legs."""
     busy: defaultdict[tuple[str, int, int], float] = defaultdict(float)
     by_leg: dict[bool, defaultdict[tuple[str, int, int], float]] = {}
     delays: dict[bool, float] = {}
-    for sender, receiver, _, elements in transfers:
+    for transfer in moved:
+        sender, receiver = transfer.sender, transfer.receiver
         link = links[devices[sender].name, devices[receiver].name]
-        size = 8 * wire_bytes(BYTES_PER_VALUE * samples * elements + ENVELOPE)
+        size = 8 * transfer.wire_bytes(flow.execution.samples)
         handed_on = flow.way == "source" and sender == flow.plan.source
         for carried in (busy, by_leg.setdefault(handed_on, defaultdict(float))):
             carried["link", sender, receiver] += size / link.rate if link.rate else 0.0
