@@ -67,7 +67,7 @@ def activations(flow: Flow, device: int) -> int:
 
 
 def _begins(flow: Flow, device: int) -> dict[int, int]:
-    """Return by value the first layer at which a device can have what others make of it.
+    """Return by value the first layer at which a device can have some of what others make of it.
 
     Others make it without the device unless it needs something of the device's: then they wait until the device has
     done that.
@@ -77,8 +77,9 @@ def _begins(flow: Flow, device: int) -> dict[int, int]:
         if value < flow.tiled:
             found[value] = flow.tiled
         elif flow.roles[value][device].work == "sums" and flow.roles[value][device].takes.size:
-            # They wait for its sums, which it sends before it merges its own part.
-            found[value] = value
+            # They wait for its sums, which it sends one after the other, its own merging coming last.
+            messages = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
+            found[value] = value + (messages == 1 and _has_sent_all(flow, device, value))
         else:
             found[value] = _earliest(flow, device, value, found)
     return found
@@ -92,10 +93,20 @@ def _earliest(flow: Flow, device: int, index: int, begins: dict[int, int]) -> in
 
 def _waits(flow: Flow, device: int, index: int, takes: Range, begins: dict[int, int]) -> int:
     """Return how far a device has to be before there is all that this part of a layer is computed from."""
-    return max(
-        value + 1 if common(flow.homes[value][device], part).size else begins[value]
-        for value, part, _ in flow.origins(index, takes)
-    )
+    found = []
+    for value, part, _ in flow.origins(index, takes):
+        whole = part.size == flow.network.outputs_of(value)
+        needed = common(flow.homes[value][device], part).size or (whole and _has_sent_all(flow, device, value))
+        found.append(value + 1 if needed else begins[value])
+    return max(found)
+
+
+def _has_sent_all(flow: Flow, device: int, value: int) -> bool:
+    """Say whether a device that adds to all of a value has done that layer once all of the value is there."""
+    if value < flow.tiled:
+        return False
+    role = flow.roles[value][device]
+    return role.work == "sums" and role.takes.size > 0 and not role.makes.size
 
 
 def _collected(flow: Flow, value: int) -> int:
