@@ -1,4 +1,4 @@
-"""The memory that a plan of a distributed inference predicts, beside the tensors that a run has resident at its peak."""
+"""The memory that the plan of a distributed inference predicts, beside the tensors that a run holds at its peak."""
 
 from collections import defaultdict
 

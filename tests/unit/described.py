@@ -1,10 +1,31 @@
 """Networks as the distributed planners see them, written down by hand from the papers that define them."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 
 from hypothesis import strategies as st
 
-from testbed.partition.distributed import Layer, Network, fully_connected
+from testbed.partition.distributed.network import Layer, Network
+
+
+def fully_connected(name: str, sizes: Sequence[int], channelwise: int = 1) -> Network:
+    """Describe fully connected layers in a row: ``sizes`` are those of the input and of every layer's output."""
+    layers = tuple(
+        Layer(
+            name=f"fc{index + 1}",
+            kind="fc",
+            input=(entering,),
+            output=(leaving,),
+            sources=(index - 1,),
+            weights=entering * leaving,
+            multiplications=entering * leaving,
+            channelwise=channelwise,
+        )
+        for index, (entering, leaving) in enumerate(pairwise(sizes))
+    )
+    return Network(name, layers)
+
 
 FOUR_LAYERS = fully_connected("four layers", (4, 8, 16, 4, 4), channelwise=0)
 """The worked example of Stahl et al., Fig. 1."""

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
-from testbed.partition.distributed import Layer, Network, choice, integer_program
+from testbed.partition.distributed import choice, integer_program
 from testbed.partition.distributed.communication import Crew, Reuse, total
+from testbed.partition.distributed.network import Layer, Network
 from testbed.partition.distributed.plan import Scheme
 
 MIB = 2**20

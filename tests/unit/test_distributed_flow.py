@@ -16,11 +16,10 @@ from testbed.methods.distributed.numerics import Part, tile
 from testbed.models.chain import chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d
 from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.drafts import Wish, draft
 from testbed.partition.distributed.execution import Execution
-from testbed.partition.distributed.flow import flow
 from testbed.partition.distributed.pieces import NOTHING, both, common, size, without
 from testbed.partition.distributed.plan import Range
-from testbed.partition.distributed.planning import Wish, draft
 from testbed.partition.distributed.shares import divide
 from testbed.partition.distributed.slices import Slice
 from testbed.partition.distributed.tiles import tile as tiled
@@ -72,14 +71,14 @@ def sent_through_the_source(network, plan):
 @given(chains(), SPEEDS, SCHEMES, st.data())
 def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(network, speeds, scheme, data):
     source = data.draw(st.integers(0, len(speeds) - 1))
-    plan = draft(network, crew(speeds), Wish(scheme=scheme, source=source, early=0))
-    assert elements(transfers(flow(network, plan, Execution("source")))) == sent_through_the_source(network, plan)
+    found = draft(network, crew(speeds), Wish(scheme=scheme, source=source, early=0)).flow
+    assert elements(transfers(found)) == sent_through_the_source(network, found.plan)
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
     network = yolov2(224)
-    found = flow(network, draft(network, crew([1.0, 2.5, 1.0, 4.0]), Wish(scheme, early=16, source=2)), Execution())
+    found = draft(network, crew([1.0, 2.5, 1.0, 4.0]), Wish(scheme, early=16, source=2)).flow
     later = sent_through_the_source(network, found.plan)
     assert elements(transfers(found)) == later + elements(of_tiles(found))
 
@@ -87,9 +86,8 @@ def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
 @settings(deadline=None, max_examples=150)
 @given(chains(), SPEEDS, SCHEMES)
 def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(network, speeds, scheme):
-    plan = draft(network, crew(speeds), Wish(scheme=scheme, early=0))
     for exchange in ("source", "direct"):
-        found = flow(network, plan, Execution(exchange))
+        found = draft(network, crew(speeds), Wish(scheme=scheme, early=0, execution=Execution(exchange))).flow
         for value, homes in found.homes.items():
             if found.network.layers[value].kind != "route" or value < 0:
                 assert sum(home.size for home in homes) == network.outputs_of(value)

@@ -16,15 +16,16 @@ from testbed.models import create
 from testbed.models.chain import chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual
 from testbed.network.framing import wire_bytes
-from testbed.partition.distributed import IMAGE, DistributedPlan, Network
 from testbed.partition.distributed.communication import Crew, total
 from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.drafts import NAMES, Name, Wish
 from testbed.partition.distributed.execution import Execution
 from testbed.partition.distributed.figures import compare
 from testbed.partition.distributed.flow import Flow, flow
 from testbed.partition.distributed.memory import activations, memory
-from testbed.partition.distributed.network import Place
-from testbed.partition.distributed.planning import NAMES, Name, Wish, enough_devices, plan
+from testbed.partition.distributed.network import IMAGE, Network, Place
+from testbed.partition.distributed.plan import DistributedPlan
+from testbed.partition.distributed.planning import enough_devices, plan
 from testbed.partition.distributed.resources import longest_path, multiplications, parameters, weights
 from testbed.partition.distributed.traffic import Transfer, elements, of_tiles, transfers
 
@@ -242,8 +243,10 @@ def test_activations_are_what_each_device_holds_at_its_widest_layer() -> None:
     # The layer from 8 to 16, done from 4 inputs before the others come: 8 sums, then 8 outputs, and 8 of the others.
     assert most("lop") == (8 + 8 + 16,) * 2
     # The source has all of the input, and both sums of all outputs before it adds them up; the other sends
-    # its own from 4 inputs, and 8 of the outputs can come back before it has sent all of them.
-    assert most("lip") == (8 + 2 * 16, 4 + 8)
+    # its own. That has most of the next layer's input: 8 come back at once, or in two messages, the first of which can
+    # come while it computes what the second needs.
+    assert most("lip") == (8 + 2 * 16, 8)
+    assert most("lip", chunks=2, least_chunk=1) == (8 + 2 * 16, 4 + 8)
     # While it still merges its 8, the other can be as far as to send sums for 2 of the next layer's 4.
     assert most("lip", exchange="direct") == (4 + 2 * 8 + 2,) * 2
     assert most("single", 1) == (24,)

@@ -9,12 +9,12 @@ from torch.nn import functional
 
 from testbed.errors import InputError
 from testbed.models import create
-from testbed.partition.distributed import Layer, Network, Region
 from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.early import check_early, early_layers
+from testbed.partition.distributed.network import Layer, Network
+from testbed.partition.distributed.plan import Region
 from testbed.partition.distributed.tiles import (
     best_tiling,
-    check_early,
-    early_layers,
     multiplications,
     padding,
     redundant_multiplications,

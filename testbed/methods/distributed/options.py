@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from testbed.methods.base import Options
 from testbed.partition.distributed.communication import Reuse
+from testbed.partition.distributed.drafts import Name
 from testbed.partition.distributed.execution import Exchange
-from testbed.partition.distributed.planning import Name
 from testbed.scenario.quantities import Duration
 
 

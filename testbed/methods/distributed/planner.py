@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -14,13 +13,13 @@ from testbed.methods.distributed.options import DistributedOptions
 from testbed.models.chain import BYTES_PER_VALUE
 from testbed.partition.distributed.choice import pairs_of
 from testbed.partition.distributed.describe import network_of
+from testbed.partition.distributed.drafts import Draft, Wish
 from testbed.partition.distributed.execution import Execution
-from testbed.partition.distributed.figures import Figures, compare, figures
+from testbed.partition.distributed.figures import Figures, compare, figures, formula
 from testbed.partition.distributed.flow import Flow, flow
 from testbed.partition.distributed.memory import memory
 from testbed.partition.distributed.network import Network
 from testbed.partition.distributed.plan import DistributedPlan
-from testbed.partition.distributed.planning import Wish
 from testbed.partition.distributed.planning import plan as planned
 from testbed.partition.distributed.resources import multiplications, parameters
 from testbed.partition.distributed.timing import interval, phases
@@ -33,26 +32,24 @@ def plan(method: str, problem: Problem) -> Plan:
     if source not in names:
         raise InputError(f"method.source: there is no device '{source}'; choose one of {', '.join(names)}")
     _check_links(problem, source)
-    decided = distributed(problem, names)
+    spread = flow_of(problem, distributed(problem, names))
     return Plan(
         method=method,
         lead=source,
-        assignments=assignments(problem, decided),
-        step_time=_step_time(problem, decided),
-        details={"distributed": decided.model_dump(mode="json"), "figures": _figures(problem, decided)},
+        assignments=assignments(problem, spread),
+        step_time=_step_time(problem, spread),
+        details={"distributed": spread.plan.model_dump(mode="json"), "figures": _figures(problem, spread)},
     )
 
 
-def _figures(problem: Problem, decided: DistributedPlan) -> dict[str, Any]:
+def _figures(problem: Problem, spread: Flow) -> dict[str, Any]:
     """Return what a plan takes of one sample, for whoever compares; by device in the order of the plan's.
 
     ``communication`` is C with what devices hold taken into account everywhere, ``communication_as_printed`` by the
     paper's equation (9); both in elements, and in bytes of float32.
     """
-    network, devices = network_of(problem.model), _among(problem, decided.devices)
-    wish = _wish(problem, devices)
-    found = figures(network, devices, decided, replace(wish, reuse="everywhere"))
-    printed = figures(network, devices, decided, replace(wish, reuse="paper"))
+    found = figures(Draft.of(spread), problem.devices, "everywhere")
+    printed = formula(spread, "paper")
     return {
         "weights": found.weights,
         "weights_bytes": BYTES_PER_VALUE * max(found.weights),
@@ -60,8 +57,8 @@ def _figures(problem: Problem, decided: DistributedPlan) -> dict[str, Any]:
         "longest_path": found.longest_path,
         "communication": found.formula,
         "communication_bytes": BYTES_PER_VALUE * found.formula,
-        "communication_as_printed": printed.formula,
-        "communication_as_printed_bytes": BYTES_PER_VALUE * printed.formula,
+        "communication_as_printed": printed,
+        "communication_as_printed_bytes": BYTES_PER_VALUE * printed,
         "elements": found.elements,
         "wire_bytes": found.wire_bytes,
         "messages": found.messages,
@@ -82,12 +79,11 @@ def distributed(problem: Problem, there: Collection[str]) -> DistributedPlan:
 
 def over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
     """Plan for the devices that are there; raises `InputError` where they are too small."""
-    return assignments(problem, distributed(problem, there))
+    return assignments(problem, flow_of(problem, distributed(problem, there)))
 
 
-def assignments(problem: Problem, decided: DistributedPlan) -> tuple[Assignment, ...]:
+def assignments(problem: Problem, spread: Flow) -> tuple[Assignment, ...]:
     """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
-    spread = flow_of(problem, decided)
     needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
     found = [
         Assignment(
@@ -98,9 +94,9 @@ def assignments(problem: Problem, decided: DistributedPlan) -> tuple[Assignment,
             parameters=parameters(spread, index),
             flops=work[index],
         )
-        for index, name in enumerate(decided.devices)
+        for index, name in enumerate(spread.plan.devices)
     ]
-    return (found.pop(decided.source), *found)
+    return (found.pop(spread.plan.source), *found)
 
 
 def flow_of(problem: Problem, decided: DistributedPlan) -> Flow:
@@ -123,7 +119,7 @@ def alternatives(problem: Problem) -> tuple[Alternative, ...]:
 
 
 def _alternative(problem: Problem, network: Network, found: Figures) -> Alternative:
-    names = found.plan.devices
+    names = found.flow.plan.devices
     pairs = [f"{one}+{other}" for one, other in pairs_of(found.schemes)]
     lip = [str(index) for index, scheme in enumerate(found.schemes) if scheme == "lip" and found.scheme != "lip"]
     notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [f"LIP {', '.join(lip)}"] * bool(lip)
@@ -138,7 +134,7 @@ def _alternative(problem: Problem, network: Network, found: Figures) -> Alternat
         elements=found.elements,
         wire_bytes=found.wire_bytes,
         messages=found.messages,
-        step_time=_step_time(problem, found.plan),
+        step_time=_step_time(problem, found.flow),
         notes="; ".join(notes),
         details={
             "layers": {layer.name: scheme for layer, scheme in zip(network.layers, found.schemes, strict=True)},
@@ -148,10 +144,10 @@ def _alternative(problem: Problem, network: Network, found: Figures) -> Alternat
     )
 
 
-def _step_time(problem: Problem, decided: DistributedPlan) -> float:
+def _step_time(problem: Problem, spread: Flow) -> float:
     """Predict the seconds from one result to the next; with one request under way, its latency."""
-    devices = _among(problem, decided.devices)
-    return interval(phases(flow_of(problem, decided), devices, problem.links), options_of(problem).in_flight)
+    devices = _among(problem, spread.plan.devices)
+    return interval(phases(spread, devices, problem.links), spread.execution.in_flight)
 
 
 def _among(problem: Problem, there: Collection[str]) -> list[DeviceSpec]:

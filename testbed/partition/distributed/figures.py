@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.partition.distributed.communication import Crew, total
-from testbed.partition.distributed.flow import flow
-from testbed.partition.distributed.memory import memory
+from testbed.partition.distributed.communication import Crew, Reuse, total
+from testbed.partition.distributed.drafts import NAMES, Draft, Wish, draft
+from testbed.partition.distributed.flow import Flow
 from testbed.partition.distributed.network import Network
-from testbed.partition.distributed.plan import DistributedPlan, Scheme
-from testbed.partition.distributed.planning import NAMES, Wish, draft
+from testbed.partition.distributed.plan import Scheme
 from testbed.partition.distributed.resources import longest_path, weights
 from testbed.partition.distributed.shares import equal
 from testbed.partition.distributed.tiles import redundant_multiplications
@@ -45,32 +44,38 @@ class Figures:
     wire_bytes: float
     """Bytes on the wire of all messages of a request."""
     messages: int
-    plan: DistributedPlan
+    flow: Flow
 
 
-def figures(network: Network, devices: Sequence[DeviceSpec], plan: DistributedPlan, wish: Wish) -> Figures:
+def figures(found: Draft, devices: Sequence[DeviceSpec], reuse: Reuse) -> Figures:
     """Return the figures of a plan."""
-    carried_out = flow(network, plan, wish.execution)
-    sent, needs = transfers(carried_out), memory(carried_out)
-    schemes = tuple(part.scheme for part in plan.layers)
-    crew = Crew.of(equal(len(devices)), plan.source)
-    # Sequential layer mapping has no formula but what crosses between two devices; the result's way back is left out.
-    crossing = elements([each for each in sent if each.value != len(network.layers) - 1])
+    spread = found.flow
+    plan, network, sent = spread.plan, spread.network, transfers(spread)
     return Figures(
         scheme=plan.scheme,
-        schemes=schemes,
-        weights=tuple(weights(carried_out, device) for device in carried_out.devices),
-        memory=needs,
-        fits=all(need <= device.memory for need, device in zip(needs, devices, strict=True)),
-        longest_path=longest_path(carried_out),
+        schemes=tuple(part.scheme for part in plan.layers),
+        weights=tuple(weights(spread, device) for device in spread.devices),
+        memory=found.needs,
+        fits=not found.excess(devices),
+        longest_path=longest_path(spread),
         redundant=redundant_multiplications(network.layers[: plan.tiled], plan.tiling) if plan.tiling else 0,
-        formula=float(crossing if set(schemes) == {"whole"} else total(network, schemes, crew, wish.reuse)),
+        formula=formula(spread, reuse),
         elements=elements(sent),
-        tiled=elements(of_tiles(carried_out)),
-        wire_bytes=sum(each.wire_bytes(wish.execution.samples) for each in sent),
+        tiled=elements(of_tiles(spread)),
+        wire_bytes=sum(each.wire_bytes(spread.execution.samples) for each in sent),
         messages=sum(len(each.messages) for each in sent),
-        plan=plan,
+        flow=spread,
     )
+
+
+def formula(spread: Flow, reuse: Reuse) -> float:
+    """Return C by the paper's formulas; of sequential layer mapping, which has none, what crosses between devices."""
+    network, plan = spread.network, spread.plan
+    if spread.way == "row":
+        # The result's way back is left out.
+        return float(elements([each for each in transfers(spread) if each.value != len(network.layers) - 1]))
+    schemes = [part.scheme for part in plan.layers]
+    return float(total(network, schemes, Crew.of(equal(len(plan.devices)), plan.source), reuse))
 
 
 def compare(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> list[Figures]:
@@ -82,7 +87,7 @@ def compare(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> list
     for name in NAMES:
         other = replace(wish, scheme=name)
         try:
-            found.append(figures(network, devices, draft(network, devices, other), other))
+            found.append(figures(draft(network, devices, other), devices, other.reuse))
         except InputError:
             if name == wish.scheme:
                 raise

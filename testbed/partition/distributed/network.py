@@ -7,10 +7,8 @@ Devices": layer l has M input and K output elements, Q weights and R multiplicat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 from testbed.models.chain import Shape
@@ -144,21 +142,3 @@ class Network:
     def multiplications(self) -> int:
         """R of all layers together."""
         return sum(layer.multiplications for layer in self.layers)
-
-
-def fully_connected(name: str, sizes: Sequence[int], channelwise: int = 1) -> Network:
-    """Describe a chain of fully connected layers: ``sizes`` are those of the input and of every layer's output."""
-    layers = tuple(
-        Layer(
-            name=f"fc{index + 1}",
-            kind="fc",
-            input=(entering,),
-            output=(leaving,),
-            sources=(index - 1,),
-            weights=entering * leaving,
-            multiplications=entering * leaving,
-            channelwise=channelwise,
-        )
-        for index, (entering, leaving) in enumerate(pairwise(sizes))
-    )
-    return Network(name, layers)

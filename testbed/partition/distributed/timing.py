@@ -28,8 +28,6 @@ class Phase:
     """Of the device that is last."""
     network: float
     """Of the busiest link, access to the network included: bytes / rate."""
-    legs: float
-    """The same where all passes the source, if it collected everything before it hands anything on."""
     delay: float
     """Of each leg one."""
 
@@ -51,11 +49,6 @@ def interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
     """
     computing, sending = sum(phase.compute for phase in phases), sum(phase.network for phase in phases)
     return max(computing, sending, overlapped(phases) / in_flight)
-
-
-def in_turn(phases: Sequence[Phase]) -> float:
-    """Return the seconds of one inference alone if nothing were sent while anything is computed."""
-    return sum(phase.compute + phase.legs + phase.delay for phase in phases)
 
 
 def phases(flow: Flow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]) -> tuple[Phase, ...]:
@@ -82,20 +75,17 @@ def _seconds(rows: Sequence[Sequence[int]], devices: Sequence[DeviceSpec], sampl
 
 def _network(
     moved: Sequence[Transfer], flow: Flow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
-) -> tuple[float, float, float]:
-    """Return the seconds for which the busiest link carries these, the same leg by leg, the delays of all legs."""
+) -> tuple[float, float]:
+    """Return the seconds for which the busiest link carries these, and the delays of all legs."""
     busy: defaultdict[tuple[str, int, int], float] = defaultdict(float)
-    by_leg: dict[bool, defaultdict[tuple[str, int, int], float]] = {}
     delays: dict[bool, float] = {}
     for transfer in moved:
         sender, receiver = transfer.sender, transfer.receiver
         link = links[devices[sender].name, devices[receiver].name]
         size = 8 * transfer.wire_bytes(flow.execution.samples)
+        busy["link", sender, receiver] += size / link.rate if link.rate else 0.0
+        busy["up", sender, sender] += size / (devices[sender].uplink or inf)
+        busy["down", receiver, receiver] += size / (devices[receiver].downlink or inf)
         handed_on = flow.way == "source" and sender == flow.plan.source
-        for carried in (busy, by_leg.setdefault(handed_on, defaultdict(float))):
-            carried["link", sender, receiver] += size / link.rate if link.rate else 0.0
-            carried["up", sender, sender] += size / (devices[sender].uplink or inf)
-            carried["down", receiver, receiver] += size / (devices[receiver].downlink or inf)
         delays[handed_on] = max(delays.get(handed_on, 0.0), link.delay)
-    legs = sum(max(carried.values()) for carried in by_leg.values())
-    return max(busy.values(), default=0.0), legs, sum(delays.values())
+    return max(busy.values(), default=0.0), sum(delays.values())
