@@ -18,7 +18,7 @@ from testbed.partition.distributed.network import IMAGE, Layer, Network
 from testbed.partition.distributed.pieces import Pieces, both, common, hull, scaled, shifted, without
 from testbed.partition.distributed.plan import DistributedPlan, Range, Tile
 from testbed.partition.distributed.roles import IDLE, Role, Way, by_chunks, is_alias, pixels, roles_of
-from testbed.partition.distributed.shares import divide, equal
+from testbed.partition.distributed.shares import evenly
 
 Homes = Mapping[int, tuple[Range, ...]]
 
@@ -101,23 +101,22 @@ class Flow:
 
         By the size of a full request, so that all devices cut alike without telling each other.
         """
-        parts = self._chunks(index, made.size)
-        return tuple(shifted(part, made.first) for part in parts) if made.first else parts
-
-    def _chunks(self, index: int, channels: int) -> tuple[Range, ...]:
-        if (index, channels) not in self._divided:
-            execution = self.execution
-            size = channels * pixels(self.network.layers[index]) * execution.samples * BYTES_PER_VALUE
-            count = max(1, min(execution.chunks, channels, size // execution.least_chunk))
-            self._divided[index, channels] = divide(channels, equal(count)) if channels else ()
-        return self._divided[index, channels]
-
-    @cached_property
-    def _divided(self) -> dict[tuple[int, int], tuple[Range, ...]]:
-        return {}
+        execution = self.execution
+        size = made.size * pixels(self.network.layers[index]) * execution.samples * BYTES_PER_VALUE
+        count = max(1, min(execution.chunks, made.size, size // execution.least_chunk))
+        return tuple(shifted(part, made.first) for part in evenly(made.size, count)) if made.size else ()
 
     def pieces(self, value: int, device: int) -> Pieces:
         """Return what a device makes of a value, in elements, as it makes it: chunk by chunk or at once."""
+        if (value, device) not in self._pieces:
+            self._pieces[value, device] = self._made_in(value, device)
+        return self._pieces[value, device]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, int], Pieces]:
+        return {}
+
+    def _made_in(self, value: int, device: int) -> Pieces:
         home = self.homes[value][device]
         if value < self.tiled or not by_chunks(self.network.layers[value], self.roles[value][device]):
             return (home,) if home.size else ()

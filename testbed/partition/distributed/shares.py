@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from testbed.partition.distributed.plan import Range
@@ -33,3 +34,9 @@ def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
     for index in by_remainder[: size - sum(counts)]:
         counts[index] += 1
     return tuple(Range(first, last) for first, last in pairwise([0, *accumulate(counts)]))
+
+
+@lru_cache(maxsize=4096)
+def evenly(size: int, count: int) -> tuple[Range, ...]:
+    """Divide ``size`` pieces into ranges that differ by one piece at most."""
+    return divide(size, equal(count))

@@ -16,7 +16,7 @@ from itertools import product
 from testbed.errors import InputError
 from testbed.partition.distributed.network import Layer
 from testbed.partition.distributed.plan import Range, Region, Tile, Tiling
-from testbed.partition.distributed.shares import divide, equal
+from testbed.partition.distributed.shares import evenly
 
 
 def needed(layer: Layer, out: Range, size: int) -> Range:
@@ -51,11 +51,11 @@ class _Grid:
 
     @cached_property
     def _down(self) -> list[list[Range]]:
-        return [_traced(self.layers, out, 1) for out in divide(self.layers[-1].output[1], equal(self.rows))]
+        return [_traced(self.layers, out, 1) for out in evenly(self.layers[-1].output[1], self.rows)]
 
     @cached_property
     def _across(self) -> list[list[Range]]:
-        return [_traced(self.layers, out, 2) for out in divide(self.layers[-1].output[2], equal(self.columns))]
+        return [_traced(self.layers, out, 2) for out in evenly(self.layers[-1].output[2], self.columns)]
 
     @cached_property
     def work(self) -> list[int]:

@@ -80,6 +80,8 @@ def _of_values(flow: Flow) -> Iterator[Transfer]:
 
 def _cut(pieces: Pieces, part: Range) -> tuple[int, ...]:
     """Return the sizes of what is in each of the pieces of a part."""
+    if part.first <= pieces[0].first and pieces[-1].last <= part.last:
+        return tuple(piece.size for piece in pieces)
     return tuple(size for piece in pieces if (size := common(piece, part).size))
 
 
