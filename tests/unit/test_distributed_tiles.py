@@ -151,3 +151,8 @@ def test_a_layer_whose_inside_is_asked_for_later_ends_the_early_ones() -> None:
     with pytest.raises(InputError, match="use 2"):
         check_early(network, 3)
     assert early_layers(network) == 2
+    # Tiles leave the image nowhere as a whole.
+    again = Network("n", (*layers, Layer("again", "route", (4, 8, 8), (4, 8, 8), (2, -1))))
+    assert early_layers(again) == 0
+    with pytest.raises(InputError, match="use 0"):
+        check_early(again, 3)

@@ -30,21 +30,18 @@ def early_layers(network: Network) -> int:
 
 def check_early(network: Network, count: int) -> None:
     """Raise `InputError` where so many first layers cannot be tiled, naming the nearest smaller number that can."""
-    if count == 0 or (
-        count <= len(network.layers)
-        and all(_tiles(network, index) for index in range(count))
-        and _closes(network, count)
-    ):
+    if count <= len(network.layers) and _can_be(network, count):
         return
-    able = [
-        fewer
-        for fewer in range(min(count, len(network.layers)) + 1)
-        if not fewer or (all(_tiles(network, index) for index in range(fewer)) and _closes(network, fewer))
-    ]
+    nearest = max(fewer for fewer in range(min(count, len(network.layers)) + 1) if _can_be(network, fewer))
     raise InputError(
         f"method.early: the first {count} layers of {network.name} cannot be tiled together, which takes convolutions "
-        f"and pooling in a row, of which only the last one's output is used further on: use {max(able)}"
+        f"and pooling in a row, of which only the last one's output is used further on: use {nearest}"
     )
+
+
+def _can_be(network: Network, count: int) -> bool:
+    """Whether so many first layers can be tiled."""
+    return count == 0 or (all(_tiles(network, index) for index in range(count)) and _closes(network, count))
 
 
 def _tiles(network: Network, index: int) -> bool:
