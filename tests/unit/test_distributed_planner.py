@@ -100,6 +100,9 @@ def test_the_alternatives_are_a_table(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_star_suffices_where_everything_passes_the_source() -> None:
     assert plan("distributed", problem(mesh=False))
+    # Layers in a row need a link between the others.
+    found = [each.name for each in alternatives(problem(mesh=False))]
+    assert found == ["single", "lop", "lip", "fuse", "optimal"]
     with pytest.raises(InputError, match="no link leads from d1 to d2: use the topology mesh"):
         plan("distributed", problem({"exchange": "direct"}, mesh=False))
     with pytest.raises(InputError, match="no link leads from d0 to d2"):

@@ -23,6 +23,7 @@ from testbed.partition.distributed.plan import DistributedPlan
 from testbed.partition.distributed.planning import plan as planned
 from testbed.partition.distributed.resources import multiplications, parameters
 from testbed.partition.distributed.timing import interval, phases
+from testbed.partition.distributed.traffic import transfers
 
 
 def plan(method: str, problem: Problem) -> Plan:
@@ -113,9 +114,15 @@ def execution(problem: Problem) -> Execution:
 
 
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
-    """Return every scheme over the same devices."""
+    """Return every scheme over the same devices; those that need a link which the scenario lacks are left out."""
     network, wish = network_of(problem.model), _wish(problem, problem.devices)
-    return tuple(_alternative(problem, network, each) for each in compare(network, problem.devices, wish))
+    found = compare(network, problem.devices, wish)
+    return tuple(_alternative(problem, network, each) for each in found if _linked(problem, each.flow))
+
+
+def _linked(problem: Problem, spread: Flow) -> bool:
+    names = spread.plan.devices
+    return all((names[transfer.sender], names[transfer.receiver]) in problem.links for transfer in transfers(spread))
 
 
 def _alternative(problem: Problem, network: Network, found: Figures) -> Alternative:
