@@ -92,7 +92,11 @@ def read(path: Path) -> Image:
 
     try:
         with Image.open(path) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            upright = ImageOps.exif_transpose(picture)
+            # Pillow would cut what exceeds 255 instead of scaling it, and leave a picture all white.
+            if upright.mode.startswith("I;16"):
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            return upright.convert("RGB")
     except UnidentifiedImageError:
         raise InputError(f"{path}: is no picture that can be read: use a JPEG or PNG file") from None
     except (Image.DecompressionBombError, SyntaxError, ValueError) as error:

@@ -8,7 +8,7 @@ from PIL import Image
 
 from testbed.data import describe, load
 from testbed.data.packing import pack, unpack
-from testbed.data.pictures import Frame, frame, letterbox
+from testbed.data.pictures import Frame, frame, letterbox, read
 from testbed.errors import InputError
 from testbed.scenario.schema import DataPart
 
@@ -71,3 +71,8 @@ def test_what_is_no_picture_is_refused_with_its_name(tmp_path: Path) -> None:
 def test_sizes_that_are_none_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=r"data\.name: .*such as (photos|image)-608x608"):
         describe(name)
+
+
+def test_sixteen_bits_a_pixel_are_scaled_to_eight(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 0x1234], [0x8000, 0xFFFF]], dtype=np.uint16)).save(tmp_path / "deep.png")
+    assert np.asarray(read(tmp_path / "deep.png"))[..., 0].tolist() == [[0, 0x12], [0x80, 0xFF]]
