@@ -124,3 +124,5 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan("distributed", problem({"scheme": "fuse", "fused": [[0, 2]]}))
     with pytest.raises(InputError, match=r"method.early: .* use 0"):
         plan("distributed", problem({"early": 1}))
+    with pytest.raises(InputError, match=r"method.grid: no layer of mlp is tiled: leave it out"):
+        plan("distributed", problem({"grid": [2, 2]}))

@@ -24,7 +24,9 @@ class DistributedOptions(Options):
     fused: tuple[tuple[int, int], ...] | None = Field(
         None, description="pairs of layers, by index, for the scheme fuse; none: those with the least communication"
     )
-    program: Literal["dynamic", "integer"] = Field("dynamic", description="which finds the least communication")
+    program: Literal["dynamic", "integer"] = Field(
+        "dynamic", description="which finds the least communication, for the schemes fuse and optimal"
+    )
     reuse: Reuse = Field(
         "everywhere", description="by which formula it is the least; paper: equation (9) as printed, for comparison"
     )
@@ -32,7 +34,10 @@ class DistributedOptions(Options):
         "speed", description="of each layer: in proportion to the devices' speed, or equal; within their memory"
     )
     early: int | None = Field(
-        None, ge=0, description="so many first layers by fused tiles; none: those dominated by features"
+        None,
+        ge=0,
+        description="so many first layers by fused tiles, in all schemes but sequential and single; none: those "
+        "dominated by features",
     )
     grid: tuple[int, int] | None = Field(None, description="rows and columns of tiles; none: what is done soonest")
     source: str | None = Field(None, description="the device that has the images; none: the first of the scenario")

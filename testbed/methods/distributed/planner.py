@@ -34,6 +34,12 @@ def plan(method: str, problem: Problem) -> Plan:
         raise InputError(f"method.source: there is no device '{source}'; choose one of {', '.join(names)}")
     _check_links(problem, source)
     spread = flow_of(problem, distributed(problem, names))
+    options = options_of(problem)
+    if options.grid is not None and spread.plan.tiling is None and options.scheme not in ("single", "sequential"):
+        raise InputError(
+            f"method.grid: no layer of {problem.model.name} is tiled: leave it out, or tile some of the first layers "
+            "by method.early"
+        )
     return Plan(
         method=method,
         lead=source,
