@@ -36,6 +36,8 @@ START_MARGIN = 0.3
 """Seconds between the request to start and the common origin: every agent has heard of it by then."""
 GATHER_SECONDS = 2.0
 """How long the last events of the devices are waited for after the lead's program has ended."""
+DEATH_SECONDS = 3.0
+"""How long after a device has fallen silent the engine is asked whether it ran out of memory."""
 SIMULTANEOUS_FAULTS = 16
 """Faults that may be under way at once: a restart takes a while and must not make the next strike late."""
 
@@ -68,6 +70,13 @@ class _Replayed:
     def problem(self) -> str:
         """Say what could not be done, and why."""
         return f"the trace's '{', '.join(change.what for change in self.changes)}' failed: {self.error}"
+
+
+@dataclass(frozen=True)
+class _Starved:
+    """A device that the kernel has ended since it needed more memory than it has."""
+
+    problem: str
 
 
 def emulate(
@@ -155,7 +164,7 @@ class _Execution:
         self._dataset = dataset
         self._weights = weights
         self._on_event = on_event
-        self._inbox: queue.SimpleQueue[Event | _Struck | _Replayed] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | _Struck | _Replayed | _Starved] = queue.SimpleQueue()
         self._events: list[Event] = []
         self._script = FaultScript(prepared.experiment.scenario.faults)
         self._trace = TraceScript(prepared.experiment.changes)
@@ -219,6 +228,8 @@ class _Execution:
             try:
                 act(name)
             except AgentGone as error:
+                if why := self._lab.starved(name, DEATH_SECONDS):
+                    raise TestbedError(why) from error
                 if name == self._lead:
                     raise TestbedError(f"{name} leads the run and went down before its start: {error}") from error
                 self._absent.add(name)
@@ -245,14 +256,20 @@ class _Execution:
         """Pass on what a device records, until its program or its container ends."""
         agent = self._lab.agent(name)
         seen = 0
+        silent = False
         while not self._over.is_set():
             with suppress(TestbedError):  # killed, paused or gone: a state of the device, not an error of the run
                 for event in agent.events(seen):
                     seen += 1
+                    silent = False
                     self._inbox.put(event)
                 return
             if self._followers.get(name) is not threading.current_thread():
                 return  # it has been booted again, and somebody else listens to that
+            if not silent and (why := self._lab.starved(name, DEATH_SECONDS)):
+                self._inbox.put(_Starved(why))
+                return
+            silent = True
             if self._over.wait(0.1):
                 return
 
@@ -286,6 +303,8 @@ class _Execution:
             deadline = min([limit, *(each for each in deadlines if each is not None)])
             with suppress(queue.Empty):
                 news = self._inbox.get(timeout=max(0.0, deadline - self._now()))
+                if isinstance(news, _Starved):
+                    return "failed", news.problem
                 if isinstance(news, _Struck | _Replayed):
                     # Without what the scenario asks for, the rest of the run would mean nothing.
                     if news.error is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import math
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from functools import cached_property
 from ipaddress import IPv4Network
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -40,6 +42,10 @@ SHAPER = "shaper"
 HEALTH_PATIENCE = 60.0
 """Seconds for a container to answer; many starting at once on few processors take their time."""
 HEALTH_INTERVAL = 0.04
+KILLED = 137
+"""The status of what SIGKILL has ended."""
+KILL_NOTED = 0.5
+"""Seconds within which the engine's events have a kill."""
 LOOK_INTERVAL = 0.5
 """Seconds between two questions for health, and for signs of life: on a busy host, asking costs what is asked for."""
 WORKERS = max(4, 2 * (os.cpu_count() or 1))
@@ -419,15 +425,58 @@ class Lab:
                 self._give_up(next(iter(waiting)), f"does not answer within {HEALTH_PATIENCE:.0f} s")
             time.sleep(HEALTH_INTERVAL)
 
+    def starved(self, name: str, patience: float = 0.0) -> str | None:
+        """Say so where the kernel has ended a device since it needed more memory than it has.
+
+        Waits for so many seconds at most for a container to end that still seems to run.
+        """
+        limit = next((spec.memory for spec in self.experiment.devices if spec.name == name), None)
+        deadline = time.monotonic() + patience
+        while limit is not None:
+            try:
+                status = self._client.api.inspect_container(container_name(self.run_id, name))["State"]
+            except NotFound:
+                return None
+            if status["Status"] in ("exited", "dead"):
+                starved = status.get("OOMKilled") or (
+                    status["ExitCode"] == KILLED and not self._was_killed(name, status)
+                )
+                return _out_of_memory(name, limit) if starved else None
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(HEALTH_INTERVAL)
+        return None
+
+    def _was_killed(self, name: str, status: Mapping[str, Any]) -> bool:
+        """Say whether somebody asked the engine to kill a device that has ended, rather than the kernel doing it.
+
+        With cgroup v1 the engine misses most kills for want of memory: the group is gone before it looks.
+        """
+        filters = {"container": container_name(self.run_id, name), "event": "kill"}
+        began, ended = (datetime.fromisoformat(status[key]).timestamp() for key in ("StartedAt", "FinishedAt"))
+        # The engine notes a kill just after it has sent the signal, and answers when that time is over.
+        window = int(began), math.ceil(ended + KILL_NOTED)
+        with contextlib.closing(self._client.events(*window, decode=True, filters=filters)) as events:
+            return any(event["timeNano"] / 1e9 >= began for event in events)
+
     def _check_alive(self, name: str) -> None:
+        if why := self.starved(name):
+            raise HostError(why)
         status = self._client.api.inspect_container(container_name(self.run_id, name))["State"]
         if status["Status"] in ("exited", "dead"):
-            why = "ran out of memory" if status.get("OOMKilled") else f"ended with status {status['ExitCode']}"
-            self._give_up(name, why)
+            self._give_up(name, f"ended with status {status['ExitCode']}")
 
     def _give_up(self, name: str, why: str) -> NoReturn:
         log = b"".join(self.logs(name)).decode(errors="replace").strip().splitlines()
         raise HostError(f"{name} {why}; the last it said: {log[-1] if log else 'nothing'}")
+
+
+def _out_of_memory(name: str, limit: float) -> str:
+    return (
+        f"{name} ran out of memory: its container is held to {format_size(limit)}, of which the agent with torch takes "
+        "about 200MB beside the weights and activations of the plan: give it more, or let it hold less by more "
+        "devices, a smaller model, batch_size or in_flight"
+    )
 
 
 @dataclass(frozen=True)
