@@ -185,11 +185,17 @@ def _request_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str
         yield "Weights", "random", "drawn from the seed: the answers mean nothing"
     else:
         yield "Weights", Path(metrics["weights"]).name, "read from this file"
-    yield "Requests", formats.number(metrics["requests"]), f"{metrics['requests_per_second']:.1f} a second"
+    failed = f", {metrics['requests_failed']} failed" if metrics["requests_failed"] else ""
+    yield "Requests", formats.number(metrics["requests"]), f"{metrics['requests_per_second']:.1f} a second{failed}"
     if "objects" in metrics:
         yield "Objects", formats.number(metrics["objects"]), "found in all requests together; boxes.json has them"
     tail = f"95 % within {formats.seconds(metrics['latency_p95'])}"
     yield "Latency", formats.seconds(metrics["latency"]), f"median; {tail}"
+    spent = f"{formats.seconds(metrics['path_compute'])} computing, {formats.seconds(metrics['path_network'])} messages"
+    yield "Path", spent, "what a request waited for, mean"
+    if "over_predicted" in metrics:
+        note = f"a request, by the plan; took {metrics['over_predicted']:.2f} times that"
+        yield "Predicted", formats.seconds(metrics["predicted_step_time"]), note
 
 
 def _asynchronous_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

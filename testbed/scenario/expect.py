@@ -59,6 +59,7 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "requests_failed": ("number", "inferences given up"),
     "path_compute": ("seconds", "of computing on an inference's critical path, mean"),
     "path_network": ("seconds", "of messages on an inference's critical path, mean"),
+    "over_predicted": ("number", "time from one inference's result to the next, over the predicted one"),
     "over_bound": ("number", "time of all inferences over that of the busiest processor or link; 1 is the least"),
     "casts": ("number", "transmissions to several at once, by all devices together"),
     "cast_time": ("seconds", "median time that a cast took to leave its device"),

@@ -66,6 +66,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     latency, latency_mean      median and mean latency of a request
     latency_p95, latency_p99   percentiles of it; latency_max is the longest
     requests_failed            inferences given up
+    over_predicted             from one answer to the next, over ``predicted_step_time``
     path_compute, path_network mean seconds of a request's critical path that were computing, and messages under way
     over_bound                 from the first request to the last answer, over what the busiest processor or link
                                needed for its work in that time (``testbed.trace.bound``); 1 is the best there is
@@ -286,11 +287,19 @@ def _busiest(
     return {} if share is None else {"busiest_share": share}
 
 
+def _last_of_each(events: Sequence[Event]) -> list[Event]:
+    """Return what became of each request in the end: a lead that starts over after its own death asks all again."""
+    ends = [event for event in events if event.event in ("request", "failed")]
+    last = {event.fields["request"]: event for event in ends}
+    return [event for event in ends if last[event.fields["request"]] is event]
+
+
 def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
-    latencies = [float(event.fields["latency"]) for event in events if event.event == "request"]
+    latencies = [float(event.fields["latency"]) for event in _last_of_each(events) if event.event == "request"]
     if not latencies:
         return {}
-    objects = [len(event.fields["boxes"]) for event in events if event.event == "objects"]
+    seen = {(event.fields["request"], event.fields["sample"]): event for event in events if event.event == "objects"}
+    objects = [len(event.fields["boxes"]) for event in seen.values()]
     return {
         **({"objects": sum(objects)} if objects else {}),
         "requests": len(latencies),
@@ -304,8 +313,9 @@ def _inference(events: Sequence[Event], end: float) -> dict[str, Any]:
 
 def _paths(events: Sequence[Event], experiment: Experiment, plan: Plan) -> dict[str, Any]:
     """Return what requests spent their time on, and how far all of them are from what cannot be beaten."""
-    failed = sum(event.event == "failed" for event in events)
-    windows = [(event.time - event.fields["latency"], event.time) for event in events if event.event == "request"]
+    ends = _last_of_each(events)
+    failed = sum(event.event == "failed" for event in ends)
+    windows = [(event.time - event.fields["latency"], event.time) for event in ends if event.event == "request"]
     figures: dict[str, Any] = {"requests_failed": failed} if failed or windows else {}
     if not windows:
         return figures
@@ -314,6 +324,8 @@ def _paths(events: Sequence[Event], experiment: Experiment, plan: Plan) -> dict[
     figures["path_compute"] = fmean(each.computing for each in spent)
     figures["path_network"] = fmean(each.messaging for each in spent)
     whole = (min(begin for begin, _ in windows), max(end for _, end in windows))
+    if plan.step_time:
+        figures["over_predicted"] = (whole[1] - whole[0]) / len(windows) / plan.step_time
     needed = busiest(events, experiment, whole)
     return figures | ({"over_bound": (whole[1] - whole[0]) / needed} if needed else {})
 

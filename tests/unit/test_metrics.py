@@ -152,6 +152,20 @@ def test_latencies_of_inference() -> None:
     assert "step_time" not in found
 
 
+def test_a_request_that_is_asked_again_counts_once_as_it_ended() -> None:
+    events = [
+        Event(1.0, "a", "request", {"request": 0, "latency": 0.5}),
+        Event(2.0, "a", "failed", {"request": 1, "error": "b was lost", "after": 0.5}),
+        Event(4.0, "a", "request", {"request": 0, "latency": 0.9}),
+        Event(5.0, "a", "request", {"request": 1, "latency": 0.9}),
+        Event(6.0, "a", "failed", {"request": 2, "error": "b was lost", "after": 0.5}),
+    ]
+    found = calm(events=events)
+    assert (found["requests"], found["requests_failed"], found["latency"]) == (2, 1, 0.9)
+    # From 3.1 to 5.0, two of them, and 0.9 s each is what the plan promises.
+    assert found["over_predicted"] == pytest.approx(1.9 / 2 / 0.9)
+
+
 def test_a_trusted_run() -> None:
     judged = figures()["verdict"]
     assert judged["kind"] == "trusted", judged

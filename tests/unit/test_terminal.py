@@ -12,6 +12,7 @@ from controller import results
 from controller.report import terminal
 from controller.report.grouping import group_links
 from controller.summary import summary_of
+from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 
 
@@ -81,3 +82,14 @@ def test_a_summary_has_a_line_a_point(tmp_path: Path) -> None:
     terminal.show_summary(console, summary_of([run(tmp_path), run(tmp_path)]), tmp_path)
     assert isinstance(console.file, io.StringIO)
     assert "95.0% ± 0.0%" in console.file.getvalue()
+
+
+def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) -> None:
+    events = [
+        Event(1.0, "a", "request", {"request": 0, "latency": 0.99}),
+        Event(2.0, "a", "failed", {"request": 1, "error": "b was lost", "after": 0.5}),
+    ]
+    text = " ".join(printed(run(tmp_path, events=events), 120).split())
+    assert ", 1 failed" in text
+    assert "Predicted 900 ms a request, by the plan; took 1.10 times that" in text
+    assert "messages what a request waited for" in text
