@@ -191,8 +191,8 @@ def _request_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str
         yield "Objects", formats.number(metrics["objects"]), "found in all requests together; boxes.json has them"
     tail = f"95 % within {formats.seconds(metrics['latency_p95'])}"
     yield "Latency", formats.seconds(metrics["latency"]), f"median; {tail}"
-    spent = f"{formats.seconds(metrics['path_compute'])} computing, {formats.seconds(metrics['path_network'])} messages"
-    yield "Path", spent, "what a request waited for, mean"
+    note = f"of what a request waited for was computing, {formats.seconds(metrics['path_network'])} messages; mean"
+    yield "Path", formats.seconds(metrics["path_compute"]), note
     if "over_predicted" in metrics:
         note = f"a request, by the plan; took {metrics['over_predicted']:.2f} times that"
         yield "Predicted", formats.seconds(metrics["predicted_step_time"]), note

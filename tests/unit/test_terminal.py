@@ -92,4 +92,4 @@ def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) ->
     text = " ".join(printed(run(tmp_path, events=events), 120).split())
     assert ", 1 failed" in text
     assert "Predicted 900 ms a request, by the plan; took 1.10 times that" in text
-    assert "messages what a request waited for" in text
+    assert "of what a request waited for was computing" in text
