@@ -320,7 +320,15 @@ class _Execution:
             if changes := self._trace.due(self._now()):
                 replayer.submit(lambda due: self._inbox.put(self._replay(due, self._now)), changes)
             if self._now() >= limit:
-                return "timed out", f"not over after {limit:g} s"
+                return "timed out", f"not over after {limit:g} s{self._missing()}"
+
+    def _missing(self) -> str:
+        """Say which devices are down."""
+        self._lab.refresh()
+        down = [name for name, device in self._lab.devices.items() if device.state != "running"]
+        if self._lead in down:
+            return f"; {self._lead} is down; it leads the run: end its fault by 'for', or restart it"
+        return f"; down: {', '.join(down)}" if down else ""
 
     def _end(self, event: Event) -> tuple[Status, str | None] | None:
         if event.event != "state":

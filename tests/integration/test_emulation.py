@@ -142,6 +142,14 @@ def test_without_its_lead_there_is_no_run() -> None:
         run(scenario("emu-lead"), killing("source", "handing out the work", "emu-lead"))
 
 
+def test_a_run_that_waits_for_its_dead_lead_says_so_when_time_is_up() -> None:
+    outcome, _ = run(scenario("emu-leadless", faults=[{"kill": "source", "at": "1s"}], time_limit="4s"))
+    assert outcome.status == "timed out"
+    assert (
+        outcome.error == "not over after 4 s; source is down; it leads the run: end its fault by 'for', or restart it"
+    )
+
+
 def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
     base = {
         "network": {"topology": "mesh", "link": {"rate": "10mbit", "delay": "2ms", "message_loss": "30%"}},
