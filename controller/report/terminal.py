@@ -196,6 +196,12 @@ def _request_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str
     if "over_predicted" in metrics:
         note = f"a request, by the plan; took {metrics['over_predicted']:.2f} times that"
         yield "Predicted", formats.seconds(metrics["predicted_step_time"]), note
+    held = {name: row for name, row in metrics["devices"].items() if "weights" in row}
+    if held:
+        name = max(held, key=lambda each: held[each]["weights"] + held[each]["activations"])
+        weights, activations = held[name]["weights"], held[name]["activations"]
+        note = f"at most, on {name}: {formats.size(weights)} weights, {formats.size(activations)} activations"
+        yield "Memory", formats.size(weights + activations), note
 
 
 def _asynchronous_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -88,8 +88,12 @@ def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) ->
     events = [
         Event(1.0, "a", "request", {"request": 0, "latency": 0.99}),
         Event(2.0, "a", "failed", {"request": 1, "error": "b was lost", "after": 0.5}),
+        Event(0.1, "a", "memory", {"weights": 4_000_000, "activations": 0}),
+        Event(0.2, "a", "memory", {"weights": 4_000_000, "activations": 2_000_000}),
+        Event(0.2, "b", "memory", {"weights": 5_000_000, "activations": 500_000}),
     ]
     text = " ".join(printed(run(tmp_path, events=events), 120).split())
     assert ", 1 failed" in text
     assert "Predicted 900 ms a request, by the plan; took 1.10 times that" in text
     assert "of what a request waited for was computing" in text
+    assert "Memory 6 MB at most, on a: 4 MB weights, 2 MB activations" in text
