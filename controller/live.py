@@ -70,6 +70,9 @@ class LiveProgress:
             match event.event:
                 case "step" | "request":
                     self._advance(event)
+                case "failed":
+                    text = f"request {event.fields.get('request')} failed: {event.fields.get('error')}"
+                    self._say(Text(f"{event.time:8.2f} s  {text}", style="bold red"))
                 case "evaluate":
                     self._accuracy = event.fields.get("accuracy")
                 case "fault":

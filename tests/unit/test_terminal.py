@@ -9,6 +9,7 @@ import recorded
 from rich.console import Console
 
 from controller import results
+from controller.live import LiveProgress
 from controller.report import terminal
 from controller.report.grouping import group_links
 from controller.summary import summary_of
@@ -97,3 +98,10 @@ def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) ->
     assert "Predicted 900 ms a request, by the plan; took 1.10 times that" in text
     assert "of what a request waited for was computing" in text
     assert "Memory 6 MB at most, on a: 4 MB weights, 2 MB activations" in text
+
+
+def test_a_request_that_fails_is_told_at_once_with_its_reason() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    LiveProgress(console, "run", 4, "requests").event(Event(2.0, "a", "failed", {"request": 1, "error": "b was lost"}))
+    assert isinstance(console.file, io.StringIO)
+    assert "2.00 s  request 1 failed: b was lost" in console.file.getvalue()
