@@ -191,7 +191,11 @@ class WorkloadPart(Part):
     batch_size: int = Field(32, ge=1, description="samples of a training step or of a request")
     epochs: int | None = Field(None, ge=1, description="training: how often every sample is seen")
     steps: int | None = Field(None, ge=1, description="training: number of steps, instead of epochs")
-    requests: int | None = Field(None, ge=1, description="inference: number of batches sent through")
+    requests: int | None = Field(
+        None,
+        ge=1,
+        description="inference: number of batches of test samples sent through, round and round; none: one pass",
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

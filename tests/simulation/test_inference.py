@@ -21,11 +21,10 @@ def accuracy_of_plain_model(spec, weights=None, requests=7):
     model = problem.model.build(0, len(problem.model.units), problem.seed).eval()
     if weights is not None:
         model.load_state_dict(weights)
-    size = spec.workload.batch_size
-    whole = [slice(start, start + size) for start in range(0, len(data.test_labels), size)]
+    size, there = spec.workload.batch_size, len(data.test_labels)
     right = total = 0
     for request in range(requests):
-        part = whole[request % len(whole)]
+        part = [sample % there for sample in range(request * size, (request + 1) * size)]
         with torch.no_grad():
             found = model(torch.from_numpy(data.test_images[part])).argmax(dim=1).numpy()
         right += int((found == data.test_labels[part]).sum())

@@ -43,13 +43,13 @@ class Training:
 
 
 class Requests:
-    """Batches of test samples, from the first on and round again: ``count`` of them, or one pass over all."""
+    """Batches of test samples, from the first on: ``count`` full ones, round and round, or one pass over all."""
 
     def __init__(self, dataset: Dataset, batch_size: int, count: int | None = None) -> None:
         self._dataset = dataset
         self._size = batch_size
-        self._pass = math.ceil(len(dataset.test_labels) / batch_size)
-        self._count = self._pass if count is None else count
+        self._round = count is not None
+        self._count = math.ceil(len(dataset.test_labels) / batch_size) if count is None else count
 
     def __len__(self) -> int:
         return self._count
@@ -59,20 +59,18 @@ class Requests:
         """Whether it is known what the answers should be."""
         return self._dataset.classes > 0
 
-    def samples(self, index: int) -> range:
+    def samples(self, index: int) -> list[int]:
         """Return which test samples one request is about."""
-        return range(len(self._dataset.test_labels))[self._slice(index)]
+        there = len(self._dataset.test_labels)
+        wanted = range(index * self._size, (index + 1) * self._size)
+        return [at % there for at in wanted] if self._round else [at for at in wanted if at < there]
 
     def images(self, index: int) -> torch.Tensor:
         """Return the images of one request, as (samples, channels, height, width)."""
         import torch
 
-        return torch.from_numpy(self._dataset.test_images[self._slice(index)])
+        return torch.from_numpy(self._dataset.test_images[self.samples(index)])
 
     def labels(self, index: int) -> npt.NDArray[np.int64]:
         """Return the labels that belong to one request's images."""
-        return self._dataset.test_labels[self._slice(index)]
-
-    def _slice(self, index: int) -> slice:
-        start = index % self._pass * self._size
-        return slice(start, start + self._size)
+        return self._dataset.test_labels[self.samples(index)]
