@@ -105,12 +105,14 @@ def test_a_star_suffices_where_everything_passes_the_source() -> None:
     assert found == ["single", "lop", "lip", "fuse", "optimal"]
     with pytest.raises(InputError, match="no link leads from d1 to d2: use the topology mesh"):
         plan("distributed", problem({"exchange": "direct"}, mesh=False))
-    with pytest.raises(InputError, match="no link leads from d0 to d2"):
-        plan("distributed", star_around_another())
+    for scheme in ("lop", "single"):
+        with pytest.raises(InputError, match="no link leads from d0 to d2"):
+            plan("distributed", star_around_another(scheme))
+    assert plan("distributed", problem({"scheme": "single", "exchange": "direct"}, mesh=False))
 
 
-def star_around_another() -> Problem:
-    posed = problem({"source": "d2"})
+def star_around_another(scheme: str) -> Problem:
+    posed = problem({"source": "d2", "scheme": scheme})
     links = {pair: link for pair, link in posed.links.items() if "d1" in pair}
     return Problem(posed.model, posed.devices, links, posed.workload, posed.options, posed.seed)
 

@@ -183,11 +183,12 @@ def _wish(problem: Problem, devices: Collection[DeviceSpec]) -> Wish:
 
 
 def _check_links(problem: Problem, source: str) -> None:
-    """Raise `InputError` where devices that talk to each other have no link: the source and each, or all of them."""
+    """Raise `InputError` where devices that talk to each other have no link: the source and each, or all of them.
+
+    Also those that the plan leaves idle: they greet the source, and may have to take over.
+    """
     options = options_of(problem)
-    if options.scheme == "single":
-        return
-    everyone = options.exchange == "direct" or options.scheme == "sequential"
+    everyone = options.scheme != "single" and (options.exchange == "direct" or options.scheme == "sequential")
     for one, other in permutations([device.name for device in problem.devices], 2):
         if (everyone or source in (one, other)) and (one, other) not in problem.links:
             raise InputError(
