@@ -6,6 +6,7 @@ Which of the two a file is, its first bytes tell: in a safetensors file the leng
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from testbed.models.chain import Model
 if TYPE_CHECKING:
     import torch
 
+_COUNTER = ".num_batches_tracked"
+"""Of a normalisation, and of no use after training: not every run leaves it."""
 _BRACE = 8
 """Where a safetensors file has its first brace."""
 
@@ -45,7 +48,31 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
         weights: dict[str, torch.Tensor] = load_file(path)
     except SafetensorError as error:
         raise InputError(f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors") from None
+    _compare(path, weights, model)
     return weights
+
+
+def _compare(path: Path, weights: Mapping[str, torch.Tensor], model: Model) -> None:
+    """Raise `InputError` where weights are not this model's, or hold what no trained network does."""
+    import torch
+
+    # Where a tensor has no values, no time goes into drawing any.
+    with torch.device("meta"):
+        wanted = model.build(0, len(model.units), 0).state_dict()
+    names = {name for name in wanted if not name.endswith(_COUNTER)}
+    found = {name for name in weights if not name.endswith(_COUNTER)}
+    other = f"{path}: not the weights of {model.name} as the scenario has it"
+    help_ = "use those of this model with its options, for as many classes"
+    if names != found:
+        missing, more = sorted(names - found), sorted(found - names)
+        what = f"there is no {missing[0]}" if missing else f"{more[0]} is none of its tensors"
+        raise InputError(f"{other}: {what}; {help_}")
+    for name in sorted(names):
+        if weights[name].shape != wanted[name].shape or weights[name].dtype != wanted[name].dtype:
+            is_, should = (f"{each.dtype} of {list(each.shape)}" for each in (weights[name], wanted[name]))
+            raise InputError(f"{other}: {name} is {is_} instead of {should}; {help_}")
+        if not weights[name].isfinite().all():
+            raise InputError(f"{path}: {name} holds values that are no numbers: whatever left them has diverged")
 
 
 def facts(path: Path, model: Model) -> dict[str, Any]:

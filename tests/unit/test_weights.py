@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from testbed.errors import InputError
 from testbed.models import create
+from testbed.models import weights as files
 from testbed.models.chain import Model, chain
 from testbed.models.darknet import check, convolutions, read
 from testbed.models.layers import Conv2d, LeakyReLU, MaxPool2d
@@ -125,3 +126,28 @@ def test_other_networks_are_not_read_from_darknet(tmp_path: Path) -> None:
     path.write_bytes(written())
     with pytest.raises(InputError, match="read for yolov2 only, not for vgg16"):
         check(path, create("vgg16", {}, (3, 224, 224), 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"0.0.weight": None}, "there is no 0.0.weight"),
+        ({"9.0.weight": torch.zeros(1)}, "9.0.weight is none of its tensors"),
+        ({"0.0.weight": torch.zeros(3, 3)}, r"0.0.weight is torch.float32 of \[3, 3\] instead of torch.float32 of \["),
+        ({"0.0.bias": torch.zeros(4, dtype=torch.float64)}, "torch.float64"),
+        ({"0.0.bias": torch.full((4,), torch.nan)}, "no numbers: whatever left them has diverged"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], told: str
+) -> None:
+    from safetensors.torch import save_file
+
+    model = create("cnn", {"channels": [4, 4, 4]}, (1, 8, 8), 10)
+    state = model.build(0, len(model.units), 1).state_dict()
+    path = tmp_path / "weights.safetensors"
+    save_file(state, path)
+    assert files.read(path, model).keys() == state.keys()
+    save_file({name: tensor for name, tensor in {**state, **change}.items() if tensor is not None}, path)
+    with pytest.raises(InputError, match=told):
+        files.read(path, model)
