@@ -180,3 +180,11 @@ def test_what_a_replaced_worker_still_says_is_refused():
     members = [{device for device, _, _ in partition} for _, _, partition in stretches(outcome)]
     assert {"source", "worker1", "worker3"} in members
     assert "worker2" in members[-1]
+
+
+@pytest.mark.parametrize("ends", [{"between": ["worker1", "worker2"]}, {"from": "worker2", "to": "worker1"}])
+def test_two_neighbours_that_never_reach_each_other_are_parted(ends):
+    """Already while they measure the link between them: nobody is silent, nothing moves."""
+    outcome = disturbed({"flap": {**ends, "down": "10h", "up": "1s"}, "at": "1ms"})
+    assert_right(outcome)
+    assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]
