@@ -188,3 +188,12 @@ def test_two_neighbours_that_never_reach_each_other_are_parted(ends):
     outcome = disturbed({"flap": {**ends, "down": "10h", "up": "1s"}, "at": "1ms"})
     assert_right(outcome)
     assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]
+
+
+def test_a_device_that_is_too_slow_to_reach_is_done_without():
+    """It answers whenever it is waited for, and is late again as soon as it is a stage: neither a failure nor a way."""
+    slow = {"degrade": {"device": "worker2", "rate": "8kbit", "delay": "100ms"}, "at": "1ms"}
+    outcome = disturbed(slow, method={"patience": "100ms", "return_window": "5s"})
+    assert_right(outcome)
+    assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]
+    assert any("worker2 is turned away" in event["text"] for event in of(outcome, "log"))

@@ -323,11 +323,11 @@ class Central(Lead):
         self.device.record("recovery", phase="detected", step=self.progress, missing=lost.missing)
         self._cut |= lost.cut
         self._wanted = None
-        given_up = self._configuration
+        known = dict(self._crew.appointed)
         self._enter()
         gone = set(lost.missing) - lost.back
         await self._gather(set(self.partition.devices) - gone, self._patience, gone)
-        self._learn_patience(lost, given_up)
+        self._learn_patience(lost, known)
         self._resume(judge(self._members, self._present(self._there())).case)
 
     def _resume(self, case: str) -> None:
