@@ -197,3 +197,13 @@ def test_a_device_that_is_too_slow_to_reach_is_done_without():
     assert_right(outcome)
     assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]
     assert any("worker2 is turned away" in event["text"] for event in of(outcome, "log"))
+
+
+def test_replicas_are_not_asked_of_who_is_not_reached():
+    """Who came back empty is to be filled by a neighbour that it does not reach any more; that one is no stage then."""
+    killed = {"kill": "worker1", "when": during("source", "forward", 22), "for": "100ms"}
+    cut = {"flap": {"between": ["worker1", "worker2"], "down": "10h", "up": "1s"}, "after": "200ms"}
+    outcome = disturbed(killed, cut, method={"global_every": 0, "return_window": "5s"})
+    assert_right(outcome)
+    assert len(recovered(outcome)) == 2
+    assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]

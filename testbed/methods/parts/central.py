@@ -380,7 +380,7 @@ class Central(Lead):
         crew = self._crew
         inventory: dict[str, Inventory] = {self.device.name: self._keeper.replicas.inventory()}
         for name, answer in crew.answers.items():
-            inventory[name] = [] if name in crew.restarted else list(answer.held)
+            inventory[name] = [] if name in crew.restarted | self._cut else list(answer.held)
         self._placement = place(self._lineage, inventory, self.partition, partition, self._seeded, self.steps)
         self._lineage = self._lineage.branch(self.start, self._configuration)
         self._safe, self._whole = (
