@@ -207,3 +207,13 @@ def test_replicas_are_not_asked_of_who_is_not_reached():
     assert_right(outcome)
     assert len(recovered(outcome)) == 2
     assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]
+
+
+def test_no_batch_that_is_gone_on_from_is_missing_in_the_record():
+    """The last stage does not reach the central node any more, which then dies: what was replicated has been said."""
+    cut = {"flap": {"from": "worker3", "to": "source", "down": "10h", "up": "1s"}, "for": "3s"}
+    cut["when"] = during("worker3", "forward", 1)
+    killed = {"kill": "source", "after": "1s", "for": "4s"}
+    outcome = disturbed(cut, killed, method={"patience": "5s"})
+    assert_right(outcome)
+    assert next(event["step"] for event in recovered(outcome)) == 4

@@ -233,10 +233,10 @@ class Central(Lead):
 
     async def _done(self, batch: int) -> None:
         """Wait until a batch is done on all stages, the first one's update being the last of all."""
-        loss, updated = (messages.LOSS, batch), (messages.UPDATED, batch)
-        await self.until(lambda: loss in self.results and updated in self.results)
-        self._arranger.observe(self.partition, self.results.pop(updated)["times"])
-        self.device.record("step", step=batch, loss=self.results.pop(loss)["loss"], samples=self._training.samples)
+        await self.until(lambda: (messages.UPDATED, batch) in self.results)
+        updated = self.results.pop((messages.UPDATED, batch))
+        self._arranger.observe(self.partition, updated["times"])
+        self.device.record("step", step=batch, loss=updated["loss"], samples=self._training.samples)
         self.progress = max(self.progress, batch + 1)
         if self._recovering:
             self._recovering = False
