@@ -43,6 +43,8 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "first_batch_time": ("seconds", "longest, from the detection until the first batch after it was trained"),
     "repartitions": ("number", "changes of the partition in a run that goes on, without those of recoveries"),
     "repartition_pause": ("seconds", "longest that such a change let no batch in, draining included"),
+    "repartition_draining": ("seconds", "of that pause, until the pipeline was empty"),
+    "repartition_moving": ("seconds", "longest that such a change took from then on: agreeing and moving"),
     "repartition_bytes": ("bytes", "weights and optimizer state that such changes moved"),
     "versions_kept": ("number", "of its weights, that any stage kept at once"),
     "step_time_before": ("seconds", "median over the undisturbed steps before the first fault that was noticed"),

@@ -100,5 +100,24 @@ def test_costs_of_a_change_are_reported():
     (change,) = of(outcome, "repartition")
     assert figures["repartitions"] == 1
     assert figures["repartition_bytes"] == change["bytes"] > 0
-    assert figures["repartition_pause"] == change["seconds"] > 0
+    assert figures["repartition_pause"] == change["seconds"] > change["draining"] > 0
+    assert figures["repartition_moving"] == change["seconds"] - change["draining"]
     assert figures["versions_kept"] == 3
+
+
+def test_an_evaluation_between_draining_and_moving_is_no_cost_of_the_change():
+    """What a change costs is the same whether or not the empty pipeline is used for something else in between."""
+    costs = []
+    for evaluated in (None, 3):
+        method = {
+            "name": "ftpipehd",
+            "repartition_first": 3,
+            "profile_runs": 1,
+            "evaluate_every": evaluated,
+            "in_flight": 1,
+        }
+        devices = {device: {"speed": speed} for device, speed in UNEQUAL}
+        outcome = run(scenario(workload={"steps": 6, "model": MODEL}, method=method, devices=devices))
+        (change,) = of(outcome, "repartition")
+        costs.append((change["step"], change["seconds"] - change["draining"]))
+    assert costs[0] == pytest.approx(costs[1])

@@ -92,6 +92,8 @@ class Central(Lead):
         self._turned_away: set[str] = set()
         self._ended = 0.0
         """When it was last told to run empty."""
+        self._draining = 0.0
+        """Seconds that it then took to be empty."""
 
     @property
     def start(self) -> int:
@@ -195,6 +197,7 @@ class Central(Lead):
                 if not ending and fed < self.steps and self._wants_change(done):
                     ending = self._end(fed)
         await self.until(lambda: self._drained >= {part.device for part in self.layout})
+        self._draining = self.device.now() - self._ended
         return fed
 
     async def _learn(self) -> None:
@@ -257,6 +260,7 @@ class Central(Lead):
         """Change to another partition, the pipeline being empty; raises `Lost` when a stage is not there any more."""
         assert self._wanted is not None
         before, self._wanted = self.partition, None
+        begun = self.device.now()
         self._enter()
         await self._gather(before.devices, self._patience)
         there = self._there()
@@ -265,9 +269,14 @@ class Central(Lead):
             raise Lost(verdict.lost, back=verdict.empty)
         self._take_up(self._arranger.better(before, there) or before)
         await self._establish()
-        pause = self.device.now() - self._ended
-        fields = {"partition": self._stages(), "seconds": pause, "bytes": self._moved_bytes()}
-        self.device.record("repartition", step=step, **fields)
+        self.device.record(
+            "repartition",
+            step=step,
+            partition=self._stages(),
+            seconds=self._draining + self.device.now() - begun,
+            draining=self._draining,
+            bytes=self._moved_bytes(),
+        )
 
     async def _establish(self) -> None:
         """Have every stage fetch what it lacks; commit once all have it."""
