@@ -41,6 +41,7 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "repartition_time": ("seconds", "longest, from the detection to the decision who goes on with what"),
     "redistribution_time": ("seconds", "longest, from that decision until all devices have what they need"),
     "first_batch_time": ("seconds", "longest, from the detection until the first batch after it was trained"),
+    "recovery_bytes": ("bytes", "weights and optimizer state that recoveries moved"),
     "repartitions": ("number", "changes of the partition in a run that goes on, without those of recoveries"),
     "repartition_pause": ("seconds", "longest that such a change let no batch in, draining included"),
     "repartition_draining": ("seconds", "of that pause, until the pipeline was empty"),

@@ -52,6 +52,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     repartition_time           longest time from detection to the decision who goes on with what
     redistribution_time        longest time from that decision until all devices have what they need for it
     first_batch_time           longest time from detection until the first batch after it was trained
+    recovery_bytes             weights and optimizer state that recoveries moved
     repartitions               changes of the partition in a run that goes on, without those of recoveries
     repartition_pause          longest time that such a change let no batch in: draining the pipeline, moving, agreeing
     repartition_draining       the part of that pause until the pipeline was empty, of the longest
@@ -257,6 +258,9 @@ def _recovery_times(outlived: Sequence[Recovery]) -> dict[str, Any]:
         known = [last - first for first, last in spans if first is not None and last is not None]
         if known:
             figures[name] = max(known)
+    moved = [item.moved for item in outlived if item.moved is not None]
+    if moved:
+        figures["recovery_bytes"] = sum(moved)
     noticed = [item.detected - item.struck for item in outlived if item.struck is not None]
     if noticed:
         figures["detection_time"] = max(noticed)

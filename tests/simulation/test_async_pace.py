@@ -89,7 +89,7 @@ def test_recovery_takes_as_long_as_what_it_moves(kill):
         late = recovery["detected"] < event.time < recovery["trained"]
         if late and event.event == "receive" and event.fields["message"] == "unit":
             moved[event.fields["peer"], event.device] += wire_bytes(event.fields["bytes"])
-    assert recovery["moved"] > 0
+    assert figures["recovery_bytes"] == recovery["moved"] > 0
     carrying = 8 * max(moved.values()) / 5e6
     fill = pipeline.passage_costs.of(cuts, lambda one, other: one + other)
     assert recovery["trained"] - recovery["detected"] <= 1.5 * carrying + fill
