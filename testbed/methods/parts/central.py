@@ -127,7 +127,7 @@ class Central(Lead):
         self.device.record("recovery", phase="detected", step=self._whole.step, missing=[self.device.name])
         self._enter()
         await self._gather(self.partition.devices, max(self._temper.patience, self._temper.return_window))
-        self._resume("restart")
+        self._resume()
 
     def handle(self, message: Message) -> None:
         """Take in any message that reaches this device; never waits."""
@@ -337,11 +337,16 @@ class Central(Lead):
         gone = set(lost.missing) - lost.back
         await self._gather(set(self.partition.devices) - gone, self._patience, gone)
         self._learn_patience(lost, known)
-        self._resume(judge(self._members, self._present(self._there())).case)
+        self._resume()
 
-    def _resume(self, case: str) -> None:
+    def _resume(self) -> None:
         """Choose the state to go on from and the stages to go on with, among the devices that have answered."""
-        self._take_up(self._after_loss(self._there()))
+        there = self._there()
+        present = self._present(there)
+        # What no configuration has told yet has nothing to lose: it counts as it is.
+        members = {name: self._members.get(name, present.get(name, 0.0)) for name in self.partition.devices}
+        case = judge(members, present).case
+        self._take_up(self._after_loss(there))
         self._recovering = True
         self.device.record("recovery", phase="repartitioned", step=self.start, case=case, partition=self._stages())
 
