@@ -187,6 +187,7 @@ def test_two_neighbours_that_never_reach_each_other_are_parted(ends):
     """Already while they measure the link between them: nobody is silent, nothing moves."""
     outcome = disturbed({"flap": {**ends, "down": "10h", "up": "1s"}, "at": "1ms"})
     assert_right(outcome)
+    assert any("worker2 is turned away" in event["text"] for event in of(outcome, "log"))
     assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]
 
 

@@ -330,7 +330,6 @@ class Central(Lead):
     async def _recover(self, lost: Lost) -> None:
         """Find out who has what, choose the state to go on from and the stages to go on with."""
         self.device.record("recovery", phase="detected", step=self.progress, missing=lost.missing)
-        self._cut |= lost.cut
         self._wanted = None
         known = dict(self._crew.appointed)
         self._enter()

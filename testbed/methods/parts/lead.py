@@ -137,7 +137,10 @@ class Lead(ABC):
                         f"{FRUITLESS} recoveries in a row without getting on, the last for {lost}: if links or "
                         "devices are slower than the scenario says, raise method.patience"
                     ) from lost
-                await self._recover(self._part_with(lost) if fruitless >= HOPELESS else lost)
+                if fruitless >= HOPELESS:
+                    lost = Lost(lost.missing, lost.missing, lost.back)
+                self._exclude(lost.cut)
+                await self._recover(lost)
 
     def orders(self) -> dict[str, Any]:
         """Return what a configure message says beside the state; see `messages`."""
@@ -272,18 +275,19 @@ class Lead(ABC):
     async def _recover(self, lost: Lost) -> None:
         """Wait for lost devices to come back; arrange those that are there."""
         self.device.record("recovery", phase="detected", step=self.start, missing=lost.missing)
-        self._cut |= lost.cut
         known = dict(self._crew.appointed)
         self._enter()
         await self._gather({part.device for part in self.layout}, self._temper.return_window)
         self._learn_patience(lost, known)
         self._arrange()
 
-    def _part_with(self, lost: Lost) -> Lost:
-        """Turn lost devices away for good, though they may answer: with them the others get nowhere."""
-        if lost.missing:
-            self.device.record("log", text=f"{lost} is turned away: recovered from in vain {HOPELESS} times")
-        return Lost(lost.missing, lost.missing, lost.back)
+    def _exclude(self, names: Collection[str]) -> None:
+        """Turn devices away for good, though they may answer: with them the others get nowhere."""
+        for name in sorted({*names} - self._cut):
+            self.device.record(
+                "log", text=f"{name} is turned away: it may answer, but the others do not get on with it"
+            )
+        self._cut |= {*names}
 
     def _learn_patience(self, lost: Lost, known: Mapping[str, float]) -> None:
         """Be more patient if a device was there all the time, only slow to reach.
