@@ -1,6 +1,7 @@
 """Asynchronous pipelines outlive their devices: whatever happens, each batch counts once, in one state of the model."""
 
 import os
+from itertools import pairwise
 
 import pytest
 import torch
@@ -232,3 +233,26 @@ def test_what_is_drawn_and_normalised_is_as_if_nothing_had_been_undone(victim):
     assert all(torch.equal(outcome.weights[name], tensor) for name, tensor in reference.newest.items())
     for name, tensor in reference.model.named_buffers():
         torch.testing.assert_close(outcome.weights[name], tensor)
+
+
+@pytest.mark.parametrize("delay", ["2ms", "80ms"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_comes_back_is_waited_for_before_it_is_counted_in(workers, delay):
+    """However few the stages are that answer before it, and however far away it is."""
+    last = f"worker{workers}"
+    fault = {"kill": last, "when": during(last, "backward", 6), "for": "3s"}
+    far = {"between": ["source", last], "rate": "20mbit", "delay": delay}
+    outcome = run(
+        scenario(
+            workers,
+            "2mflops",
+            {"steps": 120, "model": MODEL},
+            METHOD,
+            faults=[fault],
+            network={"link": {"rate": "20mbit", "delay": "2ms"}, "links": [far]},
+        )
+    )
+    members = [[device for device, _, _ in partition] for _, _, partition in stretches(outcome)]
+    assert any(last not in each for each in members)
+    assert last in members[-1]
+    assert all(one != other for (*_, one), (*_, other) in pairwise(stretches(outcome)))  # no change in vain

@@ -259,10 +259,10 @@ class Central(Lead):
     async def _change(self, step: int) -> None:
         """Change to another partition, the pipeline being empty; raises `Lost` when a stage is not there any more."""
         assert self._wanted is not None
-        before, self._wanted = self.partition, None
+        before, wanted, self._wanted = self.partition, self._wanted, None
         begun = self.device.now()
         self._enter()
-        await self._gather(before.devices, self._patience)
+        await self._gather({*before.devices, *wanted.devices}, self._patience)
         there = self._there()
         verdict = judge(self._members, self._present(there))
         if verdict.lost:
@@ -404,7 +404,8 @@ class Central(Lead):
         if joining:
             self.device.record("log", text=f"{', '.join(sorted(joining))} joins at step {self.start}")
         self.partition, self.layout = partition, self._arranger.assignments(partition)
-        self.joiners = (self.joiners | crew.answers.keys()) - set(partition.devices) - self._cut
+        # Who has not answered is not there: it would be waited for in vain at the next change.
+        self.joiners = crew.answers.keys() - set(partition.devices) - self._cut
 
     def _moved_bytes(self) -> float:
         """Return the bytes that the present configuration had fetched."""
