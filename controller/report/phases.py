@@ -39,6 +39,8 @@ class Change:
     partition: str
     pause: float
     """Seconds from when no further batch was let in until training could go on."""
+    draining: float
+    """Of them, until the pipeline was empty."""
     moved: float
     """Bytes of weights and optimizer state."""
 
@@ -89,7 +91,7 @@ def changes(metrics: Mapping[str, Any]) -> Iterator[Change]:
     """Yield the repartitions without a failure, in the order of time."""
     for item in metrics.get("repartition_list", ()):
         parts = ", ".join(f"{device} {units(first, last)}" for device, first, last in item["partition"])
-        yield Change(item["time"], item.get("step"), parts, item["seconds"], item["bytes"])
+        yield Change(item["time"], item.get("step"), parts, item["seconds"], item["draining"], item["bytes"])
 
 
 def units(first: int, last: int) -> str:

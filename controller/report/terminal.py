@@ -211,6 +211,7 @@ def _asynchronous_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str
         yield "Step time after", formats.seconds(metrics["step_time_after"]), "since the last recovery or repartition"
     if "repartition_pause" in metrics:
         note = "pause for a repartition" if count == 1 else f"longest pause of {count} repartitions"
+        note += f"; {formats.seconds(metrics['repartition_draining'])} of it the pipeline ran empty"
         yield "Repartition", formats.seconds(metrics["repartition_pause"]), note
     if "busiest_share" in metrics:
         since = " since then" if changed else ""
@@ -345,11 +346,11 @@ def _asynchronous(metrics: Mapping[str, Any]) -> Iterator[RenderableType]:
         table = _table()
         table.add_column("At", justify="right", no_wrap=True)
         table.add_column("Units from then on", style="bold", overflow="fold")
-        for heading in ("Pause", "Moved"):
+        for heading in ("Pause", "Draining", "Moved"):
             table.add_column(heading, justify="right", no_wrap=True)
         for change in changed:
-            pause, moved = formats.seconds(change.pause), formats.size(change.moved)
-            table.add_row(formats.moment(change.time), Text(change.partition), pause, moved)
+            pause, draining, moved = formats.seconds(change.pause), formats.seconds(change.draining), change.moved
+            table.add_row(formats.moment(change.time), Text(change.partition), pause, draining, formats.size(moved))
         yield _titled("Repartitions", "changes of the partition in a run that goes on", table)
     held = kept(metrics)
     if held:

@@ -52,8 +52,11 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
     repartition_time           longest time from detection to the decision who goes on with what
     redistribution_time        longest time from that decision until all devices have what they need for it
     first_batch_time           longest time from detection until the first batch after it was trained
+    recovery_bytes             weights and optimizer state that recoveries moved
     repartitions               changes of the partition in a run that goes on, without those of recoveries
     repartition_pause          longest time that such a change let no batch in: draining the pipeline, moving, agreeing
+    repartition_draining       the part of that pause until the pipeline was empty, of the longest
+    repartition_moving         longest time from then on: agreeing, moving
     repartition_bytes          weights and optimizer state that they moved in all
     versions_kept              most versions of its weights that any stage kept at once
     step_time_before           median of the steady steps before the first fault that the method noticed
@@ -256,6 +259,9 @@ def _recovery_times(outlived: Sequence[Recovery]) -> dict[str, Any]:
         known = [last - first for first, last in spans if first is not None and last is not None]
         if known:
             figures[name] = max(known)
+    moved = [item.moved for item in outlived if item.moved is not None]
+    if moved:
+        figures["recovery_bytes"] = sum(moved)
     noticed = [item.detected - item.struck for item in outlived if item.struck is not None]
     if noticed:
         figures["detection_time"] = max(noticed)
@@ -271,7 +277,10 @@ def _asynchronous(events: Sequence[Event]) -> dict[str, Any]:
         figures["versions_kept"] = max(report["kept"] for report in reports)
         figures["repartitions"] = len(changes)
     if changes:
-        figures["repartition_pause"] = max(change["seconds"] for change in changes)
+        longest = max(changes, key=lambda change: float(change["seconds"]))
+        figures["repartition_pause"] = longest["seconds"]
+        figures["repartition_draining"] = longest["draining"]
+        figures["repartition_moving"] = max(change["seconds"] - change["draining"] for change in changes)
         figures["repartition_bytes"] = sum(change["bytes"] for change in changes)
     return figures
 

@@ -4,6 +4,7 @@ import torch
 from runs import problem_of
 
 from testbed.data.batches import batch
+from testbed.seeds import derive
 
 
 def stretches(outcome):
@@ -18,7 +19,7 @@ def stretches(outcome):
 
 
 class Reference:
-    """The undivided model, and every version of its weights."""
+    """The undivided model, and every version of its weights; what it draws, it draws by seed, unit and batch."""
 
     def __init__(self, scenario, weights=None):
         self.problem, self.data = problem_of(scenario)
@@ -33,7 +34,11 @@ class Reference:
         chosen = batch(len(self.data.train_labels), self.problem.workload.batch_size, self.problem.seed, step)
         images, labels = (torch.from_numpy(part[chosen]) for part in (self.data.train_images, self.data.train_labels))
         used = {name: value.clone().requires_grad_() for name, value in weights.items()}
-        outputs = torch.func.functional_call(self.model, used, images)
+
+        def seeded(name):
+            torch.manual_seed(derive(self.problem.seed, "draws", name, repr((step, 0))))
+
+        outputs = torch.func.functional_call(self.model, used, (images, seeded))
         loss = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / len(labels)
         self.losses.append(float(loss.detach()))
         return dict(zip(used, torch.autograd.grad(loss, used.values()), strict=True))

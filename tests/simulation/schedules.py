@@ -25,7 +25,7 @@ def during(device, span, batch):
 
 
 def random_fault(draw: random.Random, first: bool) -> dict:
-    kind = draw.choice(["kill", "kill", "pause", "partition", "degrade", "throttle", "central"])
+    kind = draw.choice(["kill", "kill", "pause", "partition", "degrade", "throttle", "central", "cut"])
     lasting = draw.choice(["300ms", "1s", "3s", "8s", None])
     victim = draw.choice(WORKERS)
     if kind == "partition":
@@ -34,6 +34,11 @@ def random_fault(draw: random.Random, first: bool) -> dict:
         fault = {"degrade": {"device": victim, "rate": draw.choice(["8kbit", "200kbit"]), "delay": "100ms"}}
     elif kind == "throttle":
         fault = {"throttle": {"device": draw.choice(DEVICES), "slowdown": draw.choice([2, 10, 100])}}
+    elif kind == "cut":
+        one, other = draw.sample(DEVICES, 2)
+        ends = draw.choice([{"between": [one, other]}, {"from": one, "to": other}])
+        fault = {"flap": {**ends, "down": draw.choice(["200ms", "2s", "10h"]), "up": "500ms"}}
+        lasting = lasting or draw.choice(["30s", None])
     elif kind == "central":
         fault = {draw.choice(["kill", "pause"]): "source"}
         lasting = lasting or "2s"

@@ -89,7 +89,7 @@ def test_recovery_takes_as_long_as_what_it_moves(kill):
         late = recovery["detected"] < event.time < recovery["trained"]
         if late and event.event == "receive" and event.fields["message"] == "unit":
             moved[event.fields["peer"], event.device] += wire_bytes(event.fields["bytes"])
-    assert recovery["moved"] > 0
+    assert figures["recovery_bytes"] == recovery["moved"] > 0
     carrying = 8 * max(moved.values()) / 5e6
     fill = pipeline.passage_costs.of(cuts, lambda one, other: one + other)
     assert recovery["trained"] - recovery["detected"] <= 1.5 * carrying + fill
@@ -100,5 +100,24 @@ def test_costs_of_a_change_are_reported():
     (change,) = of(outcome, "repartition")
     assert figures["repartitions"] == 1
     assert figures["repartition_bytes"] == change["bytes"] > 0
-    assert figures["repartition_pause"] == change["seconds"] > 0
+    assert figures["repartition_pause"] == change["seconds"] > change["draining"] > 0
+    assert figures["repartition_moving"] == change["seconds"] - change["draining"]
     assert figures["versions_kept"] == 3
+
+
+def test_an_evaluation_between_draining_and_moving_is_no_cost_of_the_change():
+    """What a change costs is the same whether or not the empty pipeline is used for something else in between."""
+    costs = []
+    for evaluated in (None, 3):
+        method = {
+            "name": "ftpipehd",
+            "repartition_first": 3,
+            "profile_runs": 1,
+            "evaluate_every": evaluated,
+            "in_flight": 1,
+        }
+        devices = {device: {"speed": speed} for device, speed in UNEQUAL}
+        outcome = run(scenario(workload={"steps": 6, "model": MODEL}, method=method, devices=devices))
+        (change,) = of(outcome, "repartition")
+        costs.append((change["step"], change["seconds"] - change["draining"]))
+    assert costs[0] == pytest.approx(costs[1])

@@ -23,15 +23,16 @@ def test_the_pace_before_and_after_a_fault() -> None:
 
 
 def test_a_repartition_disturbs() -> None:
-    pause = Event(2.9, "a", "repartition", {"step": 2, "seconds": 0.5, "bytes": 1000, "partition": []})
+    pause = Event(2.9, "a", "repartition", {"step": 2, "seconds": 0.5, "draining": 0.3, "bytes": 1000, "partition": []})
     found = figures([*recorded.events(faulty=False), pause])
     assert [row["steady"] for row in found["series"]["steps"]] == [False, True, False, True, True]
     assert found["step_time_after"] == pytest.approx(1.0)
+    assert (found["repartition_draining"], found["repartition_moving"]) == pytest.approx((0.3, 0.2))
 
 
 def test_after_a_throttle_that_lasts_the_pace_is_that_of_what_came_of_it() -> None:
     strike = Event(1.5, "testbed", "fault", {"action": "throttle", "target": "b", "phase": "strike", "intended": 1.5})
-    pause = Event(2.0, "a", "repartition", {"step": 2, "seconds": 0.1, "bytes": 0, "partition": []})
+    pause = Event(2.0, "a", "repartition", {"step": 2, "seconds": 0.1, "draining": 0.1, "bytes": 0, "partition": []})
     found = figures([*recorded.events(faulty=False), strike, pause])
     assert found["step_time_after"] == pytest.approx(1.0)
 

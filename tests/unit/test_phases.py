@@ -17,7 +17,14 @@ from testbed.trace.metrics import metrics
 
 RECOVERY = {"struck": 1.0, "detected": 3.0, "resumed": 3.75, "step": 7, "missing": ["b"], "seconds": 2.75}
 PHASES = {"repartitioned": 3.25, "redistributed": 3.75, "trained": 5.0, "moved": 2e6, "case": "redistribute"}
-CHANGE = {"time": 2.0, "step": 4, "partition": [["a", 0, 1], ["b", 1, 3], ["c", 3, 3]], "seconds": 0.5, "bytes": 3e6}
+CHANGE = {
+    "time": 2.0,
+    "step": 4,
+    "partition": [["a", 0, 1], ["b", 1, 3], ["c", 3, 3]],
+    "seconds": 0.5,
+    "draining": 0.4,
+    "bytes": 3e6,
+}
 VERSIONS = {"device": "b", "stage": 1, "step": 9, "in_use": 1, "kept": 3, "allowed": 2, "bytes": 6e6, "replicas": 1e6}
 
 
@@ -40,7 +47,7 @@ def test_phases_are_the_spans_between_what_the_method_told() -> None:
 def test_a_repartition_names_the_units_of_every_device() -> None:
     (row,) = phases.changes({"repartition_list": [CHANGE]})
     assert row.partition == "a 0, b 1–2, c none"
-    assert (row.time, row.step, row.pause, row.moved) == (2.0, 4, 0.5, 3e6)
+    assert (row.time, row.step, row.pause, row.draining, row.moved) == (2.0, 4, 0.5, 0.4, 3e6)
 
 
 def test_versions_stand_stretch_by_stretch() -> None:
@@ -58,14 +65,20 @@ def test_a_repartition_is_shaded_and_has_a_view() -> None:
 
 def test_terminal_and_page_show_them_and_leave_out_what_there_is_not(tmp_path: Path) -> None:
     tables = {"recovery_list": [RECOVERY | PHASES], "repartition_list": [CHANGE], "version_list": [VERSIONS]}
-    figures = {"versions_kept": 3, "repartitions": 1, "repartition_pause": 0.5, "busiest_share": 0.97}
+    figures = {
+        "versions_kept": 3,
+        "repartitions": 1,
+        "repartition_pause": 0.5,
+        "repartition_draining": 0.4,
+        "busiest_share": 0.97,
+    }
     shown = told(tmp_path / "full", **tables, **figures)
     for width in (80, 120):
         console = Console(file=io.StringIO(), width=width)
         terminal.show(console, shown)
         assert isinstance(console.file, io.StringIO)
         text = console.file.getvalue()
-        for part in ("Redistribution", "a 0, b 1–2, c none", "2 MB", "1 b", "97.0%", "500 ms"):
+        for part in ("Redistribution", "a 0, b 1–2, c none", "2 MB", "1 b", "97.0%", "500 ms", "400 ms"):
             assert part in text
         assert "…" not in text
     page = html.render(shown)

@@ -77,8 +77,8 @@ class AsynchronousStage(Stage):
         """A batch is forwarded with the weights as they were this many batches, less one, before it."""
         self._base = 0
         """The first batch of the stretch: all weights are of this version when it begins."""
-        self._under_way: dict[int, tuple[int, float]] = {}
-        """Batches forwarded and not yet backwarded: samples, and seconds that the forward took."""
+        self._under_way: dict[int, tuple[int, float, float]] = {}
+        """Batches forwarded and not yet backwarded: samples, seconds that the forward took, the last stage's loss."""
         self._spent: deque[float] = deque(maxlen=RECENT)
         """Seconds of each of the last batches."""
         self._kept = 0
@@ -104,7 +104,7 @@ class AsynchronousStage(Stage):
 
     def _note(self, message: Message) -> None:
         if message.kind == messages.GRADIENT:
-            self._mailbox.put(("times", message["batch"]), message["times"])
+            self._mailbox.put(("behind", message["batch"]), (message["times"], message["loss"]))
 
     async def _measured(self, work: Callable[[], T], cost: Cost, span: Span) -> tuple[T, float]:
         """Compute; return the result and the seconds that it took."""
@@ -140,15 +140,15 @@ class AsynchronousStage(Stage):
             return False
         key, version, samples = (batch, 0), self._used(batch), len(inputs)
         cost, span = costs.forward(self._units, samples), Span("forward", batch)
+        loss = 0.0
         if self.place.after is None:
             labels = await self._mailbox.take((messages.LABELS, batch))
             forward_loss = partial(self._shard.forward_loss, key, inputs, labels, samples, version)
             loss, seconds = await self._measured(forward_loss, cost, span)
-            self._tell(self.place.lead, messages.LOSS, batch=batch, loss=loss)
         else:
             outputs, seconds = await self._measured(partial(self._shard.forward, key, inputs, version), cost, span)
             self._tell(self.place.after, messages.ACTIVATION, outputs, **self._activation(batch, samples))
-        self._under_way[batch] = (samples, seconds)
+        self._under_way[batch] = (samples, seconds, loss)
         self._in_use = max(self._in_use, len({self._used(other) for other in self._under_way}))
         return True
 
@@ -160,22 +160,24 @@ class AsynchronousStage(Stage):
         """Backward a batch, update, and replicate when it is time; ``forward`` is the batch to be forwarded next."""
         gradient: torch.Tensor | None = None
         later: list[float] = []
+        samples, forwarding, loss = self._under_way[batch]
         if self.place.after is not None:
             gradient = await self._mailbox.take((messages.GRADIENT, batch, 0))
-            later = await self._mailbox.take(("times", batch))
-        samples, forwarding = self._under_way.pop(batch)
+            later, loss = await self._mailbox.take(("behind", batch))
+        del self._under_way[batch]
         backward = partial(self._shard.backward, (batch, 0), gradient)
         cost = costs.backward(self._units, samples)
         gradient, backwarding = await self._measured(backward, cost, Span("backward", batch))
         if self.place.before is not None:
             times = [self._mean(), *later]
-            self._tell(self.place.before, messages.GRADIENT, gradient, batch=batch, micro=0, times=times)
+            self._tell(self.place.before, messages.GRADIENT, gradient, batch=batch, micro=0, times=times, loss=loss)
         updating = await self._update(batch, forward)
         self._spent.append(forwarding + backwarding + updating)
         if self._targets(batch + 1):
             await self._replicate(batch + 1)
         if self.place.before is None:
-            self._tell(self.place.lead, messages.UPDATED, batch=batch, times=[self._mean(), *later])
+            # The loss came with the gradients: an update that may be gone on from is one that the lead knows of.
+            self._tell(self.place.lead, messages.UPDATED, batch=batch, times=[self._mean(), *later], loss=loss)
 
     async def _update(self, batch: int, forward: int) -> float:
         """Make the next version; return the seconds that it took."""

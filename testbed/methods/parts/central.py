@@ -92,6 +92,8 @@ class Central(Lead):
         self._turned_away: set[str] = set()
         self._ended = 0.0
         """When it was last told to run empty."""
+        self._draining = 0.0
+        """Seconds that it then took to be empty."""
 
     @property
     def start(self) -> int:
@@ -125,7 +127,7 @@ class Central(Lead):
         self.device.record("recovery", phase="detected", step=self._whole.step, missing=[self.device.name])
         self._enter()
         await self._gather(self.partition.devices, max(self._temper.patience, self._temper.return_window))
-        self._resume("restart")
+        self._resume()
 
     def handle(self, message: Message) -> None:
         """Take in any message that reaches this device; never waits."""
@@ -195,6 +197,7 @@ class Central(Lead):
                 if not ending and fed < self.steps and self._wants_change(done):
                     ending = self._end(fed)
         await self.until(lambda: self._drained >= {part.device for part in self.layout})
+        self._draining = self.device.now() - self._ended
         return fed
 
     async def _learn(self) -> None:
@@ -233,10 +236,10 @@ class Central(Lead):
 
     async def _done(self, batch: int) -> None:
         """Wait until a batch is done on all stages, the first one's update being the last of all."""
-        loss, updated = (messages.LOSS, batch), (messages.UPDATED, batch)
-        await self.until(lambda: loss in self.results and updated in self.results)
-        self._arranger.observe(self.partition, self.results.pop(updated)["times"])
-        self.device.record("step", step=batch, loss=self.results.pop(loss)["loss"], samples=self._training.samples)
+        await self.until(lambda: (messages.UPDATED, batch) in self.results)
+        updated = self.results.pop((messages.UPDATED, batch))
+        self._arranger.observe(self.partition, updated["times"])
+        self.device.record("step", step=batch, loss=updated["loss"], samples=self._training.samples)
         self.progress = max(self.progress, batch + 1)
         if self._recovering:
             self._recovering = False
@@ -256,18 +259,24 @@ class Central(Lead):
     async def _change(self, step: int) -> None:
         """Change to another partition, the pipeline being empty; raises `Lost` when a stage is not there any more."""
         assert self._wanted is not None
-        before, self._wanted = self.partition, None
+        before, wanted, self._wanted = self.partition, self._wanted, None
+        begun = self.device.now()
         self._enter()
-        await self._gather(before.devices, self._patience)
+        await self._gather({*before.devices, *wanted.devices}, self._patience)
         there = self._there()
         verdict = judge(self._members, self._present(there))
         if verdict.lost:
             raise Lost(verdict.lost, back=verdict.empty)
         self._take_up(self._arranger.better(before, there) or before)
         await self._establish()
-        pause = self.device.now() - self._ended
-        fields = {"partition": self._stages(), "seconds": pause, "bytes": self._moved_bytes()}
-        self.device.record("repartition", step=step, **fields)
+        self.device.record(
+            "repartition",
+            step=step,
+            partition=self._stages(),
+            seconds=self._draining + self.device.now() - begun,
+            draining=self._draining,
+            bytes=self._moved_bytes(),
+        )
 
     async def _establish(self) -> None:
         """Have every stage fetch what it lacks; commit once all have it."""
@@ -321,18 +330,22 @@ class Central(Lead):
     async def _recover(self, lost: Lost) -> None:
         """Find out who has what, choose the state to go on from and the stages to go on with."""
         self.device.record("recovery", phase="detected", step=self.progress, missing=lost.missing)
-        self._cut |= lost.cut
         self._wanted = None
-        given_up = self._configuration
+        known = dict(self._crew.appointed)
         self._enter()
         gone = set(lost.missing) - lost.back
         await self._gather(set(self.partition.devices) - gone, self._patience, gone)
-        self._learn_patience(lost, given_up)
-        self._resume(judge(self._members, self._present(self._there())).case)
+        self._learn_patience(lost, known)
+        self._resume()
 
-    def _resume(self, case: str) -> None:
+    def _resume(self) -> None:
         """Choose the state to go on from and the stages to go on with, among the devices that have answered."""
-        self._take_up(self._after_loss(self._there()))
+        there = self._there()
+        present = self._present(there)
+        # What no configuration has told yet has nothing to lose: it counts as it is.
+        members = {name: self._members.get(name, present.get(name, 0.0)) for name in self.partition.devices}
+        case = judge(members, present).case
+        self._take_up(self._after_loss(there))
         self._recovering = True
         self.device.record("recovery", phase="repartitioned", step=self.start, case=case, partition=self._stages())
 
@@ -380,7 +393,7 @@ class Central(Lead):
         crew = self._crew
         inventory: dict[str, Inventory] = {self.device.name: self._keeper.replicas.inventory()}
         for name, answer in crew.answers.items():
-            inventory[name] = [] if name in crew.restarted else list(answer.held)
+            inventory[name] = [] if name in crew.restarted | self._cut else list(answer.held)
         self._placement = place(self._lineage, inventory, self.partition, partition, self._seeded, self.steps)
         self._lineage = self._lineage.branch(self.start, self._configuration)
         self._safe, self._whole = (
@@ -391,7 +404,8 @@ class Central(Lead):
         if joining:
             self.device.record("log", text=f"{', '.join(sorted(joining))} joins at step {self.start}")
         self.partition, self.layout = partition, self._arranger.assignments(partition)
-        self.joiners = (self.joiners | crew.answers.keys()) - set(partition.devices) - self._cut
+        # Who has not answered is not there: it would be waited for in vain at the next change.
+        self.joiners = crew.answers.keys() - set(partition.devices) - self._cut
 
     def _moved_bytes(self) -> float:
         """Return the bytes that the present configuration had fetched."""

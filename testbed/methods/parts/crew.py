@@ -137,7 +137,8 @@ class Crew:
     def check_movement(self, layout: Sequence[Assignment], own: Answer, patience: float) -> None:
         """Raise `Lost` if all stages answer but none has done anything for ``patience`` seconds.
 
-        Named are those that a neighbour has not reached for so long; of two neighbours the later stage.
+        Named are those that another stage has not reached for so long; of two stages the later one. Who is no stage may
+        be asked for replicas, and not be reached either; that the lead does not reach such a device means nothing.
         """
         answers = {**self.answers, self._device.name: own}
         order = [part.device for part in layout]
@@ -149,9 +150,9 @@ class Crew:
         if now - self._still[1] < patience:
             return
         cut = {
-            max(name, peer, key=order.index)
+            max(name, peer, key=order.index) if peer in order else peer
             for name in order
             for peer, seconds in answers[name].overdue.items()
-            if seconds >= patience and peer in order
+            if seconds >= patience and (peer in order or name != self._device.name)
         }
         raise Lost(cut, cut)

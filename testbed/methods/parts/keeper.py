@@ -76,14 +76,11 @@ class Keeper(Worker):
             stage.put(message)
 
     def _busy(self, stage: Duty | None) -> bool:
-        return super()._busy(stage) or self.outbox.waiting() or self._is_measuring()
+        return super()._busy(stage) or self.outbox.waiting()
 
     def save(self, name: str, message: Message) -> None:
         """Write to the device's disk while other things go on."""
         self.background.start(self._device.save(name, message))
-
-    def _is_measuring(self) -> bool:
-        return self._measuring is not None and not self._measuring.done()
 
     def enter(self, configuration: int) -> None:
         """Give up everything that belongs to a lower configuration."""
@@ -122,7 +119,7 @@ class Keeper(Worker):
 
     async def _measure(self, configuration: int, peer: str) -> None:
         """Measure the link to a peer and tell the lead; a number that JSON has no name for is None."""
-        rate = await bandwidth(self._device, peer, configuration)
+        rate = await bandwidth(self._device, self.outbox, peer, configuration)
         finite = None if math.isinf(rate) else rate
         self.outbox.post(self.lead, messages.MEASURED, configuration=configuration, target=peer, rate=finite)
 

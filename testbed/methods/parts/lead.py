@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ Layout = Sequence[Assignment]
 Planner = Callable[[Collection[str]], Layout]
 """Devices that can be had -> stages over them; raises `InputError` where there are none."""
 
+HOPELESS = 10
+"""Recoveries in a row, nothing having been done in between, after which the lead does without who is lost again."""
 FRUITLESS = 20
 """Recoveries in a row, nothing having been done in between, after which the lead gives up."""
 CALMEST = 8.0
@@ -135,6 +137,9 @@ class Lead(ABC):
                         f"{FRUITLESS} recoveries in a row without getting on, the last for {lost}: if links or "
                         "devices are slower than the scenario says, raise method.patience"
                     ) from lost
+                if fruitless >= HOPELESS:
+                    lost = Lost(lost.missing, lost.missing, lost.back)
+                self._exclude(lost.cut)
                 await self._recover(lost)
 
     def orders(self) -> dict[str, Any]:
@@ -270,17 +275,28 @@ class Lead(ABC):
     async def _recover(self, lost: Lost) -> None:
         """Wait for lost devices to come back; arrange those that are there."""
         self.device.record("recovery", phase="detected", step=self.start, missing=lost.missing)
-        self._cut |= lost.cut
-        given_up = self._configuration
+        known = dict(self._crew.appointed)
         self._enter()
         await self._gather({part.device for part in self.layout}, self._temper.return_window)
-        self._learn_patience(lost, given_up)
+        self._learn_patience(lost, known)
         self._arrange()
 
-    def _learn_patience(self, lost: Lost, given_up: int) -> None:
-        """Be more patient if a device was there all the time, only slow to reach."""
-        kept = [name for name in lost.missing if name in self._crew.answers and name not in lost.cut]
-        if any(self._crew.answers[name].holds == given_up for name in kept):
+    def _exclude(self, names: Collection[str]) -> None:
+        """Turn devices away for good, though they may answer: with them the others get nowhere."""
+        for name in sorted({*names} - self._cut):
+            self.device.record(
+                "log", text=f"{name} is turned away: it may answer, but the others do not get on with it"
+            )
+        self._cut |= {*names}
+
+    def _learn_patience(self, lost: Lost, known: Mapping[str, float]) -> None:
+        """Be more patient if a device was there all the time, only slow to reach.
+
+        ``known`` are the incarnations that were told what to be: who started anew is not slow. What a device holds says
+        less, since it may be so slow to reach that it never heard what to be.
+        """
+        answering = [name for name in lost.missing if name in self._crew.answers and name not in lost.cut]
+        if any(known.get(name) == self._crew.there[name] for name in answering):
             self._patience = min(2 * self._patience, max(self._patience, CALMEST * self._temper.patience))
 
     async def _welcome(self) -> None:

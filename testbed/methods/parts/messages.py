@@ -27,7 +27,8 @@ state      stage -> lead  configuration, step (the next one), unit; its weights,
 Asynchronous training adds these. Its configurations are prepared, then committed: ``configure`` brings, instead of
 weights, the point to go on from (``made``: the configuration that made it, ``step``) and ``fetch`` ({device: units});
 ``configured`` says that all of it is here. An activation has ``first``, whether it begins a stretch of training; a
-gradient has ``times``, the seconds of a batch of the stages from its sender's on, and so has ``updated``.
+gradient has ``times``, the seconds of a batch of the stages from its sender's on, and ``loss``, and so has ``updated``:
+there is no ``loss`` message.
 
 ========== ============== ======================================================================================
 kind       way            fields; tensors

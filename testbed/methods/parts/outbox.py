@@ -45,12 +45,14 @@ class Outbox:
         self._deliver = deliver
         self._sends: list[_Send] = []
 
-    def post(self, peer: str, kind: str, tensors: State | None = None, **fields: Any) -> asyncio.Future[None]:
+    def post(
+        self, peer: str, kind: str, tensors: State | None = None, padding: int = 0, **fields: Any
+    ) -> asyncio.Future[None]:
         """Send, after what was posted to that peer before; retries until acknowledged or withdrawn.
 
-        What is returned may be awaited for the acknowledgement, or left alone.
+        What is returned may be awaited for the acknowledgement, or left alone. ``padding`` is that of `Message`.
         """
-        message = Message(kind, fields, tensors or {}, self._device.name)
+        message = Message(kind, fields, tensors or {}, self._device.name, padding)
         if peer == self._device.name:
             self._deliver(message)
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

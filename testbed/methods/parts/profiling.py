@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 from testbed.device import Cost, Device, Span
 from testbed.methods.base import Problem
 from testbed.methods.parts import costs, messages
+from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.shard import Shard
 from testbed.network.framing import wire_bytes
 from testbed.partition.asynchronous import Profile
-from testbed.wire import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,8 +60,10 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
     return Profile(tuple(forward), tuple(backward), tuple(update))
 
 
-async def bandwidth(device: Device, peer: str, configuration: int) -> float:
+async def bandwidth(device: Device, outbox: Outbox, peer: str, configuration: int) -> float:
     """Return the bit/s on the wire to a peer: what a larger message takes longer than a small one.
+
+    The messages go through the outbox, so that a peer that is not reached is overdue as with any other message.
 
     The delay is in both and cancels. Messages grow until one takes long enough to be told apart, so that neither a slow
     link is kept busy for long nor a fast one measured by its jitter; the first one opens the connection.
@@ -69,7 +71,7 @@ async def bandwidth(device: Device, peer: str, configuration: int) -> float:
 
     async def taken(size: int) -> float:
         begun = device.now()
-        await device.send(peer, Message(messages.PACKET, {"configuration": configuration}, padding=size))
+        await outbox.post(peer, messages.PACKET, padding=size, configuration=configuration)
         return device.now() - begun
 
     await taken(SMALL)
