@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from testbed.methods.base import Options
 from testbed.partition.distributed.communication import Reuse
 from testbed.partition.distributed.drafts import Name
-from testbed.partition.distributed.execution import Exchange
+from testbed.partition.distributed.execution import Exchange, Execution
 from testbed.scenario.quantities import Duration
 
 
@@ -42,11 +42,16 @@ class DistributedOptions(Options):
     grid: tuple[int, int] | None = Field(None, description="rows and columns of tiles; none: what is done soonest")
     source: str | None = Field(None, description="the device that has the images; none: the first of the scenario")
     exchange: Exchange = Field(
-        "source", description="source: everything passes the source, as in the paper; direct: between all devices"
+        Execution.exchange,
+        description="source: everything passes the source, as in the paper; direct: between all devices",
     )
-    in_flight: int = Field(1, ge=1, description="requests under way at once")
-    chunks: int = Field(16, ge=1, description="parts in which a device's share of a layer is computed and sent")
-    least_chunk: int = Field(16_384, ge=1, description="bytes that a chunk has at least, unless it is the only one")
+    in_flight: int = Field(Execution.in_flight, ge=1, description="requests under way at once")
+    chunks: int = Field(
+        Execution.chunks, ge=1, description="parts in which a device's share of a layer is computed and sent"
+    )
+    least_chunk: int = Field(
+        Execution.least_chunk, ge=1, description="bytes that a chunk has at least, unless it is the only one"
+    )
     on_loss: Literal["replan", "fail"] = Field(
         "replan", description="requests under way when a device is lost: finish them with the others, or fail"
     )

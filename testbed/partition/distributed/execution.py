@@ -26,5 +26,6 @@ class Execution:
     """Requests at once."""
     chunks: int = 16
     """Messages in which a device sends what it makes of a layer, at most."""
-    least_chunk: int = 16_384
-    """Bytes that each has at least, unless there is only one."""
+    least_chunk: int = 65_536
+    """Bytes that each has at least, unless there is only one: smaller ones would hardly overlap more, and each message
+    keeps an emulating host busy for about a millisecond."""
