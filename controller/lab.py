@@ -430,22 +430,25 @@ class Lab:
 
         Waits for so many seconds at most for a container to end that still seems to run.
         """
-        limit = next((spec.memory for spec in self.experiment.devices if spec.name == name), None)
         deadline = time.monotonic() + patience
-        while limit is not None:
-            try:
-                status = self._client.api.inspect_container(container_name(self.run_id, name))["State"]
-            except NotFound:
-                return None
-            if status["Status"] in ("exited", "dead"):
-                starved = status.get("OOMKilled") or (
-                    status["ExitCode"] == KILLED and not self._was_killed(name, status)
-                )
-                return _out_of_memory(name, limit) if starved else None
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(HEALTH_INTERVAL)
+        with contextlib.suppress(NotFound):
+            while (status := self._ended(name)) is None and time.monotonic() < deadline:
+                time.sleep(HEALTH_INTERVAL)
+            return None if status is None else self._starvation(name, status)
         return None
+
+    def _ended(self, name: str) -> dict[str, Any] | None:
+        """Return how a container has ended, in the engine's words; None while it has not."""
+        status: dict[str, Any] = self._client.api.inspect_container(container_name(self.run_id, name))["State"]
+        return status if status["Status"] in ("exited", "dead") else None
+
+    def _starvation(self, name: str, status: Mapping[str, Any]) -> str | None:
+        """Say so where a device that has ended in this way did for want of memory."""
+        limit = next((spec.memory for spec in self.experiment.devices if spec.name == name), None)
+        if limit is None:
+            return None
+        starved = status.get("OOMKilled") or (status["ExitCode"] == KILLED and not self._was_killed(name, status))
+        return _out_of_memory(name, limit) if starved else None
 
     def _was_killed(self, name: str, status: Mapping[str, Any]) -> bool:
         """Say whether somebody asked the engine to kill a device that has ended, rather than the kernel doing it.
@@ -460,11 +463,12 @@ class Lab:
             return any(event["timeNano"] / 1e9 >= began for event in events)
 
     def _check_alive(self, name: str) -> None:
-        if why := self.starved(name):
+        status = self._ended(name)
+        if status is None:
+            return
+        if why := self._starvation(name, status):
             raise HostError(why)
-        status = self._client.api.inspect_container(container_name(self.run_id, name))["State"]
-        if status["Status"] in ("exited", "dead"):
-            self._give_up(name, f"ended with status {status['ExitCode']}")
+        self._give_up(name, f"ended with status {status['ExitCode']}")
 
     def _give_up(self, name: str, why: str) -> NoReturn:
         log = b"".join(self.logs(name)).decode(errors="replace").strip().splitlines()

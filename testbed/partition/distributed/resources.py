@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from testbed.partition.distributed import tiles
 from testbed.partition.distributed.flow import Flow
-from testbed.partition.distributed.slices import slices
+from testbed.partition.distributed.slices import Slice, slices
 
 
 def weights(flow: Flow, device: int) -> int:
     """Return F: the elements of weights that a device stores, no biases among them."""
-    layers = flow.network.layers
-    return sum(held.of(layers[held.layer].weights, layers[held.layer]) for held in slices(flow, device))
+    return sum(_weights(flow, held) for held in slices(flow, device))
 
 
 def divided_weights(flow: Flow, device: int) -> int:
     """Return the weights a device stores of layers that are divided by channels: what shrinks with its share."""
-    layers = flow.network.layers
     return sum(
-        held.of(layers[held.layer].weights, layers[held.layer])
+        _weights(flow, held)
         for held in slices(flow, device)
         if flow.roles[held.layer][device].work in ("outputs", "sums")
     )
+
+
+def _weights(flow: Flow, held: Slice) -> int:
+    layer = flow.network.layers[held.layer]
+    return held.of(layer.weights, layer)
 
 
 def parameters(flow: Flow, device: int) -> int:
