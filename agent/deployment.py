@@ -12,8 +12,8 @@ from agent.settings import CAST_PORT, DATA_PORT, Address, Settings, address
 from testbed.errors import InputError
 from testbed.methods.base import Method, Plan, Problem
 from testbed.network.link import Link, Pair
-from testbed.scenario.expand import experiments
-from testbed.scenario.prepare import pose
+from testbed.prepare import pose
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 
 _FEW_PACKETS = 8 * 1514
@@ -68,7 +68,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
                 f"this is device '{settings.device}' of run '{settings.run}',"
                 f" not '{document.device}' of '{document.run}'",
             )
-        method, problem = pose(experiments(document.scenario)[0])
+        method, problem = pose(trials(document.scenario)[0])
         problem.device(settings.device)
         peers = {
             name: Peer(

@@ -2,6 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+Key = tuple[str | int, ...]
+"""The way to a value: ``("faults", 0, "when", "batch")``."""
+
+
+def parse_key(dotted: str) -> Key:
+    """Read a key as a user writes it: ``faults.0.when.batch``."""
+    return tuple(int(part) if part.isdecimal() else part for part in dotted.split("."))
+
+
+def format_key(key: Key) -> str:
+    """Write a key as a user would."""
+    return ".".join(str(part) for part in key)
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One thing wrong with a scenario."""
+
+    key: Key
+    text: str
+    """What is wrong; what would be right."""
+
 
 class TestbedError(Exception):
     """Something went wrong that the user should read in one line; the command exits with 1."""

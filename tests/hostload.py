@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from controller.fidelity import HostMonitor
+from controller.running.fidelity import HostMonitor
 
 BUSY = 0.2
 """Share of the processors that others may use while time is measured."""

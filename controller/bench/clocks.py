@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from controller.bench.figure import Figure
-from controller.emulation import emulate
+from controller.running.emulation import emulate
 from testbed.data import load as load_data
-from testbed.scenario.expand import experiments
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import prepare
 from testbed.simulation import simulate
 from testbed.simulation.benchmark import messages_per_second
 from testbed.trace.metrics import metrics
@@ -23,9 +23,9 @@ def measure() -> Iterator[Figure]:
     speed = messages_per_second()
     detail = f"{speed.messages} messages between {speed.devices} devices"
     yield Figure("simulator", speed.rate, "messages/s", MESSAGES_PER_SECOND, at_most=False, detail=detail)
-    prepared = prepare(experiments(load("quickstart"))[0])
-    dataset = load_data(prepared.experiment.scenario.workload.data)
-    predicted = simulate(prepared.experiment, prepared.method, prepared.problem, prepared.plan, dataset)
+    prepared = prepare(trials(load("quickstart"))[0])
+    dataset = load_data(prepared.scenario.workload.data)
+    predicted = simulate(prepared, dataset)
     measured = emulate(prepared, lambda: dataset, accept_links=True)
     step = {
         outcome.runtime: metrics(outcome, prepared.experiment, prepared.plan)["step_time"]

@@ -29,7 +29,7 @@ from typing import Any
 from controller.bench.bare import Network
 from controller.bench.figure import Figure
 from controller.bench.flows import Flow, flows, tcp_rates, udp_rates
-from controller.places import BUILD, CHECKOUT
+from controller.lab.places import BUILD, CHECKOUT
 from controller.shaping import modules
 from controller.shaping.plan import FRAME
 from controller.shaping.shaper import Shaping

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from controller.bench.figure import Figure
 from controller.bench.transfer import exchange_scenario
-from controller.emulation import deployment
-from controller.lab import Lab
+from controller.lab.lab import Lab
+from controller.running.emulation import deployment
 from testbed.data import load as load_data
-from testbed.scenario.expand import experiments
-from testbed.scenario.prepare import prepare
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
 
 MESSAGES = 10_000
 GROWTH = 5e6
@@ -22,9 +22,9 @@ SETTLE_MESSAGES = 1_000
 
 def measure() -> Iterator[Figure]:
     """Yield resident memory of a device in megabytes: idle, ready with torch, and growth by messages."""
-    prepared = prepare(experiments(exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None))[0])
-    dataset = load_data(prepared.experiment.scenario.workload.data)
-    lab = Lab.create(prepared.experiment)
+    prepared = prepare(trials(exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None))[0])
+    dataset = load_data(prepared.scenario.workload.data)
+    lab = Lab.create(prepared.trial)
     try:
         agents = {name: lab.agent(name) for name in lab.devices}
         sink = agents["sink"]

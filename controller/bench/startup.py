@@ -10,13 +10,13 @@ from typing import Any
 
 from docker.types import IPAMConfig, IPAMPool
 
-from controller.addresses import free_subnets, host_routes
 from controller.bench.figure import Figure
-from controller.engine import connect
-from controller.images import ensure_images
-from controller.lab import CONTROL_PORT, WORKERS, Lab, control_url, healthy, subnets
-from controller.removal import RUN, remove_run
-from testbed.scenario.expand import experiments
+from controller.lab.addresses import free_subnets, host_routes
+from controller.lab.engine import connect
+from controller.lab.images import ensure_images
+from controller.lab.lab import CONTROL_PORT, WORKERS, Lab, control_url, healthy, subnets
+from controller.lab.removal import RUN, remove_run
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 
 CURVE = (4, 8, 16, 32)
@@ -37,9 +37,9 @@ def _scenario(devices: int) -> Scenario:
 
 def with_testbed(devices: int) -> float:
     """Return the seconds until all devices of a mesh are created, shaped and healthy."""
-    experiment = experiments(_scenario(devices))[0]
+    trial = trials(_scenario(devices))[0]
     began = time.monotonic()
-    lab = Lab.create(experiment)
+    lab = Lab.create(trial)
     seconds = time.monotonic() - began
     lab.down()
     return seconds

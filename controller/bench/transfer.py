@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from statistics import median
 
 from controller.bench.figure import Figure
-from controller.emulation import emulate
+from controller.running.emulation import emulate
 from testbed.data import load as load_data
-from testbed.scenario.expand import experiments
-from testbed.scenario.prepare import prepare
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome
@@ -41,7 +41,7 @@ def exchange_scenario(payload: str, requests: int, rate: str | None, delay: str 
 
 def exchange(scenario: Scenario) -> Outcome:
     """Run such a scenario in containers and return what happened."""
-    prepared = prepare(experiments(scenario)[0])
+    prepared = prepare(trials(scenario)[0])
     return emulate(prepared, lambda: load_data(scenario.workload.data), accept_links=True)
 
 

@@ -20,7 +20,7 @@ _SHADES = " .:-=+*#%@"
 
 
 def _place(name: str, folder: Path | None) -> Path:
-    from testbed.scenario.prepare import DATA_FOLDER
+    from testbed.prepare import DATA_FOLDER
 
     return folder or DATA_FOLDER / name
 
@@ -134,7 +134,7 @@ def show(name: str, folder: Path | None, path: Path | None, count: int, as_json:
 
     from testbed.data import describe, load
     from testbed.errors import InputError
-    from testbed.scenario.schema import DataPart
+    from testbed.workload import DataPart
 
     if describe(name).from_path and path is None:
         raise InputError(f"{name} is a picture of your own: name its file with --path")

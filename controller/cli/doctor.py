@@ -22,7 +22,7 @@ def doctor(measure: bool, as_json: bool) -> None:
 
     Exits with 3 when no scenario could run in containers here.
     """
-    from controller.diagnosis import Check, examine
+    from controller.lab.diagnosis import Check, examine
 
     checks: list[Check] = []
     for check in examine(measure=measure):

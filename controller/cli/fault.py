@@ -8,14 +8,14 @@ from contextlib import suppress
 import click
 from pydantic import ValidationError
 
-from controller import runstate
 from controller.cli.linkoptions import link_options, read
-from controller.faults import Changed, Conditions, flapping, inflict
-from controller.lab import Lab
+from controller.lab import runstate
+from controller.lab.lab import Lab
+from controller.running.faults import Changed, Conditions, flapping, inflict
 from testbed.errors import InputError
-from testbed.faults import devices_named, link_problems
+from testbed.faults.checks import devices_named, link_problems
+from testbed.faults.parts import FaultPart
 from testbed.scenario.loading import explain
-from testbed.scenario.schema import FaultPart
 
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 

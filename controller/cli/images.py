@@ -15,8 +15,8 @@ import click
 @click.option("--remove", is_flag=True, help="Remove all of the testbed's images; build nothing.")
 def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
     """Build the images that the present files ask for, where they are missing, and list them."""
-    from controller.engine import connect, ensure_engine
-    from controller.images import ensure_images, remove_images
+    from controller.lab.engine import connect, ensure_engine
+    from controller.lab.images import ensure_images, remove_images
 
     if remove:
         for tag in remove_images(connect()):

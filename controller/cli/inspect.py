@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from testbed.network.presets import LinkPreset
-    from testbed.scenario.prepare import Prepared
+    from testbed.prepare import Prepared
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 overrides = click.option(
@@ -89,12 +89,12 @@ def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
       testbed plan quickstart --set workload.method.schedule=gpipe
       testbed plan scenarios/quickstart.yaml --json
     """
-    from testbed.scenario.expand import experiments
+    from testbed.prepare import prepare
+    from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
-    from testbed.scenario.prepare import prepare
 
     # Repetitions differ in their seed alone, which no planner looks at.
-    points = [each for each in experiments(load(scenario, overrides)) if each.repetition == 0]
+    points = [each for each in trials(load(scenario, overrides)) if each.repetition == 0]
     plans = [_describe_plan(prepare(each)) for each in points]
     if as_json:
         _dump(plans)
@@ -137,8 +137,8 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
             }
         )
     return {
-        "scenario": experiment.scenario.name,
-        "point": experiment.point,
+        "scenario": prepared.scenario.name,
+        "point": prepared.trial.point,
         "task": workload.task,
         "method": chosen.method,
         "model": task.model.name,
@@ -263,20 +263,21 @@ def validate(scenarios: tuple[str, ...], overrides: tuple[str, ...], as_json: bo
 
 
 def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    from testbed.scenario.expand import experiments
+    from testbed.prepare import prepare
+    from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
-    from testbed.scenario.prepare import prepare
 
     file = name
     try:
         scenario = load(name, overrides)
         file = scenario.source.file
-        runs = experiments(scenario)
+        runs = trials(scenario)
         for each in runs:
             prepare(each)
     except InputError as error:
         return {"file": file, "ok": False, "errors": str(error).split("\n")}
-    devices, links = len(runs[0].devices), len(runs[0].links)
+    first = runs[0].experiment
+    devices, links = len(first.devices), len(first.links)
     counted = [(devices, "device"), (links, "directed link"), (len(scenario.faults), "fault"), (len(runs), "run")]
     summary = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counted)
     return {"file": file, "ok": True, "runs": len(runs), "summary": summary, "errors": []}
@@ -450,7 +451,7 @@ def profiles(as_json: bool) -> None:
     """
     from testbed.hardware import PROFILES
     from testbed.network.presets import PRESETS
-    from testbed.scenario.quantities import format_rate, format_size
+    from testbed.quantities import format_rate, format_size
 
     if as_json:
         _dump(
@@ -476,7 +477,7 @@ def profiles(as_json: bool) -> None:
 
 
 def _delay(preset: LinkPreset) -> str:
-    from testbed.scenario.quantities import format_duration
+    from testbed.quantities import format_duration
 
     return "delay is yours to give" if preset.delay is None else f"{format_duration(preset.delay)} one way"
 

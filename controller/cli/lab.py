@@ -22,12 +22,12 @@ def up(scenario: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     Of a sweep the first point is taken. `testbed fault`, `link`, `ps` and `logs` work on it; `testbed down` ends it.
     """
-    from controller.lab import Lab
-    from testbed.scenario.expand import experiments
+    from controller.lab.lab import Lab
+    from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
 
-    experiment = experiments(load(scenario, overrides))[0]
-    lab = Lab.create(experiment, progress=_say)
+    trial = trials(load(scenario, overrides))[0]
+    lab = Lab.create(trial, progress=_say)
     if as_json:
         devices = [asdict(device) for device in lab.devices.values()]
         click.echo(json.dumps({"run": lab.run_id, "subnet": str(lab.subnet), "devices": devices}, indent=2))
@@ -47,9 +47,9 @@ def down(run: str | None, everything: bool) -> None:
     RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. What is already gone is no
     error.
     """
-    from controller import runstate
-    from controller.engine import connect
-    from controller.removal import labelled_runs, remove_run
+    from controller.lab import runstate
+    from controller.lab.engine import connect
+    from controller.lab.removal import labelled_runs, remove_run
     from testbed.errors import InputError
 
     if everything and run:
@@ -71,8 +71,8 @@ def down(run: str | None, everything: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def ps(as_json: bool) -> None:
     """List the containers of every run on the engine."""
-    from controller.engine import connect
-    from controller.lab import running_labs
+    from controller.lab.engine import connect
+    from controller.lab.lab import running_labs
 
     labs = running_labs(connect())
     if as_json:
@@ -98,9 +98,9 @@ def ps(as_json: bool) -> None:
 @click.option("--follow", "-f", is_flag=True, help="Go on until the container ends.")
 def logs(device: str, run: str | None, follow: bool) -> None:
     """Print what the program of DEVICE has written (`shaper` for the one that shapes the links)."""
-    from controller import runstate
-    from controller.engine import connect
-    from controller.lab import container_logs
+    from controller.lab import runstate
+    from controller.lab.engine import connect
+    from controller.lab.lab import container_logs
 
     for piece in container_logs(connect(), runstate.choose(run), device, follow=follow):
         sys.stdout.buffer.write(piece)

@@ -10,20 +10,20 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
-from controller import runstate
 from controller.cli.linkoptions import link_options, read
 from controller.cli.table import table
-from controller.faults import Conditions
-from controller.lab import Lab
+from controller.lab import runstate
+from controller.lab.lab import Lab
 from controller.report import formats
 from controller.report.grouping import describe
+from controller.running.faults import Conditions
 from testbed.errors import InputError, TestbedError
 from testbed.network import checks
 from testbed.network.link import Link, Pair, link_from
 from testbed.network.overlay import overlay
+from testbed.network.parts import LinkPart
 from testbed.network.presets import PRESETS
 from testbed.scenario.loading import explain
-from testbed.scenario.schema import LinkPart
 
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSON.")

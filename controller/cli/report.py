@@ -32,17 +32,17 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
       testbed report results/quickstart
       testbed report results/quickstart --open yes
     """
-    from controller import reproduction
     from controller.report.terminal import show, show_reproduction, show_summary
-    from controller.results import load_all, rebuild
-    from controller.summary import summarize
+    from controller.results import reproduction
+    from controller.results.results import load_all, rebuild
+    from controller.results.summary import summarize
 
     runs = load_all(folder)
     for run in runs:
         rebuild(run)
     several = len(runs) > 1 or runs[0].path != folder
     content = summarize(folder) if several else runs[0].metrics
-    part = runs[0].experiment.scenario.paper
+    part = runs[0].trial.scenario.paper
     table = reproduction.reproduce(part, runs) if part else []
     if part:
         reproduction.write(folder, part, table, runs)
@@ -75,9 +75,9 @@ def compare(folders: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
       testbed compare results/quickstart results/simulated
       testbed compare results/sweep --out sweep.html
     """
-    from controller.comparison import compare as put_side_by_side
     from controller.report.comparison import render, show
-    from controller.results import load_all
+    from controller.results.comparison import compare as put_side_by_side
+    from controller.results.results import load_all
     from testbed.errors import InputError
     from testbed.trace.metrics import finite
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from controller.inputs import InitialWeights, load_data
-from controller.live import LiveProgress
+from controller.running.inputs import InitialWeights, load_data
+from controller.running.live import LiveProgress
 from testbed.errors import ExpectationError, TestbedError
-from testbed.scenario.expand import experiments
+from testbed.prepare import Prepared, batches, prepare, weights_file
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import Prepared, batches, prepare, weights_file
 
 if TYPE_CHECKING:
-    from controller.reproduction import Row
-    from controller.results import Run
+    from controller.results.reproduction import Row
+    from controller.results.results import Run
     from testbed.scenario.schema import PaperPart
     from testbed.trace.outcome import Outcome
 
@@ -86,12 +86,12 @@ def run(
         # In quotes: whatever the path holds is text.
         extra.append(f"workload.model.weights={json.dumps(str(weights.absolute()))}")
     loaded = load(scenario, [*overrides, *extra])
-    prepared = [prepare(experiment) for experiment in experiments(loaded)]
+    prepared = [prepare(trial) for trial in trials(loaded)]
     # The engine hands the choice on to the shaper.
     os.environ["TESTBED_LINKS"] = links
     console = Console(stderr=as_json, highlight=False)
     if len(prepared) > 1:
-        from controller.results import fresh, written
+        from controller.results.results import fresh, written
 
         # Runs of one sweep lie together, and never among those of an earlier one.
         out = fresh(out or Path("results") / loaded.name)
@@ -99,10 +99,8 @@ def run(
     runs = []
     for number, each in enumerate(prepared):
         if len(prepared) > 1:
-            point = ", ".join(f"{key}={written(value)}" for key, value in each.experiment.point.items())
-            console.print(
-                f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.experiment.repetition}"
-            )
+            point = ", ".join(f"{key}={written(value)}" for key, value in each.trial.point.items())
+            console.print(f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.trial.repetition}")
         try:
             outcome = _run_one(each, runtime, initial, console, accept_links=accept_links, keep=keep)
         except TestbedError as error:
@@ -131,7 +129,7 @@ def _run_one(
     accept_links: bool,
     keep: bool,
 ) -> Outcome:
-    scenario = prepared.experiment.scenario
+    scenario = prepared.scenario
     weights = initial.of(prepared)
     unit = "steps" if scenario.workload.task == "train" else "requests"
     with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
@@ -139,9 +137,8 @@ def _run_one(
             from testbed.simulation import simulate
 
             live.stage("simulating")
-            parts = (prepared.experiment, prepared.method, prepared.problem, prepared.plan)
-            return simulate(*parts, load_data(prepared), live.event, weights)
-        from controller.emulation import emulate
+            return simulate(prepared, load_data(prepared), live.event, weights)
+        from controller.running.emulation import emulate
 
         return emulate(
             prepared,
@@ -155,7 +152,7 @@ def _run_one(
 
 
 def _explain(console: Console, error: TestbedError) -> None:
-    from controller.verification import LinksError, table
+    from controller.running.verification import LinksError, table
 
     if isinstance(error, LinksError):
         console.print(table(error.measurements))
@@ -163,26 +160,24 @@ def _explain(console: Console, error: TestbedError) -> None:
 
 def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:
     """Return where one run's results go: the folder asked for, or inside it where there are several."""
-    from controller.results import run_name
+    from controller.results.results import run_name
 
-    name = run_name(prepared.experiment)
+    name = run_name(prepared.trial)
     if single:
         return out or Path("results") / name
-    return (out or Path("results") / prepared.experiment.scenario.name) / name
+    return (out or Path("results") / prepared.scenario.name) / name
 
 
 def _keep(prepared: Prepared, outcome: Outcome, folder: Path) -> Run:
-    from controller import results
     from controller.report.boxes import pictures
+    from controller.results import results
     from testbed.models.weights import facts
 
-    file = weights_file(prepared.experiment.scenario)
+    file = weights_file(prepared.scenario)
     weights = None if file is None else facts(file, prepared.problem.model)
     found = any(event.event == "objects" for event in outcome.events)
     drawn = pictures(outcome.events, load_data(prepared)) if found else ()
-    return results.load(
-        results.write(folder, prepared.experiment, prepared.plan, outcome, weights=weights, pictures=drawn)
-    )
+    return results.load(results.write(folder, prepared.trial, prepared.plan, outcome, weights=weights, pictures=drawn))
 
 
 def _show(console: Console, finished: Run, *, brief: bool) -> None:
@@ -196,15 +191,15 @@ def _show(console: Console, finished: Run, *, brief: bool) -> None:
 
 def _summarize(runs: list[Run], console: Console) -> None:
     from controller.report.terminal import show_summary
-    from controller.summary import summarize
+    from controller.results.summary import summarize
 
     folder = runs[0].path.parent
     show_summary(console, summarize(folder), folder)
 
 
 def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[Row]:
-    from controller import reproduction
     from controller.report.terminal import show_reproduction
+    from controller.results import reproduction
 
     folder = runs[0].path.parent if len(runs) > 1 else runs[0].path
     table = reproduction.reproduce(part, runs)

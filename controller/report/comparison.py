@@ -14,7 +14,7 @@ from controller.report import formats
 from controller.report.charts import Line, line_chart
 from controller.report.html import environment
 from controller.report.terminal import VERDICTS
-from controller.results import Run
+from controller.results.results import Run
 
 STYLES = ("s0", "s1", "s2", "s3", "s4", "s5")
 """CSS classes of the runs' lines; further runs get none of their own and are left out of the charts."""

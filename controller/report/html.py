@@ -16,7 +16,7 @@ from controller.report.charts import Line, Window, line_chart
 from controller.report.grouping import describe, group_links, measured
 from controller.report.terminal import VERDICTS, figure_rows, found_text, object_rows, recovery_from
 from controller.report.timeline import fault_windows, timeline
-from controller.results import Run, scenario_yaml, written
+from controller.results.results import Run, scenario_yaml, written
 
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
@@ -51,7 +51,7 @@ def environment() -> Environment:
 
 def render(run: Run) -> str:
     """Return the report of a run as HTML."""
-    metrics, scenario = run.metrics, run.experiment.scenario
+    metrics, scenario = run.metrics, run.trial.scenario
     devices = metrics["devices"]
     fell = any(row["down"] for row in devices.values())
     return (
@@ -91,17 +91,17 @@ def render(run: Run) -> str:
 
 
 def _chips(run: Run) -> Iterator[str]:
-    workload = run.experiment.scenario.workload
+    workload = run.trial.scenario.workload
     yield "emulated in containers" if run.outcome.runtime == "emulate" else "simulated"
     yield f"{workload.method.name} {'training' if workload.task == 'train' else 'inference'}"
     yield f"{workload.model.name} on {workload.data.name}"
     count = len(run.experiment.devices)
     yield f"{count} device{'' if count == 1 else 's'}"
-    yield f"seed {run.experiment.scenario.seed}"
-    for key, value in run.experiment.point.items():
+    yield f"seed {run.trial.scenario.seed}"
+    for key, value in run.trial.point.items():
         yield f"{key} = {written(value)}"
-    if run.experiment.repetition:
-        yield f"repetition {run.experiment.repetition + 1}"
+    if run.trial.repetition:
+        yield f"repetition {run.trial.repetition + 1}"
 
 
 def _explained(judged: Mapping[str, Any]) -> str:

@@ -13,8 +13,8 @@ from controller.report.charts import Bars, Line, bar_chart, line_chart
 from controller.report.comparison import STYLES, curve
 from controller.report.html import environment
 from controller.report.terminal import VERDICTS
-from controller.reproduction import Row
-from controller.results import Run, written
+from controller.results.reproduction import Row
+from controller.results.results import Run, written
 from testbed.scenario.paper import is_at
 from testbed.scenario.schema import PaperChart, PaperPart, PaperSeries
 
@@ -24,7 +24,7 @@ MOST_MARKS = 12
 
 def render(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> str:
     """Return the page, which is to lie in the folder of the runs."""
-    scenario = runs[0].experiment.scenario
+    scenario = runs[0].trial.scenario
     runtimes = sorted({run.outcome.runtime for run in runs})
     return (
         environment()
@@ -70,8 +70,8 @@ def _cells(row: Row) -> Mapping[str, str | bool | None]:
 
 
 def _name(run: Run) -> str:
-    point = ", ".join(f"{key.rpartition('.')[2]} {written(value)}" for key, value in run.experiment.point.items())
-    again = f"repetition {run.experiment.repetition + 1}" if run.experiment.repetition else ""
+    point = ", ".join(f"{key.rpartition('.')[2]} {written(value)}" for key, value in run.trial.point.items())
+    again = f"repetition {run.trial.repetition + 1}" if run.trial.repetition else ""
     return ", ".join(part for part in (point, again) if part) or run.path.name
 
 
@@ -95,7 +95,7 @@ def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Markup |
     begin, end = chart.range or (0.0, float("inf"))
     lines = []
     for series, style in zip(chart.series, STYLES, strict=False):
-        chosen = sorted((run for run in runs if is_at(run.experiment.point, series.at)), key=_repetition)
+        chosen = sorted((run for run in runs if is_at(run.trial.point, series.at)), key=_repetition)
         points = curve(chosen[0], chart.what, over=chart.over, begin=begin, end=end) if chosen else []
         # Steps one by one can be told apart only as long as they are few.
         lines.append(Line(series.label, points, style, marks=len(points) <= 60))
@@ -115,7 +115,7 @@ def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Markup |
 
 
 def _repetition(run: Run) -> int:
-    return run.experiment.repetition
+    return run.trial.repetition
 
 
 def _lines(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Markup | None]:

@@ -16,8 +16,8 @@ from rich.text import Text
 from controller.report import formats
 from controller.report.grouping import group_links
 from controller.report.phases import Kept, changes, kept, phases
-from controller.reproduction import Row
-from controller.results import Run, written
+from controller.results.reproduction import Row
+from controller.results.results import Run, written
 from testbed.scenario.expect import Expectation, kind_of
 
 WIDE = 100
@@ -125,10 +125,10 @@ def _titled(title: str, note: str, *parts: RenderableType) -> Group:
 
 
 def _title(run: Run) -> Text:
-    workload = run.experiment.scenario.workload
+    workload = run.trial.scenario.workload
     runtime = "emulated" if run.outcome.runtime == "emulate" else "simulated"
     text = Text(" ")
-    text.append(run.experiment.scenario.name, style="bold")
+    text.append(run.trial.scenario.name, style="bold")
     count = len(run.experiment.devices)
     verb = "training" if workload.task == "train" else "inference"
     text.append(

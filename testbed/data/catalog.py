@@ -20,7 +20,7 @@ from testbed.data.split import holdout
 from testbed.errors import InputError
 
 if TYPE_CHECKING:
-    from testbed.scenario.schema import DataPart
+    from testbed.workload import DataPart
 
 Samples = tuple[Bytes, Bytes]
 """Images and labels, as they lie in the files."""

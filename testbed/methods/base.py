@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
-from testbed.scenario.schema import WorkloadPart
+from testbed.workload import WorkloadPart
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from testbed.network.link import GilbertElliott, Link
 from testbed.network.presets import PRESETS
 
 if TYPE_CHECKING:
-    from testbed.scenario.schema import LinkPart
+    from testbed.network.parts import LinkPart
 
 FIGURES = tuple(field.name for field in fields(Link) if field.name != "up")
 """The keys with which a part of a scenario describes a link, beside ``preset``."""

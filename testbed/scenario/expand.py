@@ -7,27 +7,29 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from testbed.errors import Diagnostic, Key, parse_key
+from testbed.experiment import Experiment
+from testbed.faults.replay import Change
 from testbed.hardware import PROFILES, DeviceSpec
 from testbed.network import checks
 from testbed.network.cell import Cell
 from testbed.network.checks import MIN_RATE, rate_problem
 from testbed.network.link import Link, Pair
 from testbed.network.overlay import overlay
+from testbed.network.parts import LinkPart
 from testbed.network.presets import PRESETS
 from testbed.network.topology import directed_pairs
-from testbed.replay import Change
 from testbed.scenario import paper
-from testbed.scenario.experiment import Experiment
 from testbed.scenario.loading import nearest, put, validate
-from testbed.scenario.schema import DevicePart, LinkPart, Scenario
-from testbed.scenario.source import Key, Problem, parse_key
+from testbed.scenario.schema import DevicePart, Scenario
 from testbed.scenario.trace import changes
+from testbed.scenario.trial import Trial
 from testbed.seeds import derive
 
 _MAX_NAME = 31
 
 
-def experiments(scenario: Scenario) -> list[Experiment]:
+def trials(scenario: Scenario) -> list[Trial]:
     """Return every run that the scenario asks for: each point of its sweep and beside it, each repetition of each.
 
     The first repetition has the scenario's own seed, later ones seeds derived from it; all points of a sweep
@@ -39,7 +41,7 @@ def experiments(scenario: Scenario) -> list[Experiment]:
     if wrong:
         raise scenario.source.error(wrong)
     return [
-        _experiment(point, values, repetition)
+        _trial(point, values, repetition)
         for point, values in _points(scenario)
         for repetition in range(scenario.repetitions)
     ]
@@ -47,8 +49,10 @@ def experiments(scenario: Scenario) -> list[Experiment]:
 
 def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
     source = scenario.source
-    problems = [Problem(("sweep", key), "has no values") for key, values in scenario.sweep.items() if not values]
-    problems += [Problem(("points", index), "sets no key") for index, point in enumerate(scenario.points) if not point]
+    problems = [Diagnostic(("sweep", key), "has no values") for key, values in scenario.sweep.items() if not values]
+    problems += [
+        Diagnostic(("points", index), "sets no key") for index, point in enumerate(scenario.points) if not point
+    ]
     if problems:
         raise source.error(problems)
     plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -75,15 +79,24 @@ def swept(scenario: Scenario) -> Iterator[tuple[Key, dict[str, object]]]:
         yield ("points", index), dict(point)
 
 
-def _experiment(scenario: Scenario, point: dict[str, object], repetition: int) -> Experiment:
+def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:
     devices = _devices(scenario)
     names = [device.name for device in devices]
     links = _links(scenario, names)
     seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
     single = scenario.model_copy(update={"sweep": {}, "points": (), "repetitions": 1, "seed": seed})
-    return Experiment(
-        single, devices, links, point, repetition, _cells(scenario, names), _changes(scenario, devices, links)
+    experiment = Experiment(
+        name=scenario.name,
+        seed=seed,
+        workload=scenario.workload,
+        devices=devices,
+        links=links,
+        time_limit=scenario.time_limit,
+        faults=scenario.faults,
+        cells=_cells(scenario, names),
+        changes=_changes(scenario, devices, links),
     )
+    return Trial(single, experiment, point, repetition)
 
 
 def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
@@ -94,15 +107,15 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
         profile = PROFILES.get(part.profile)
         if profile is None:
             text = f"there is no profile '{part.profile}': {nearest(part.profile, PROFILES)}"
-            problems.append(Problem((*key, "profile"), text))
+            problems.append(Diagnostic((*key, "profile"), text))
             continue
         problems += _device_problems(part, key)
         names = _members(name, part)
         if len(names[-1]) > _MAX_NAME:
-            problems.append(Problem(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name"))
+            problems.append(Diagnostic(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name"))
         for each in names:
             if each in devices:
-                problems.append(Problem(key, f"makes a second device called '{each}': rename one of the two"))
+                problems.append(Diagnostic(key, f"makes a second device called '{each}': rename one of the two"))
             devices[each] = DeviceSpec(
                 name=each,
                 speed=part.speed if part.speed is not None else profile.speed,
@@ -123,14 +136,14 @@ def _members(name: str, part: DevicePart) -> list[str]:
     return [name] if part.count is None else [f"{name}{number}" for number in range(1, part.count + 1)]
 
 
-def _device_problems(part: DevicePart, key: Key) -> Iterator[Problem]:
+def _device_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
     for access in ("uplink", "downlink"):
         rate = getattr(part, access)
         if rate is not None and rate < MIN_RATE:
-            yield Problem((*key, access), rate_problem(rate))
+            yield Diagnostic((*key, access), rate_problem(rate))
     if part.slowdown is not None and part.speed is None:
         text = "the host's own speed is not known when plans are made: give the speed to reckon with as well"
-        yield Problem((*key, "slowdown"), text)
+        yield Diagnostic((*key, "slowdown"), text)
 
 
 def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
@@ -139,18 +152,18 @@ def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
     problems = _preset_problems(network.link, ("network", "link"))
     for index, part in enumerate(network.links):
         key: Key = ("network", "links", index)
-        found = [Problem((*key, *end), text) for end, text in no_such_devices(part.ends(), scenario, names)]
+        found = [Diagnostic((*key, *end), text) for end, text in no_such_devices(part.ends(), scenario, names)]
         problems += _preset_problems(part, key) + found
         sender, receiver = part.directions()[0]
         if found:
             continue
         if sender == receiver:
-            problems.append(Problem(key, f"links '{sender}' to itself: name two devices"))
+            problems.append(Diagnostic(key, f"links '{sender}' to itself: name two devices"))
         elif network.topology == "explicit":
             pairs |= dict.fromkeys([(sender, receiver), (receiver, sender)])
         elif (sender, receiver) not in pairs:
             text = f"a {network.topology} has no link between '{sender}' and '{receiver}': "
-            problems.append(Problem(key, text + "use the topology mesh, or explicit and list every link"))
+            problems.append(Diagnostic(key, text + "use the topology mesh, or explicit and list every link"))
     if problems:
         raise scenario.source.error(problems)
     return _with_figures(pairs, names[0], scenario)
@@ -179,14 +192,14 @@ def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario) -> dict
     return links
 
 
-def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Problem]:
+def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnostic]:
     """Yield what no backend can do of a link, at the part of the scenario that decided about it last."""
     found = checks.problems(link)
     if part.distribution is not None and link.jitter == 0 and not found:
         found.append(checks.Impossible("distribution", checks.no_jitter(part.distribution)))
     for figure, text in found:
         inner = parse_key(figure)
-        yield Problem((*key, *inner) if getattr(part, str(inner[0])) is not None else key, text)
+        yield Diagnostic((*key, *inner) if getattr(part, str(inner[0])) is not None else key, text)
 
 
 def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
@@ -202,27 +215,27 @@ def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
                 members.append(name)
             else:
                 text = f"there is no device '{name}': {nearest(name, [*scenario.devices, *names])}"
-                problems.append(Problem((*key, "devices", place), text))
+                problems.append(Diagnostic((*key, "devices", place), text))
         members = list(dict.fromkeys(members if part.devices else names))
         if len(members) < 2 and not problems:
-            problems.append(Problem((*key, "devices"), "a cell of one device carries nothing: name at least two"))
+            problems.append(Diagnostic((*key, "devices"), "a cell of one device carries nothing: name at least two"))
         if part.rate < MIN_RATE:
-            problems.append(Problem((*key, "rate"), rate_problem(part.rate)))
+            problems.append(Diagnostic((*key, "rate"), rate_problem(part.rate)))
         for other, cell in enumerate(cells):
             shared = [name for name in members if name in cell.devices]
             if len(shared) > 1:
                 text = f"'{shared[0]}' and '{shared[1]}' are both in cell {other} as well: a pair has one channel"
-                problems.append(Problem((*key, "devices"), text + ", leave one of them out of a cell"))
+                problems.append(Diagnostic((*key, "devices"), text + ", leave one of them out of a cell"))
         cells.append(Cell(tuple(members), part.rate))
     if problems:
         raise scenario.source.error(problems)
     return tuple(cells)
 
 
-def _preset_problems(part: LinkPart, key: Key) -> list[Problem]:
+def _preset_problems(part: LinkPart, key: Key) -> list[Diagnostic]:
     if part.preset is None or part.preset in PRESETS:
         return []
-    return [Problem((*key, "preset"), f"there is no preset '{part.preset}': {nearest(part.preset, PRESETS)}")]
+    return [Diagnostic((*key, "preset"), f"there is no preset '{part.preset}': {nearest(part.preset, PRESETS)}")]
 
 
 def _changes(scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]) -> tuple[Change, ...]:

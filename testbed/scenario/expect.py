@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from testbed.scenario.quantities import parse_duration, parse_fraction, parse_size
+from testbed.quantities import parse_duration, parse_fraction, parse_size
 
 Kind = Literal["share", "seconds", "bytes", "number", "truth", "word"]
 

@@ -15,9 +15,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from testbed.errors import InputError
+from testbed.errors import Diagnostic, InputError, Key, format_key, parse_key
 from testbed.scenario.schema import Scenario
-from testbed.scenario.source import Key, Problem, Source, format_key, parse_key
+from testbed.scenario.source import Source
 
 SCENARIOS = Path("scenarios")
 _TAG = "tag:yaml.org,2002:"
@@ -63,7 +63,7 @@ def _with_trace(scenario: Scenario, source: Source) -> Scenario:
         source = source.override(places)
     if len(scenario.trace) > MAX_CHANGES:
         text = f"has {len(scenario.trace)} entries, more than {MAX_CHANGES}: shorten or thin it out"
-        raise source.error([Problem(("trace",), text)])
+        raise source.error([Diagnostic(("trace",), text)])
     return scenario.located(source)
 
 
@@ -88,14 +88,14 @@ def _trace_lines(file: Path, named: str) -> dict[int, str]:
     return lines
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) -> list[Problem]:
+def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) -> list[Diagnostic]:
     """Say in the user's words what pydantic found wrong with the part of the scenario at ``prefix``."""
     details = error.errors(include_url=False)
     # A key that is merely misspelt is not missing as well.
     misspelt = {_meant(detail["loc"], model) for detail in details if detail["type"] == "extra_forbidden"}
     wrong = [detail for detail in details if detail["type"] != "missing" or detail["loc"] not in misspelt]
     problems = [_problem(detail, model) for detail in wrong]
-    return [Problem(prefix + problem.key, problem.text) for problem in problems]
+    return [Diagnostic(prefix + problem.key, problem.text) for problem in problems]
 
 
 def _meant(key: Key, model: type[BaseModel]) -> Key:
@@ -141,7 +141,7 @@ class _Reader:
     def __init__(self, file: str) -> None:
         self.file = file
         self.lines: dict[Key, int] = {}
-        self.problems: list[Problem] = []
+        self.problems: list[Diagnostic] = []
         self.open: list[Node] = []
         self.values = 0
 
@@ -185,7 +185,7 @@ class _Reader:
         if self.values > _MAX_VALUES:
             raise InputError(f"{self.file}: unfolds to more than {_MAX_VALUES} values: use fewer aliases")
         if any(node is outer for outer in self.open):
-            self.problems.append(Problem(key, "is an alias of something that contains it: write it out"))
+            self.problems.append(Diagnostic(key, "is an alias of something that contains it: write it out"))
             return None
         if isinstance(node, ScalarNode):
             return self._scalar(node, key)
@@ -212,12 +212,12 @@ class _Reader:
                 first = self.lines.get(inner, line)
                 self.lines[inner] = line
             if not isinstance(name_node, ScalarNode):
-                self.problems.append(Problem(inner, "a key is a word"))
+                self.problems.append(Diagnostic(inner, "a key is a word"))
             elif name_node.tag == _TAG + "merge":
                 text = "merging with '<<' is not YAML 1.2: alias whole values (key: *name) or write the keys out"
-                self.problems.append(Problem(inner, text))
+                self.problems.append(Diagnostic(inner, text))
             elif name in mapping:
-                self.problems.append(Problem(inner, f"stands here twice, first in line {first}: remove one"))
+                self.problems.append(Diagnostic(inner, f"stands here twice, first in line {first}: remove one"))
             else:
                 mapping[name] = self._value(value_node, inner)
         self.open.pop()
@@ -243,7 +243,7 @@ class _Reader:
 
     def _refuse_tag(self, node: Node, key: Key) -> None:
         tag = str(node.tag).replace(_TAG, "!!")
-        self.problems.append(Problem(key, f"has the tag '{tag}': a scenario needs no tags, write the plain value"))
+        self.problems.append(Diagnostic(key, f"has the tag '{tag}': a scenario needs no tags, write the plain value"))
 
 
 def _set(tree: dict[str, Any], override: str) -> Key:
@@ -357,7 +357,7 @@ _STRUCTURES = {
 }
 
 
-def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
+def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Diagnostic:
     key: Key = tuple(part for part in detail["loc"] if part != "[key]")
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
@@ -383,4 +383,4 @@ def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
         text = f"'{value}' {_VALUES[kind].format_map(context)}"
     else:
         text = detail["msg"][:1].lower() + detail["msg"][1:]
-    return Problem(key, text)
+    return Diagnostic(key, text)

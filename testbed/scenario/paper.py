@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from testbed.errors import Diagnostic, Key
 from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, Kind, kind_of, parse_condition, parse_target
 from testbed.scenario.loading import nearest
 from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries
-from testbed.scenario.source import Key, Problem
 
 PLAN = "plan."
 """Prefix of figures that the plan holds."""
@@ -49,7 +49,7 @@ def paper_value(row: PaperRow) -> float | None:
     return value
 
 
-def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None) -> Iterator[Problem]:
+def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None) -> Iterator[Diagnostic]:
     """Yield what is wrong with rows and charts, given all points of the scenario, if it has any."""
     for index, row in enumerate(part.rows if part else ()):
         key: Key = ("paper", "rows", index)
@@ -59,7 +59,7 @@ def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None)
             wanted = getattr(row, name)
             if wanted and points is not None and not any(is_at(point, wanted) for point in points):
                 shown = ", ".join(f"{inner}: {value}" for inner, value in wanted.items())
-                yield Problem((*key, name), f"no point of the sweep has {shown}: name values that are swept")
+                yield Diagnostic((*key, name), f"no point of the sweep has {shown}: name values that are swept")
         if not known:
             yield from _value_problems(row, key)
     for index, chart in enumerate(part.charts if part else ()):
@@ -68,7 +68,7 @@ def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None)
 
 def _chart_problems(
     chart: PaperChart, rows: Sequence[PaperRow], points: Sequence[Mapping[str, Any]] | None, key: Key
-) -> Iterator[Problem]:
+) -> Iterator[Diagnostic]:
     if chart.of_runs:
         for number, series in enumerate(chart.series):
             yield from _point_problems(series, points, (*key, "series", number))
@@ -77,30 +77,30 @@ def _chart_problems(
     rising = len(numbers) == len(chart.x) and all(one < two for one, two in pairwise(numbers))
     if not chart.x or (chart.what == "lines" and not rising):
         wanted = "rising numbers, such as [1, 2, 4]" if chart.what == "lines" else "a word for each of a series' rows"
-        yield Problem((*key, "x"), f"says where the rows stand: write {wanted}")
+        yield Diagnostic((*key, "x"), f"says where the rows stand: write {wanted}")
     known = {row.name: row for row in rows}
     kinds = set()
     for number, series in enumerate(chart.series):
         place: Key = (*key, "series", number, "rows")
         if len(series.rows) != len(chart.x):
-            yield Problem(place, f"names {len(series.rows)} rows for {len(chart.x)} of `x`: name one for each")
+            yield Diagnostic(place, f"names {len(series.rows)} rows for {len(chart.x)} of `x`: name one for each")
         for name in series.rows:
             if name not in known:
-                yield Problem(place, f"there is no row '{name}': {nearest(name, list(known))}")
+                yield Diagnostic(place, f"there is no row '{name}': {nearest(name, list(known))}")
         # What a figure is measured in is known of those that are there; others have been told of above.
         kinds |= {_kind_or_none(known[name]) for name in series.rows if name in known} - {None}
     if len(kinds) > 1:
         shown = " and ".join(sorted(str(kind) for kind in kinds))
-        yield Problem((*key, "series"), f"one axis cannot show {shown}: make a chart of each")
+        yield Diagnostic((*key, "series"), f"one axis cannot show {shown}: make a chart of each")
 
 
-def _point_problems(series: PaperSeries, points: Sequence[Mapping[str, Any]] | None, key: Key) -> Iterator[Problem]:
+def _point_problems(series: PaperSeries, points: Sequence[Mapping[str, Any]] | None, key: Key) -> Iterator[Diagnostic]:
     if series.rows:
-        yield Problem((*key, "rows"), "belongs to lines and bars: name the point of the sweep with `at`")
+        yield Diagnostic((*key, "rows"), "belongs to lines and bars: name the point of the sweep with `at`")
     found = 1 if points is None else sum(is_at(point, series.at) for point in points)
     if found != 1:
         shown = ", ".join(f"{inner}: {value}" for inner, value in series.at.items()) or "no value"
-        yield Problem((*key, "at"), f"{found} points of the sweep have {shown}: name values that one of them has")
+        yield Diagnostic((*key, "at"), f"{found} points of the sweep have {shown}: name values that one of them has")
 
 
 def _kind_or_none(row: PaperRow) -> Kind | None:
@@ -111,7 +111,7 @@ def _kind_or_none(row: PaperRow) -> Kind | None:
         return None
 
 
-def _figure_problems(row: PaperRow, name: str, key: Key) -> Iterator[Problem]:
+def _figure_problems(row: PaperRow, name: str, key: Key) -> Iterator[Diagnostic]:
     figure = getattr(row, name)
     if figure is None or figure.startswith(PLAN):
         return
@@ -119,19 +119,19 @@ def _figure_problems(row: PaperRow, name: str, key: Key) -> Iterator[Problem]:
         kind = kind_of(figure)
     except KeyError:
         text = f"there is no figure '{figure}': {nearest(figure.rpartition('.')[2], [*FIGURES, *DEVICE_FIGURES])}"
-        yield Problem((*key, name), f"{text}; what the plan holds is called {PLAN}<key>")
+        yield Diagnostic((*key, name), f"{text}; what the plan holds is called {PLAN}<key>")
     else:
         if kind in ("truth", "word"):
-            yield Problem((*key, name), f"'{figure}' is no number: name a figure that can be compared by size")
+            yield Diagnostic((*key, name), f"'{figure}' is no number: name a figure that can be compared by size")
 
 
-def _value_problems(row: PaperRow, key: Key) -> Iterator[Problem]:
+def _value_problems(row: PaperRow, key: Key) -> Iterator[Diagnostic]:
     try:
         paper_value(row)
     except ValueError as error:
-        yield Problem((*key, "value"), str(error))
+        yield Diagnostic((*key, "value"), str(error))
     try:
         if row.expect is not None:
             parse_condition(row.expect, row_kind(row))
     except ValueError as error:
-        yield Problem((*key, "expect"), str(error))
+        yield Diagnostic((*key, "expect"), str(error))

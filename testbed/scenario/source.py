@@ -6,29 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from testbed.errors import InputError
-
-Key = tuple[str | int, ...]
-"""The way to a value: ``("faults", 0, "when", "batch")``."""
-
-
-def parse_key(dotted: str) -> Key:
-    """Read a key as a user writes it: ``faults.0.when.batch``."""
-    return tuple(int(part) if part.isdecimal() else part for part in dotted.split("."))
-
-
-def format_key(key: Key) -> str:
-    """Write a key as a user would."""
-    return ".".join(str(part) for part in key)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong with a scenario."""
-
-    key: Key
-    text: str
-    """What is wrong; what would be right."""
+from testbed.errors import Diagnostic, InputError, Key, format_key
 
 
 @dataclass(frozen=True)
@@ -69,10 +47,10 @@ class Source:
         }
         return Source(self.file, lines, {**self.overrides, **values})
 
-    def error(self, problems: Iterable[Problem]) -> InputError:
+    def error(self, problems: Iterable[Diagnostic]) -> InputError:
         """Return the error for these problems: one line each, in the order of the file."""
 
-        def order(problem: Problem) -> int:
+        def order(problem: Diagnostic) -> int:
             known = self._closest(problem.key)
             return self.lines.get(known, 0) if known is not None else 0
 

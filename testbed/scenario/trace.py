@@ -15,16 +15,17 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from testbed.errors import Diagnostic, Key
+from testbed.faults.parts import ThrottlePart
+from testbed.faults.replay import Change, traced_links
+from testbed.faults.speeds import MIN_FACTOR, slowed
 from testbed.hardware import DeviceSpec
 from testbed.network import checks
 from testbed.network.link import Link, Pair
 from testbed.network.overlay import FIGURES
-from testbed.replay import Change, traced_links
+from testbed.network.parts import LinkPart
+from testbed.quantities import parse_duration
 from testbed.scenario.loading import explain, nearest
-from testbed.scenario.quantities import parse_duration
-from testbed.scenario.schema import LinkPart, ThrottlePart
-from testbed.scenario.source import Key, Problem
-from testbed.speeds import MIN_FACTOR, slowed
 
 KEYS = tuple(name for name in FIGURES if name != "bursts")
 """What a trace may change of a link."""
@@ -77,16 +78,16 @@ def changes(
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
     no_such_device: Callable[[str], str | None],
-) -> tuple[tuple[Change, ...], list[Problem]]:
+) -> tuple[tuple[Change, ...], list[Diagnostic]]:
     """Read a whole trace; return its changes and what is wrong with them, each problem at key ("trace", index).
 
     ``no_such_device`` says what is wrong with a name, None where it is right.
     """
     found: list[Change] = []
-    problems: list[Problem] = []
+    problems: list[Diagnostic] = []
 
     def wrong(index: int, text: str) -> None:
-        problems.append(Problem(("trace", index), text))
+        problems.append(Diagnostic(("trace", index), text))
 
     own = {device.name: device.speed for device in devices}
     read: dict[int, Change] = {}
@@ -124,10 +125,10 @@ def _unknown(
     return [f"there is no link from '{pair[0]}' to '{pair[1]}'" for pair in change.pairs if pair not in links][:1]
 
 
-def _first(problems: list[Problem]) -> list[Problem]:
+def _first(problems: list[Diagnostic]) -> list[Diagnostic]:
     if len(problems) <= _TOLD:
         return problems
     last = problems[_TOLD - 1]
     key: Key = last.key
     more = f"{last.text}; and {len(problems) - _TOLD} more like these"
-    return [*problems[: _TOLD - 1], Problem(key, more)]
+    return [*problems[: _TOLD - 1], Diagnostic(key, more)]

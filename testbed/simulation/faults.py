@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from testbed.faults import FaultScript, Strike
+from testbed.faults.script import FaultScript, Strike
 from testbed.simulation.world import World
 from testbed.trace.events import Event
 

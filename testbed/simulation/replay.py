@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.replay import TraceScript
+from testbed.faults.replay import TraceScript
 from testbed.simulation.world import World
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from testbed.errors import TestbedError
-from testbed.faults import FaultScript
-from testbed.methods.base import Job, Method, Plan, Problem
-from testbed.replay import TraceScript
-from testbed.scenario.experiment import Experiment
+from testbed.faults.replay import TraceScript
+from testbed.faults.script import FaultScript
+from testbed.methods.base import Job
+from testbed.prepare import Prepared
 from testbed.seeds import derive
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.faults import FaultExecution
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    experiment: Experiment,
-    method: Method,
-    problem: Problem,
-    plan: Plan,
+    prepared: Prepared,
     dataset: Dataset | None,
     on_event: Callable[[Event], None] | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
@@ -44,11 +41,13 @@ def simulate(
     """
     import torch
 
+    experiment, method, problem, plan = prepared.experiment, prepared.method, prepared.problem, prepared.plan
+
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
         lead = device.name == plan.lead
         return method.program(device, Job(problem, plan, dataset if lead else None, weights if lead else None))
 
-    limit = experiment.scenario.time_limit
+    limit = experiment.time_limit
     world = World(
         experiment.devices,
         experiment.links,
@@ -59,7 +58,7 @@ def simulate(
         time_limit=limit,
         on_event=on_event,
     )
-    faults = FaultExecution(world, FaultScript(experiment.scenario.faults))
+    faults = FaultExecution(world, FaultScript(experiment.faults))
     status: Literal["finished", "failed", "timed out"] = "finished"
     error = None
     final = None

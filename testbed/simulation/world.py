@@ -8,11 +8,12 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from testbed.faults.network_state import NetworkState
+from testbed.faults.speeds import Speeds
 from testbed.hardware import DeviceSpec
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair
-from testbed.network.state import NetworkState
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.host import Host
@@ -20,7 +21,6 @@ from testbed.simulation.loop import OWNER, Stillness, TimeLimit, VirtualLoop
 from testbed.simulation.medium import Medium
 from testbed.simulation.shared_channel import SharedChannel
 from testbed.simulation.sharing import Shared, Sharing
-from testbed.speeds import Speeds
 from testbed.trace.events import TESTBED, Event, link_fields
 
 BOOT_SECONDS = 2.0

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 
+from testbed.experiment import Experiment
 from testbed.network.framing import wire_bytes
-from testbed.scenario.experiment import Experiment
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval, clip, total
 

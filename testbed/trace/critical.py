@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from testbed.experiment import Experiment
 from testbed.network.framing import wire_bytes
 from testbed.network.link import Link, Pair
-from testbed.scenario.experiment import Experiment
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval
 

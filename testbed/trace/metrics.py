@@ -10,9 +10,9 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
+from testbed.experiment import Experiment
 from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
-from testbed.scenario.experiment import Experiment
 from testbed.trace.bound import busiest
 from testbed.trace.changes import after, busiest_share, last_change, pace_figures, pauses
 from testbed.trace.critical import CriticalPaths, Lateness
@@ -113,7 +113,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "runtime": outcome.runtime,
         "status": outcome.status,
         "error": outcome.error,
-        "weights": experiment.scenario.workload.model.weights,
+        "weights": experiment.workload.model.weights,
         **_learning(events, steps),
         "duration": end,
         **_pace(steps, end),

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from testbed.experiment import Experiment
 from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
-from testbed.scenario.experiment import Experiment
-from testbed.scenario.schema import LinkPart
+from testbed.network.parts import LinkPart
 from testbed.trace.disturbances import Strike
 from testbed.trace.outcome import Outcome
 
@@ -113,7 +113,7 @@ def _left_out(experiment: Experiment) -> list[Check]:
     parts: list[Link | LinkPart] = [
         # By identity: a mesh of a thousand devices has a million links, but few values.
         *{id(link): link for link in experiment.links.values()}.values(),
-        *(fault.degrade for fault in experiment.scenario.faults if fault.degrade is not None),
+        *(fault.degrade for fault in experiment.faults if fault.degrade is not None),
         *(change.link for change in experiment.changes if change.link is not None),
     ]
     found = [
@@ -141,10 +141,10 @@ def _record(outcome: Outcome, experiment: Experiment, plan: Plan) -> Check:
     silent = sorted({assignment.device for assignment in plan.assignments} - wrote)
     if silent:
         return Check("events", False, f"no events from {', '.join(silent)}")
-    wanted = "step" if experiment.scenario.workload.task == "train" else "request"
+    wanted = "step" if experiment.workload.task == "train" else "request"
     if not any(event.event == wanted for event in outcome.events):
         return Check("events", False, f"no {wanted} was recorded")
-    if not experiment.scenario.faults:
+    if not experiment.faults:
         sent: Counter[Pair] = Counter()
         received: Counter[Pair] = Counter()
         for event in outcome.events:
@@ -159,7 +159,7 @@ def _record(outcome: Outcome, experiment: Experiment, plan: Plan) -> Check:
 
 
 def _faults(experiment: Experiment, struck: Sequence[Strike]) -> list[Check]:
-    wanted = Counter(fault.action for fault in experiment.scenario.faults)
+    wanted = Counter(fault.action for fault in experiment.faults)
     if not wanted and not struck:
         return []
     absent = wanted - Counter(strike.action for strike in struck)
@@ -175,7 +175,7 @@ def _faults(experiment: Experiment, struck: Sequence[Strike]) -> list[Check]:
 def _changes(outcome: Outcome, experiment: Experiment) -> list[Check]:
     """Judge how late changes of the trace and of flapping links took effect."""
     checks = []
-    flaps = [fault.flap for fault in experiment.scenario.faults if fault.flap is not None]
+    flaps = [fault.flap for fault in experiment.faults if fault.flap is not None]
     shortest = min((min(flap.down, flap.up) for flap in flaps), default=math.inf)
     for name, kind, bound in (
         ("trace", "trace", CHANGE_LATENESS),

@@ -13,7 +13,7 @@ from typing import Any
 
 import requests
 
-from controller.agents import Agent
+from controller.lab.agents import Agent
 
 TOKEN = "a-token-of-the-tests"
 HERE = Path(__file__).parent

@@ -12,14 +12,14 @@ import pytest
 from hostload import BUSY, load_by_others
 
 from controller.bench.pacing import loaded
-from controller.emulation import emulate
-from controller.engine import connect
-from controller.removal import DEVICE, RUN
+from controller.lab.engine import connect
+from controller.lab.removal import DEVICE, RUN
+from controller.running.emulation import emulate
 from testbed.data import load as load_data
 from testbed.errors import TestbedError
 from testbed.network.broadcast import heard
-from testbed.scenario.expand import experiments
-from testbed.scenario.prepare import Prepared, prepare
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
@@ -50,11 +50,11 @@ def scenario(name: str, **changes: Any) -> Prepared:
         },
         "time_limit": "90s",
     }
-    return prepare(experiments(Scenario.model_validate(tree | changes))[0])
+    return prepare(trials(Scenario.model_validate(tree | changes))[0])
 
 
 def run(prepared: Prepared, on_stage: Callable[[str], None] = lambda _text: None) -> tuple[Outcome, dict[str, Any]]:
-    data = prepared.experiment.scenario.workload.data
+    data = prepared.trial.scenario.workload.data
     outcome = emulate(prepared, lambda: load_data(data), on_stage=on_stage, accept_links=True)
     return outcome, metrics(outcome, prepared.experiment, prepared.plan)
 
@@ -172,7 +172,7 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
         received[each["device"]].add(each["cast"])
     # Each receiver by draws of its own, which whoever runs this scenario makes alike.
     drawn = {
-        name: {number for number in casts if heard(prepared.experiment.scenario.seed, "source", name, number, 0.3)}
+        name: {number for number in casts if heard(prepared.trial.scenario.seed, "source", name, number, 0.3)}
         for name in received
     }
     assert received["worker1"] == drawn["worker1"]

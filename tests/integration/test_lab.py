@@ -16,15 +16,15 @@ import docker
 import pytest
 import requests
 
-from controller import runstate
-from controller.engine import connect
-from controller.images import Images
-from controller.lab import Lab, container_name
-from controller.removal import RUN
+from controller.lab import runstate
+from controller.lab.engine import connect
+from controller.lab.images import Images
+from controller.lab.lab import Lab, container_name
+from controller.lab.removal import RUN
 from testbed.errors import HostError, InputError, TestbedError
+from testbed.scenario.trial import Trial
 from testbed.hardware import DeviceSpec
-from testbed.scenario.expand import experiments
-from testbed.scenario.experiment import Experiment
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 
 pytestmark = pytest.mark.containers
@@ -41,8 +41,8 @@ def tree(name: str) -> dict[str, Any]:
     }
 
 
-def experiment(name: str) -> Experiment:
-    return experiments(Scenario.model_validate(tree(name)))[0]
+def trial(name: str) -> Trial:
+    return trials(Scenario.model_validate(tree(name)))[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +60,7 @@ def client() -> docker.DockerClient:
 
 @pytest.fixture(scope="module")
 def lab(_own_state: None) -> Iterator[Lab]:
-    lab = Lab.create(experiment("lab-test"))
+    lab = Lab.create(trial("lab-test"))
     yield lab
     lab.down()
 
@@ -200,7 +200,7 @@ def test_an_unknown_device_or_run_is_the_users_mistake(lab: Lab) -> None:
 
 
 def test_two_labs_do_not_meet_and_a_vanished_container_is_a_state(lab: Lab, client: docker.DockerClient) -> None:
-    other = Lab.create(experiment("lab-other"))
+    other = Lab.create(trial("lab-other"))
     try:
         assert not other.subnet.overlaps(lab.subnet)
         client.api.remove_container(container_name(other.run_id, "worker1"), force=True)
@@ -226,7 +226,7 @@ def test_ctrl_c_while_a_lab_is_made_leaves_nothing(client: docker.DockerClient, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Lab.create(experiment("lab-interrupted"), run, progress)
+        Lab.create(trial("lab-interrupted"), run, progress)
     assert left_of(client, run) == []
     assert run not in runstate.runs()
 
@@ -243,7 +243,7 @@ def test_what_no_lab_can_be_is_refused_before_anything_exists(
     client: docker.DockerClient, change: dict[str, Any], message: str
 ) -> None:
     run = Lab.new_run_id("lab-refused")
-    refused = experiments(Scenario.model_validate(tree("lab-refused") | change))[0]
+    refused = trials(Scenario.model_validate(tree("lab-refused") | change))[0]
     with pytest.raises(InputError, match=message):
         Lab.create(refused, run)
     assert left_of(client, run) == []
@@ -262,7 +262,7 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
 
     monkeypatch.setattr(Lab, "_device_settings", broken)
     with pytest.raises(HostError, match="worker2 ended with status 1; the last it said: no power"):
-        Lab.create(experiment("lab-broken"), run)
+        Lab.create(trial("lab-broken"), run)
     assert left_of(client, run) == []
 
 
@@ -272,11 +272,11 @@ CONTROLLER = """
 import json, sys, time
 from controller.lab import Lab
 from controller.reaper import guard
-from testbed.scenario.expand import experiments
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 
 with guard(sys.argv[1], keep=sys.argv[2] == "unguarded"):
-    Lab.create(experiments(Scenario.model_validate(json.loads(sys.argv[3])))[0], sys.argv[1])
+    Lab.create(trials(Scenario.model_validate(json.loads(sys.argv[3])))[0], sys.argv[1])
     time.sleep(600)
 """
 

@@ -17,7 +17,7 @@ import requests
 
 from controller.bench.bare import Network, network
 from controller.bench.flows import flows, tcp_rates, udp_rates
-from controller.links import Shaper
+from controller.lab.links import Shaper
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.errors import HostError, InputError

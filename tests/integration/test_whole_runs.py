@@ -16,8 +16,8 @@ import pytest
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
-from controller.engine import connect
-from controller.removal import RUN
+from controller.lab.engine import connect
+from controller.lab.removal import RUN
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 

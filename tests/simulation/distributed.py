@@ -9,15 +9,16 @@ import torch
 from runs import scenario
 
 from testbed.data.dataset import Dataset
+from testbed.experiment import Experiment
 from testbed.methods import METHODS
 from testbed.methods.base import Plan, Problem
+from testbed.methods.distributed.partition.flow import Flow
+from testbed.methods.distributed.partition.plan import DistributedPlan
 from testbed.methods.distributed.planner import flow_of
 from testbed.methods.parts.answers import Answers
 from testbed.models.chain import Model
-from testbed.partition.distributed.flow import Flow
-from testbed.partition.distributed.plan import DistributedPlan
-from testbed.scenario.expand import experiments
-from testbed.scenario.experiment import Experiment
+from testbed.prepare import Prepared
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
@@ -49,7 +50,7 @@ def distributed(workers: int = 2, method: Mapping = {}, workload: Mapping = {}, 
 
 def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torch.Tensor] | None = None) -> Inference:
     """Run; ``model`` takes the place of the scenario's, with random images of its size."""
-    (experiment,) = experiments(spec)
+    (trial,) = trials(spec)
     workload = spec.workload
     method = METHODS["distributed"]
     if model is None:
@@ -58,7 +59,7 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
         problem, data = problem_of(spec)
     else:
         options = method.Options.model_validate(workload.method.options())
-        problem = Problem(model, experiment.devices, experiment.links, workload, options, spec.seed)
+        problem = Problem(model, trial.experiment.devices, trial.experiment.links, workload, options, spec.seed)
         data = noise(model, workload.requests * workload.batch_size)
     plan = method.plan(problem)
     outputs: list[torch.Tensor] = []
@@ -69,7 +70,7 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
         add(answers, index, output)
 
     with patch.object(Answers, "add", seen):
-        outcome = simulate(experiment, method, problem, plan, data, weights=weights)
+        outcome = simulate(Prepared(trial, method, problem, plan), data, weights=weights)
     whole = problem.model.build(0, len(problem.model.units), problem.seed).eval()
     if weights is not None:
         whole.load_state_dict(weights)
@@ -78,7 +79,7 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
     found = torch.cat(outputs) if outputs else torch.empty(0)
     error = float((found - wanted).abs().max() / wanted.abs().max()) if found.shape == wanted.shape else float("nan")
     flow = flow_of(problem, DistributedPlan.model_validate(plan.details["distributed"]))
-    return Inference(outcome, experiment, plan, flow, found, error, whole.state_dict())
+    return Inference(outcome, trial.experiment, plan, flow, found, error, whole.state_dict())
 
 
 def noise(model: Model, samples: int) -> Dataset:

@@ -9,7 +9,8 @@ from testbed.data import load
 from testbed.methods import METHODS
 from testbed.methods.base import Plan, Problem
 from testbed.models import create
-from testbed.scenario.expand import experiments
+from testbed.prepare import Prepared
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
@@ -48,20 +49,20 @@ _load = cache(load)
 
 def problem_of(scenario: Scenario) -> tuple[Problem, object]:
     """Return the problem of a scenario and its data."""
-    (experiment,) = experiments(scenario)
+    (trial,) = trials(scenario)
     workload = scenario.workload
     data = _load(workload.data)
     model = create(workload.model.name, workload.model.options(), data.shape, data.classes)
     options = METHODS[workload.method.name].Options.model_validate(workload.method.options())
-    return Problem(model, experiment.devices, experiment.links, workload, options, scenario.seed), data
+    return Problem(model, trial.experiment.devices, trial.experiment.links, workload, options, scenario.seed), data
 
 
 def run(scenario: Scenario, plan: Plan | None = None, weights=None) -> Outcome:
     """Plan, unless a plan is given, and simulate."""
-    (experiment,) = experiments(scenario)
+    (trial,) = trials(scenario)
     problem, data = problem_of(scenario)
     method = METHODS[scenario.workload.method.name]
-    return simulate(experiment, method, problem, plan or method.plan(problem), data, weights=weights)
+    return simulate(Prepared(trial, method, problem, plan or method.plan(problem)), data, weights=weights)
 
 
 def events(outcome: Outcome, *names: str):

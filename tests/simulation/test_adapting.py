@@ -10,7 +10,7 @@ from testbed.methods.parts import costs
 from testbed.methods.parts.arranging import pipeline_over
 from testbed.methods.parts.keeper import Keeper
 from testbed.methods.parts.replicas import Replicas
-from testbed.scenario.expand import experiments
+from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 
 METHOD = {
@@ -83,9 +83,9 @@ def test_a_repartition_loses_no_batch_and_moves_but_the_missing_units():
 
 def test_the_busiest_stage_hardly_ever_rests():
     planned = adapting(devices=UNEQUAL, steps=60)
-    (experiment,) = experiments(planned)
+    (trial,) = trials(planned)
     plan = METHODS["ftpipehd"].plan(problem_of(planned)[0])
-    figures = metrics(run(planned), experiment, plan)
+    figures = metrics(run(planned), trial.experiment, plan)
     pipeline = slowed(planned, 1, 4, 4)
     assert figures["busiest_share"] >= 0.95
     assert figures["step_time_after"] == pytest.approx(pipeline.batch_time(pipeline.least_bottleneck()), rel=0.02)

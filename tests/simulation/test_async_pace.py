@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 from delayed import stretches
-from runs import experiments, of, problem_of, run, scenario
+from runs import of, problem_of, run, scenario, trials
 
 from testbed.methods import METHODS
 from testbed.methods.parts.arranging import pipeline_over
@@ -37,14 +37,14 @@ def measured(name, rate="100mbit", devices=UNEQUAL, kill=None, steps=60):
     )
     outcome = run(spec)
     assert outcome.status == "finished", outcome.error
-    (experiment,) = experiments(spec)
+    (trial,) = trials(spec)
     problem, _ = problem_of(spec)
     partition = stretches(outcome)[-1][2]
     names = [device for device, _, _ in partition]
     speeds = [problem.device(name).speed for name in names]
     pipeline = pipeline_over(problem, names, capacities=[speeds[0] / speed for speed in speeds])
     cuts = (0, *(last for _, _, last in partition))
-    return outcome, metrics(outcome, experiment, METHODS[name].plan(problem)), pipeline, cuts
+    return outcome, metrics(outcome, trial.experiment, METHODS[name].plan(problem)), pipeline, cuts
 
 
 @pytest.mark.parametrize("rate", ["100mbit", "20mbit"])

@@ -6,8 +6,8 @@ import pytest
 from distributed import CNN, FC, distributed, infer
 from runs import events
 
+from testbed.methods.distributed.partition.traffic import transfers
 from testbed.models import create
-from testbed.partition.distributed.traffic import transfers
 from testbed.partition.pipeline import ENVELOPE
 
 SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")

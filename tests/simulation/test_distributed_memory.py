@@ -5,9 +5,9 @@ from collections import defaultdict
 import pytest
 from distributed import CNN, Inference, distributed, infer
 
+from testbed.methods.distributed.partition.resources import parameters
 from testbed.models.chain import chain
 from testbed.models.layers import Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Reorganise
-from testbed.partition.distributed.resources import parameters
 from testbed.trace.metrics import metrics
 
 

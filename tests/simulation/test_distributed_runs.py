@@ -9,11 +9,11 @@ from runs import events, of
 
 from testbed.errors import InputError, TestbedError
 from testbed.methods.distributed.ledger import Ledger
+from testbed.methods.distributed.partition.resources import parameters
+from testbed.methods.distributed.partition.timing import overlapped, phases
+from testbed.methods.distributed.partition.traffic import elements, transfers
 from testbed.methods.distributed.weights import cut, draw
 from testbed.models import create
-from testbed.partition.distributed.resources import parameters
-from testbed.partition.distributed.timing import overlapped, phases
-from testbed.partition.distributed.traffic import elements, transfers
 from testbed.trace.intervals import total
 from testbed.trace.metrics import metrics
 

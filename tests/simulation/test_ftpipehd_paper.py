@@ -13,10 +13,10 @@ from testbed.data import load as load_data
 from testbed.errors import InputError
 from testbed.methods.parts.arranging import pipeline_over
 from testbed.partition.asynchronous import Asynchronous, capacities, divisible_limit
-from testbed.scenario.expand import experiments
-from testbed.scenario.experiment import Experiment
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import Prepared, prepare
+from testbed.scenario.trial import Trial
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 
@@ -27,16 +27,16 @@ SLOWER = ("devices.centre.speed=10mflops", "devices.fast.speed=10mflops", "devic
 OURS = "{name: ftpipehd, profile_runs: 1, repartition_first: 3, chain_every: 5, global_every: 10}"
 
 
-def reduced(name: str, *overrides: str) -> list[Experiment]:
-    return experiments(load(FOLDER / f"{name}.yaml", overrides))
+def reduced(name: str, *overrides: str) -> list[Trial]:
+    return trials(load(FOLDER / f"{name}.yaml", overrides))
 
 
-def run(experiment: Experiment, weights: Any = None) -> tuple[Prepared, dict[str, Any], Any]:
-    ready = prepare(experiment)
-    dataset = load_data(experiment.scenario.workload.data)
-    outcome = simulate(experiment, ready.method, ready.problem, ready.plan, dataset, weights=weights)
+def run(trial: Trial, weights: Any = None) -> tuple[Prepared, dict[str, Any], Any]:
+    ready = prepare(trial)
+    dataset = load_data(trial.scenario.workload.data)
+    outcome = simulate(ready, dataset, weights=weights)
     assert outcome.status == "finished", outcome.error
-    return ready, metrics(outcome, experiment, ready.plan), outcome.weights
+    return ready, metrics(outcome, trial.experiment, ready.plan), outcome.weights
 
 
 def known(ready: Prepared, *names: str) -> Asynchronous:
@@ -62,7 +62,7 @@ def test_figure_5_nears_the_ratio_that_the_units_permit() -> None:
     assert found["busiest_share"] >= 0.95
     assert found["repartitions"] == 1
     # In the paper PipeDream is slower than the fast device alone, and FTPipeHD faster.
-    fast, slow = (prepare(experiment).plan.step_time for experiment in others[:2])
+    fast, slow = (prepare(trial).plan.step_time for trial in others[:2])
     assert found["step_time_after"] < fast < other["step_time"] < slow
 
 
@@ -91,7 +91,7 @@ def test_figure_6_goes_on_as_fast_as_the_devices_that_are_left_can() -> None:
 
 def test_figure_4_aggregation_changes_the_weights_and_nothing_else() -> None:
     found = {}
-    for experiment in reduced(
+    for trial in reduced(
         "ftpipehd-figure-4",
         *SMALL,
         "devices.device.speed=20mflops",
@@ -101,14 +101,14 @@ def test_figure_4_aggregation_changes_the_weights_and_nothing_else() -> None:
         "workload.method.profile_runs=1",
         "repetitions=1",
     ):
-        _, figures, _ = run(experiment)
-        found[experiment.scenario.workload.method.options()["aggregate"]] = figures
+        _, figures, _ = run(trial)
+        found[trial.scenario.workload.method.options()["aggregate"]] = figures
     assert found[0]["loss"] != found[1]["loss"]
     assert [len(figures["series"]["evaluations"]) for figures in found.values()] == [2, 2]
 
 
-def stages(experiment: Experiment) -> Iterator[tuple[float, float]]:
-    ready = prepare(experiment)
+def stages(trial: Trial) -> Iterator[tuple[float, float]]:
+    ready = prepare(trial)
     pipeline = known(ready, *(device.name for device in ready.problem.devices))
     cuts = (0, *(part.last for part in ready.plan.assignments))
     for stage, ends in enumerate(pairwise(cuts)):
@@ -119,11 +119,11 @@ def test_figure_8_learns_on_where_no_device_could_alone() -> None:
     begin = reduced("ftpipehd-pretrained", "workload.data.test=96", "workload.epochs=", "workload.steps=20")[0]
     _, before, weights = run(begin)
     small = ("workload.data.test=96", "workload.epochs=", "workload.steps=8")
-    (experiment,) = reduced("ftpipehd-figure-8", *small, "workload.method.profile_runs=1")
-    assert all(need <= there for need, there in stages(experiment))
+    (trial,) = reduced("ftpipehd-figure-8", *small, "workload.method.profile_runs=1")
+    assert all(need <= there for need, there in stages(trial))
     with pytest.raises(InputError, match=r"of memory, its part of the model needs"):
         prepare(reduced("ftpipehd-figure-8", *small, "workload.method={name: single}")[0])
-    ready, figures, _ = run(experiment, weights)
+    ready, figures, _ = run(trial, weights)
     assert ready.pretraining is not None
-    assert ready.pretraining.experiment.scenario.name == "ftpipehd-pretrained"
+    assert ready.pretraining.trial.scenario.name == "ftpipehd-pretrained"
     assert figures["accuracy"] >= before["accuracy"] - 0.05

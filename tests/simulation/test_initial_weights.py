@@ -10,10 +10,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from controller.cli.main import testbed as command_line
-from controller.inputs import InitialWeights
-from testbed.scenario.expand import experiments
+from controller.running.inputs import InitialWeights
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import Prepared, prepare
 
 FIRST = """\
 name: first
@@ -38,7 +38,7 @@ def run(file: Path, *options: str) -> Path:
 
 def begun(text: str, file: Path) -> list[Prepared]:
     file.write_text(text)
-    return [prepare(each) for each in experiments(load(file))]
+    return [prepare(each) for each in trials(load(file))]
 
 
 def test_a_run_begins_with_what_the_scenario_leaves(tmp_path):

@@ -10,11 +10,11 @@ from PIL import Image
 from rich.console import Console
 from runs import of, problem_of, run, scenario
 
-from controller import results
 from controller.report.boxes import draw, pictures
 from controller.report.html import render
 from controller.report.terminal import show
-from testbed.scenario.expand import experiments
+from controller.results import results
+from testbed.scenario.expand import trials
 
 WORK = {
     "task": "infer",
@@ -65,13 +65,13 @@ def test_every_method_finds_what_the_plain_model_finds(method):
 
 def test_results_hold_boxes_and_pictures_and_say_which_weights(tmp_path):
     chosen = spec()
-    (experiment,) = experiments(chosen)
+    (trial,) = trials(chosen)
     problem, data = problem_of(chosen)
     outcome = run(chosen, weights=weights_that_see_dogs(problem))
     from testbed.methods import METHODS
 
     plan = METHODS["single"].plan(problem)
-    place = results.write(tmp_path / "run", experiment, plan, outcome, pictures=pictures(outcome.events, data))
+    place = results.write(tmp_path / "run", trial, plan, outcome, pictures=pictures(outcome.events, data))
     finished = results.load(place)
     boxes = json.loads((place / "boxes.json").read_text())
     assert [len(answer["boxes"]) for answer in boxes] == [len(event["boxes"]) for event in of(outcome, "objects")]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from testbed.methods.base import Method
-from testbed.scenario.expand import experiments
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import prepare
 from testbed.simulation import simulate
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -24,8 +24,8 @@ def block(language: str) -> str:
 def test_the_scenario_is_one(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(block("yaml"))
-    (experiment,) = experiments(load(path))
-    assert prepare(experiment).plan.method == "pipeline"
+    (trial,) = trials(load(path))
+    assert prepare(trial).plan.method == "pipeline"
 
 
 def test_the_method_runs(tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_the_method_runs(tmp_path: Path) -> None:
     ring: Method = names["Ring"]()
     path = tmp_path / "mine.yaml"
     path.write_text(block("yaml").split("faults:")[0])
-    prepared = prepare(experiments(load(path))[0])
-    outcome = simulate(prepared.experiment, ring, prepared.problem, ring.plan(prepared.problem), None)
+    prepared = prepare(trials(load(path))[0])
+    outcome = simulate(Prepared(prepared.trial, ring, prepared.problem, ring.plan(prepared.problem)), None)
     assert outcome.status == "finished"
     holders = [event.device for event in outcome.events if event.event == "compute"]
     assert sorted(holders) == ["source", "worker1", "worker2", "worker3"]

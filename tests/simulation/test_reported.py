@@ -7,24 +7,24 @@ from collections import Counter
 
 import pytest
 
-from controller import results
-from controller.comparison import compare
+from controller.results import results
+from controller.results.comparison import compare
 from testbed.data import load as load_data
-from testbed.scenario.expand import experiments
+from testbed.prepare import data_folder, prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import data_folder, prepare
 from testbed.simulation import simulate
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> results.Run:
     overrides = ["workload.epochs=2", "faults.0.when.batch=20"]
-    prepared = prepare(experiments(load("quickstart", overrides))[0])
-    scenario = prepared.experiment.scenario
+    prepared = prepare(trials(load("quickstart", overrides))[0])
+    scenario = prepared.trial.scenario
     dataset = load_data(scenario.workload.data, data_folder(scenario))
-    outcome = simulate(prepared.experiment, prepared.method, prepared.problem, prepared.plan, dataset)
+    outcome = simulate(prepared, dataset)
     folder = tmp_path_factory.mktemp("results") / "quickstart"
-    return results.load(results.write(folder, prepared.experiment, prepared.plan, outcome))
+    return results.load(results.write(folder, prepared.trial, prepared.plan, outcome))
 
 
 def test_the_figures_of_a_pipeline_that_lost_a_stage(run: results.Run) -> None:
@@ -50,7 +50,7 @@ def test_almost_every_reception_has_its_arrow_in_the_trace(run: results.Run) -> 
 
 
 def test_the_resolved_scenario_plans_and_runs_the_same(run: results.Run) -> None:
-    again = prepare(experiments(load(run.path / "scenario.yaml"))[0])
+    again = prepare(trials(load(run.path / "scenario.yaml"))[0])
     assert again.plan == run.plan
     assert again.experiment.links == run.experiment.links
     assert again.experiment.devices == run.experiment.devices

@@ -8,7 +8,8 @@ from runs import problem_of, run, scenario
 
 from testbed.device import Cost, Device, Span
 from testbed.methods.base import Job, Method, Options, Plan
-from testbed.scenario.expand import experiments
+from testbed.prepare import Prepared
+from testbed.scenario.expand import trials
 from testbed.simulation import simulate
 from testbed.wire import Message
 
@@ -38,10 +39,10 @@ class Program(Method):
 
 def outcome_of(function, **keys):
     written = scenario(workers=1, **keys)
-    (experiment,) = experiments(written)
+    (trial,) = trials(written)
     problem, data = problem_of(written)
     method = Program(function)
-    return simulate(experiment, method, problem, method.plan(problem), data)
+    return simulate(Prepared(trial, method, problem, method.plan(problem)), data)
 
 
 def lines(outcome):
@@ -59,13 +60,13 @@ def test_two_runs_with_faults_are_identical_to_the_byte():
 
 def test_events_are_in_the_order_of_time_and_seen_live():
     written = scenario()
-    (experiment,) = experiments(written)
+    (trial,) = trials(written)
     problem, data = problem_of(written)
     from testbed.methods import METHODS
 
     seen = []
     method = METHODS["pipeline"]
-    outcome = simulate(experiment, method, problem, method.plan(problem), data, on_event=seen.append)
+    outcome = simulate(Prepared(trial, method, problem, method.plan(problem)), data, on_event=seen.append)
     assert seen == outcome.events
     times = [event.time for event in seen]
     assert times == sorted(times)

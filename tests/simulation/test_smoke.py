@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from testbed.data import load as load_data
-from testbed.scenario.expand import experiments
+from testbed.prepare import data_folder, prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.expect import evaluate
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import data_folder, prepare
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 
@@ -19,13 +19,13 @@ FOLDER = Path(__file__).parents[2] / "scenarios" / "smoke"
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
 def test_smoke_scenario(file):
-    for experiment in experiments(load(file)):
-        scenario = experiment.scenario
+    for trial in trials(load(file)):
+        scenario = trial.scenario
         assert scenario.expect, "a smoke scenario says what it expects"
-        ready = prepare(experiment)
+        ready = prepare(trial)
         dataset = load_data(scenario.workload.data, data_folder(scenario))
-        outcome = simulate(experiment, ready.method, ready.problem, ready.plan, dataset)
+        outcome = simulate(ready, dataset)
         assert outcome.status == "finished", outcome.error
-        figures = metrics(outcome, experiment, ready.plan)
+        figures = metrics(outcome, trial.experiment, ready.plan)
         assert [result for result in evaluate(scenario.expect, figures) if not result.holds] == []
         assert figures["duration"] < 20, "it has to be over within 30 s on containers, setting up included"

@@ -5,13 +5,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from controller import results
-from controller.reproduction import Row, reproduce
+from controller.results import results
+from controller.results.reproduction import Row, reproduce
 from testbed.data import load as load_data
-from testbed.scenario.expand import experiments
-from testbed.scenario.experiment import Experiment
+from testbed.prepare import data_folder, prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import data_folder, prepare
+from testbed.scenario.trial import Trial
 from testbed.simulation import simulate
 
 ORDER = ("FUSE2", "FUSE1", "FUSE3", "LOP", "FUSE4")
@@ -24,17 +24,17 @@ def reproduced(
     """Run the points of a scenario, or those among them, once on the virtual clock; return its table by names."""
     scenario = load(f"papers/{name}", ["repetitions=1", *overrides])
     data = load_data(scenario.workload.data, data_folder(scenario))
-    chosen = [experiment for experiment in experiments(scenario) if among(experiment.point)]
+    chosen = [trial for trial in trials(scenario) if among(trial.point)]
     runs = [results.load(run(folder / str(number), each, data)) for number, each in enumerate(chosen)]
     assert scenario.paper is not None
     return {row.name: row for row in reproduce(scenario.paper, runs)}
 
 
-def run(place: Path, experiment: Experiment, data: Any) -> Path:
-    ready = prepare(experiment)
-    outcome = simulate(experiment, ready.method, ready.problem, ready.plan, data)
+def run(place: Path, trial: Trial, data: Any) -> Path:
+    ready = prepare(trial)
+    outcome = simulate(ready, data)
     assert outcome.status == "finished", outcome.error
-    return results.write(place, experiment, ready.plan, outcome)
+    return results.write(place, trial, ready.plan, outcome)
 
 
 def test_the_worked_example_of_stahl_et_al_is_exact(tmp_path: Path) -> None:
@@ -58,9 +58,7 @@ def test_run_times_on_one_channel_rank_as_communication_does(tmp_path: Path) -> 
 
 
 def test_communication_of_yolov2_is_that_of_table_2() -> None:
-    plans = [
-        prepare(each).plan for each in experiments(load("papers/stahl-table-2")) if not each.point["network.cells"]
-    ]
+    plans = [prepare(each).plan for each in trials(load("papers/stahl-table-2")) if not each.point["network.cells"]]
     printed, needed = (
         [round(plan.details["figures"][name] / 2**20, 1) for plan in plans]
         for name in ("communication_as_printed_bytes", "communication_bytes")

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from testbed.faults import FaultScript
+from testbed.faults.parts import FaultPart
+from testbed.faults.replay import TraceScript
+from testbed.faults.script import FaultScript
 from testbed.hardware import DeviceSpec
 from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
-from testbed.replay import TraceScript
-from testbed.scenario.schema import FaultPart
 from testbed.scenario.trace import parse
 from testbed.simulation.faults import FaultExecution
 from testbed.simulation.replay import Replay

@@ -6,7 +6,7 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from testbed.partition.distributed.network import Layer, Network
+from testbed.methods.distributed.partition.network import Layer, Network
 
 
 def fully_connected(name: str, sizes: Sequence[int], channelwise: int = 1) -> Network:

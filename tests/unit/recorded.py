@@ -6,9 +6,9 @@ from typing import Any
 
 from testbed.methods.base import Assignment, Plan
 from testbed.network.link import Link
-from testbed.scenario.expand import experiments
-from testbed.scenario.experiment import Experiment
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+from testbed.scenario.trial import Trial
 from testbed.trace.events import Event
 from testbed.trace.outcome import LinkMeasurement, Outcome
 
@@ -29,8 +29,8 @@ SCENARIO: dict[str, Any] = {
 }
 
 
-def experiment(**changes: Any) -> Experiment:
-    return experiments(Scenario.model_validate(SCENARIO | changes))[0]
+def trial(**changes: Any) -> Trial:
+    return trials(Scenario.model_validate(SCENARIO | changes))[0]
 
 
 def plan() -> Plan:

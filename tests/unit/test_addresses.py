@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.addresses import DEFAULT_RANGE, device_addresses, free_subnets, host_routes, prefix_for
+from controller.lab.addresses import DEFAULT_RANGE, device_addresses, free_subnets, host_routes, prefix_for
 from testbed.errors import HostError, InputError
 
 

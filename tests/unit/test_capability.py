@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from controller import capability
+from controller.lab import capability
 from controller.shaping.capability import Capability
 from testbed.errors import InputError
-from testbed.scenario.expand import experiments
-from testbed.scenario.experiment import Experiment
+from testbed.experiment import Experiment
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 
 FOUND = Capability("userspace", 2e9, 1e-4, 1.2e-4, 40e-6, 45)
@@ -28,7 +28,7 @@ def asking(rate: str | None) -> Experiment:
         "network": {"link": link},
         "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
     }
-    return experiments(Scenario.model_validate(scenario))[0]
+    return trials(Scenario.model_validate(scenario))[0].experiment
 
 
 def test_a_host_that_was_not_measured_refuses_nothing() -> None:

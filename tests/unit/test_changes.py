@@ -10,7 +10,7 @@ from testbed.trace.metrics import metrics
 
 
 def figures(events: list[Event], faulty: bool = False) -> dict[str, Any]:
-    experiment = recorded.experiment(**({} if faulty else {"faults": ()}))
+    experiment = recorded.trial(**({} if faulty else {"faults": ()})).experiment
     return metrics(recorded.outcome(events=sorted(events, key=lambda event: event.time)), experiment, recorded.plan())
 
 

@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner, Result
 
-from controller import runstate
 from controller.cli import link as command
-from controller.faults import Conditions
-from controller.lab import Lab
+from controller.lab import runstate
+from controller.lab.lab import Lab
+from controller.running.faults import Conditions
 from testbed.errors import InputError, TestbedError
+from testbed.faults.parts import FaultPart
 from testbed.network.link import GilbertElliott, Link, Pair
-from testbed.scenario.schema import FaultPart
 from testbed.trace.outcome import LinkMeasurement
 
 

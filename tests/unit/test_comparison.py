@@ -11,18 +11,18 @@ import pytest
 import recorded
 from click.testing import CliRunner
 
-from controller import results
 from controller.cli.report import compare as compare_command
 from controller.cli.report import report as report_command
-from controller.comparison import compare
 from controller.report.comparison import render
+from controller.results import results
+from controller.results.comparison import compare
 from testbed.errors import InputError
 from testbed.trace.events import Event
 
 
 def written(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> results.Run:
-    experiment = recorded.experiment(**(scenario or {}))
-    return results.load(results.write(folder, experiment, recorded.plan(), recorded.outcome(**changes)))
+    trial = recorded.trial(**(scenario or {}))
+    return results.load(results.write(folder, trial, recorded.plan(), recorded.outcome(**changes)))
 
 
 def slower(events: list[Event], factor: float) -> list[Event]:
@@ -60,7 +60,7 @@ def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
         "the scenarios differ in network.link.rate: 8mbit | 9mbit",
     ]
     swept = [
-        replace(run, experiment=replace(run.experiment, point={"network.link.rate": "x"}, repetition=index))
+        replace(run, trial=replace(run.trial, point={"network.link.rate": "x"}, repetition=index))
         for index, run in enumerate(runs)
     ]
     assert compare(swept)["warnings"] == []

@@ -9,14 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from controller.agents import AgentGone
-from controller.faults import HALTED, Changed, Conditions, flapping, inflict, undo
-from controller.lab import Lab
+from controller.lab.agents import AgentGone
+from controller.lab.lab import Lab
+from controller.running.faults import HALTED, Changed, Conditions, flapping, inflict, undo
 from testbed.errors import HostError, InputError
+from testbed.faults.parts import FaultPart, ThrottlePart
+from testbed.faults.replay import Change
 from testbed.network.link import Link, Pair
-from testbed.replay import Change
-from testbed.scenario.expand import experiments
-from testbed.scenario.schema import FaultPart, LinkPart, Scenario, ThrottlePart
+from testbed.network.parts import LinkPart
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
 
 
 class RememberedAgent:
@@ -48,7 +50,7 @@ class RememberedLab:
             "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
         }
         self.run_id = "run-1"
-        self.experiment = experiments(Scenario.model_validate(scenario))[0]
+        self.experiment = trials(Scenario.model_validate(scenario))[0].experiment
         self.agents = {name: RememberedAgent() for name in "abc"}
         self.devices = {name: SimpleNamespace(state="running") for name in "abc"}
         self.shaped: dict[Pair, Link] = dict(self.experiment.links)

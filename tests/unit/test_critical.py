@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from testbed.experiment import Experiment
 from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
-from testbed.scenario.expand import experiments
-from testbed.scenario.experiment import Experiment
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.critical import CriticalPaths, Lateness
 from testbed.trace.events import TESTBED, Event, link_fields
@@ -26,7 +26,7 @@ def experiment(**devices: Any) -> Experiment:
         "network": {"link": {"rate": "1mbit", "delay": "10ms"}},
         "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
     }
-    return experiments(Scenario.model_validate(scenario))[0]
+    return trials(Scenario.model_validate(scenario))[0].experiment
 
 
 def compute(device: str, start: float, end: float, late: float = 0.0) -> Event:

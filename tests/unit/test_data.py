@@ -23,7 +23,7 @@ from testbed.data.catalog import Remote
 from testbed.data.fetch import fetch
 from testbed.data.split import balanced, dirichlet, holdout, iid
 from testbed.errors import HostError, InputError
-from testbed.scenario.schema import DataPart
+from testbed.workload import DataPart
 
 LABELS = np.repeat(np.arange(5), [40, 30, 20, 7, 3])
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
-from testbed.partition.distributed import choice, integer_program
-from testbed.partition.distributed.communication import Crew, Reuse, total
-from testbed.partition.distributed.network import Layer, Network
-from testbed.partition.distributed.plan import Scheme
+from testbed.methods.distributed.partition import choice, integer_program
+from testbed.methods.distributed.partition.communication import Crew, Reuse, total
+from testbed.methods.distributed.partition.network import Layer, Network
+from testbed.methods.distributed.partition.plan import Scheme
 
 MIB = 2**20
 YOLO = yolov2()

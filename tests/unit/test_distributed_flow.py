@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.numerics import Part, tile
+from testbed.methods.distributed.partition.describe import network_of
+from testbed.methods.distributed.partition.drafts import Wish, draft
+from testbed.methods.distributed.partition.execution import Execution
+from testbed.methods.distributed.partition.pieces import NOTHING, both, common, size, without
+from testbed.methods.distributed.partition.plan import Range
+from testbed.methods.distributed.partition.shares import divide
+from testbed.methods.distributed.partition.slices import Slice
+from testbed.methods.distributed.partition.tiles import tile as tiled
+from testbed.methods.distributed.partition.traffic import elements, of_tiles, transfers
 from testbed.models.chain import chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d
-from testbed.partition.distributed.describe import network_of
-from testbed.partition.distributed.drafts import Wish, draft
-from testbed.partition.distributed.execution import Execution
-from testbed.partition.distributed.pieces import NOTHING, both, common, size, without
-from testbed.partition.distributed.plan import Range
-from testbed.partition.distributed.shares import divide
-from testbed.partition.distributed.slices import Slice
-from testbed.partition.distributed.tiles import tile as tiled
-from testbed.partition.distributed.traffic import elements, of_tiles, transfers
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 SCHEMES = st.sampled_from(["lop", "lip", "fuse", "optimal", "sequential", "single"])

@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
+from testbed.methods.distributed.partition.communication import Crew, total
+from testbed.methods.distributed.partition.describe import network_of
+from testbed.methods.distributed.partition.drafts import NAMES, Name, Wish
+from testbed.methods.distributed.partition.execution import Execution
+from testbed.methods.distributed.partition.figures import compare
+from testbed.methods.distributed.partition.flow import Flow, flow
+from testbed.methods.distributed.partition.memory import activations, memory
+from testbed.methods.distributed.partition.network import IMAGE, Network, Place
+from testbed.methods.distributed.partition.plan import DistributedPlan
+from testbed.methods.distributed.partition.planning import enough_devices, plan
+from testbed.methods.distributed.partition.resources import longest_path, multiplications, parameters, weights
+from testbed.methods.distributed.partition.traffic import Transfer, elements, of_tiles, transfers
 from testbed.models import create
 from testbed.models.chain import chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual
 from testbed.network.framing import wire_bytes
-from testbed.partition.distributed.communication import Crew, total
-from testbed.partition.distributed.describe import network_of
-from testbed.partition.distributed.drafts import NAMES, Name, Wish
-from testbed.partition.distributed.execution import Execution
-from testbed.partition.distributed.figures import compare
-from testbed.partition.distributed.flow import Flow, flow
-from testbed.partition.distributed.memory import activations, memory
-from testbed.partition.distributed.network import IMAGE, Network, Place
-from testbed.partition.distributed.plan import DistributedPlan
-from testbed.partition.distributed.planning import enough_devices, plan
-from testbed.partition.distributed.resources import longest_path, multiplications, parameters, weights
-from testbed.partition.distributed.traffic import Transfer, elements, of_tiles, transfers
 
 YOLO = yolov2()
 HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16

@@ -13,18 +13,18 @@ from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Plan, Problem
 from testbed.methods.distributed.options import DistributedOptions
+from testbed.methods.distributed.partition.drafts import Wish
+from testbed.methods.distributed.partition.execution import Execution
+from testbed.methods.distributed.partition.flow import flow
+from testbed.methods.distributed.partition.plan import DistributedPlan
+from testbed.methods.distributed.partition.planning import plan as planned
+from testbed.methods.distributed.partition.timing import interval, overlapped, phases
 from testbed.methods.distributed.planner import alternatives, over, plan
 from testbed.models import create
 from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
-from testbed.partition.distributed.drafts import Wish
-from testbed.partition.distributed.execution import Execution
-from testbed.partition.distributed.flow import flow
-from testbed.partition.distributed.plan import DistributedPlan
-from testbed.partition.distributed.planning import plan as planned
-from testbed.partition.distributed.timing import interval, overlapped, phases
 from testbed.partition.pipeline import ENVELOPE
-from testbed.scenario.schema import WorkloadPart
+from testbed.workload import WorkloadPart
 
 
 def problem(options: dict[str, Any] | None = None, memory: float = 1e9, count: int = 3, mesh: bool = True) -> Problem:

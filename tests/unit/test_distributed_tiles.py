@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from testbed.errors import InputError
-from testbed.models import create
-from testbed.partition.distributed.describe import network_of
-from testbed.partition.distributed.early import check_early, early_layers
-from testbed.partition.distributed.network import Layer, Network
-from testbed.partition.distributed.plan import Region
-from testbed.partition.distributed.tiles import (
+from testbed.methods.distributed.partition.describe import network_of
+from testbed.methods.distributed.partition.early import check_early, early_layers
+from testbed.methods.distributed.partition.network import Layer, Network
+from testbed.methods.distributed.partition.plan import Region
+from testbed.methods.distributed.partition.tiles import (
     best_tiling,
     multiplications,
     padding,
     redundant_multiplications,
     tile,
 )
+from testbed.models import create
 
 YOLO = yolov2()
 

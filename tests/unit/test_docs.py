@@ -13,9 +13,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from controller.cli.main import COMMANDS
-from testbed.scenario.expand import experiments
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import prepare
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -48,7 +48,7 @@ def test_the_example_with_nearly_everything_is_a_scenario(tmp_path):
     (example,) = [block for block in blocks if "name: everything" in block]
     file = tmp_path / "everything.yaml"
     file.write_text(example)
-    prepare(experiments(load(file))[0])
+    prepare(trials(load(file))[0])
 
 
 def test_links_between_pages_lead_somewhere():

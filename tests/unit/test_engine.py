@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from controller import engine
+from controller.lab import engine
 from testbed.errors import HostError
 
 

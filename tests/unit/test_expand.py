@@ -7,7 +7,7 @@ from testbed.hardware import PROFILES
 from testbed.network.link import Link
 from testbed.network.presets import PRESETS
 from testbed.network.topology import directed_pairs
-from testbed.scenario.expand import experiments
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate
 from testbed.scenario.source import Source
 
@@ -20,7 +20,7 @@ BASE = {
 
 
 def expand(**parts):
-    return experiments(validate({**BASE, **parts}, Source("small.yaml")))
+    return trials(validate({**BASE, **parts}, Source("small.yaml")))
 
 
 def refusal(**parts) -> str:
@@ -30,13 +30,13 @@ def refusal(**parts) -> str:
 
 
 def test_devices_with_a_count_are_numbered_from_one():
-    (experiment,) = expand(devices={"source": {}, "worker": {"count": 2}, "single": {"count": 1}})
-    assert [device.name for device in experiment.devices] == ["source", "worker1", "worker2", "single1"]
+    (trial,) = expand(devices={"source": {}, "worker": {"count": 2}, "single": {"count": 1}})
+    assert [device.name for device in trial.experiment.devices] == ["source", "worker1", "worker2", "single1"]
 
 
 def test_profile_and_overrides_make_a_device():
-    (experiment,) = expand(devices={"a": {"profile": "raspberry-pi-3b", "memory": "512MiB", "cpus": 0.5}})
-    (device,) = experiment.devices
+    (trial,) = expand(devices={"a": {"profile": "raspberry-pi-3b", "memory": "512MiB", "cpus": 0.5}})
+    (device,) = trial.experiment.devices
     assert device.speed == PROFILES["raspberry-pi-3b"].speed
     assert device.memory == 512 * 2**20
     assert device.cpus == 0.5
@@ -67,7 +67,7 @@ def test_topologies():
 
 
 def test_links_take_the_default_then_each_override_in_order():
-    (experiment,) = expand(
+    (trial,) = expand(
         network={
             "link": {"rate": "50mbit", "delay": "5ms", "loss": "1%"},
             "links": [
@@ -76,7 +76,7 @@ def test_links_take_the_default_then_each_override_in_order():
             ],
         }
     )
-    links = experiment.links
+    links = trial.experiment.links
     assert len(links) == 12
     assert links["source", "worker1"] == Link(50e6, 0.005, loss=0.01)
     assert links["worker2", "worker1"] == Link(50e6, 0.007, loss=0.01)
@@ -84,26 +84,26 @@ def test_links_take_the_default_then_each_override_in_order():
 
 
 def test_presets_are_up_towards_the_first_device_and_down_from_it():
-    (experiment,) = expand(network={"link": {"preset": "4g", "delay": "20ms"}})
-    assert experiment.links["worker1", "source"] == Link(10e6, 0.02)
-    assert experiment.links["source", "worker1"] == Link(25e6, 0.02)
-    assert experiment.links["worker1", "worker2"] == Link(10e6, 0.02)
+    (trial,) = expand(network={"link": {"preset": "4g", "delay": "20ms"}})
+    assert trial.experiment.links["worker1", "source"] == Link(10e6, 0.02)
+    assert trial.experiment.links["source", "worker1"] == Link(25e6, 0.02)
+    assert trial.experiment.links["worker1", "worker2"] == Link(10e6, 0.02)
 
 
 def test_keys_beside_a_preset_win():
-    (experiment,) = expand(network={"link": {"preset": "lan", "rate": "3mbit"}})
-    assert experiment.links["source", "worker1"] == Link(3e6, PRESETS["lan"].delay)
+    (trial,) = expand(network={"link": {"preset": "lan", "rate": "3mbit"}})
+    assert trial.experiment.links["source", "worker1"] == Link(3e6, PRESETS["lan"].delay)
 
 
 def test_explicit_links_only_and_the_way_back_with_the_default():
-    (experiment,) = expand(
+    (trial,) = expand(
         network={
             "topology": "explicit",
             "link": {"rate": "9mbit"},
             "links": [{"from": "source", "to": "worker1", "rate": "1mbit"}],
         }
     )
-    assert experiment.links == {("source", "worker1"): Link(1e6), ("worker1", "source"): Link(9e6)}
+    assert trial.experiment.links == {("source", "worker1"): Link(1e6), ("worker1", "source"): Link(9e6)}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_sweep_takes_all_combinations_and_repeats_each():
     assert len(runs) == 12
     assert runs[0].point == {"network.link.rate": "10mbit", "workload.batch_size": 1}
     assert [run.repetition for run in runs[:2]] == [0, 1]
-    assert runs[-1].links["source", "worker1"].rate == 20e6
+    assert runs[-1].experiment.links["source", "worker1"].rate == 20e6
     assert runs[-1].scenario.workload.batch_size == 3
     assert all(run.scenario.sweep == {} and run.scenario.repetitions == 1 for run in runs)
     seeds = {(run.repetition, run.scenario.seed) for run in runs}

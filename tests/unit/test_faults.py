@@ -2,11 +2,12 @@
 
 import pytest
 
-from testbed.faults import FaultScript, devices_named, problems, target
+from testbed.faults.checks import Setting, devices_named, problems
+from testbed.faults.parts import FaultPart
+from testbed.faults.script import FaultScript, target
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
-from testbed.scenario.experiment import Experiment
-from testbed.scenario.schema import FaultPart, Scenario
+from testbed.scenario.schema import Scenario
 
 
 def faults(*parts):
@@ -108,7 +109,7 @@ def test_targets_in_words():
     assert devices_named(parts[0]) == [(("degrade", "between", 0), "a"), (("degrade", "between", 1), "b")]
 
 
-def experiment(*parts):
+def script(*parts):
     scenario = Scenario.model_validate(
         {
             "name": "x",
@@ -119,7 +120,8 @@ def experiment(*parts):
         }
     )
     links = {("a", "b"): Link(), ("b", "a"): Link(), ("a", "c"): Link(), ("c", "a"): Link()}
-    return Experiment(scenario, tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc"), links, {})
+    devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
+    return scenario.faults, Setting(devices, links, time_limit=60)
 
 
 def spans(device):
@@ -145,20 +147,20 @@ def spans(device):
     ],
 )
 def test_faults_that_cannot_be(part, key, text):
-    (problem,) = problems(experiment(part), spans, batches=5)
+    (problem,) = problems(*script(part), spans, batches=5)
     assert ".".join(map(str, problem.key)) == f"faults.0.{key}"
     assert text in problem.text
 
 
 def test_possible_faults_have_no_problems():
-    fine = experiment(
+    fine = script(
         {"kill": "a", "when": {"device": "a", "begins": "forward", "batch": 4}, "for": "1s"},
         {"partition": [["a"]], "after": "1s"},
         {"heal": "all", "at": "3s"},
         {"kill": "b", "when": {"device": "a", "event": "step", "batch": 1}},
         {"restart": "b", "after": "1s"},
     )
-    assert problems(fine, spans, batches=5) == []
+    assert problems(*fine, spans, batches=5) == []
 
 
 def play(script, until, late=0.0):
@@ -233,8 +235,8 @@ def test_impossible_faults_of_links_and_speeds(part, key, said):
     )
     devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
     link = Link(rate=1e6, delay=0.005)
-    experiment = Experiment(scenario, devices, {("a", "b"): link, ("b", "a"): link}, {})
-    (problem,) = problems(experiment, lambda _: ())
+    links = {("a", "b"): link, ("b", "a"): link}
+    (problem,) = problems(scenario.faults, Setting(devices, links), lambda _: ())
     assert problem.key == ("faults", 0, *key)
     assert said in problem.text
 

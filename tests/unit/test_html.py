@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import recorded
 
-from controller import results
 from controller.report import html
 from controller.report.charts import Line, line_chart, thin, ticks
 from controller.report.timeline import MOST_BARS, timeline
+from controller.results import results
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 
@@ -21,9 +21,9 @@ EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 
 
 def run(**changes: Any) -> results.Run:
-    experiment, plan, outcome = recorded.experiment(), recorded.plan(), recorded.outcome(**changes)
-    facts = results.manifest(experiment, outcome, "testbed run recorded.yaml")
-    return results.Run(Path("somewhere"), experiment, plan, outcome, facts, metrics(outcome, experiment, plan))
+    trial, plan, outcome = recorded.trial(), recorded.plan(), recorded.outcome(**changes)
+    facts = results.manifest(trial, outcome, "testbed run recorded.yaml")
+    return results.Run(Path("somewhere"), trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan))
 
 
 class _Tags(HTMLParser):
@@ -90,8 +90,8 @@ def test_what_users_write_is_escaped_everywhere() -> None:
         for event in recorded.events()
     ]
     one = run(events=events, status="failed", error=EVIL)
-    experiment = recorded.experiment(description=EVIL, expect={})
-    one = replace(one, experiment=replace(experiment, point={EVIL: EVIL}), manifest={**one.manifest, "command": EVIL})
+    trial = recorded.trial(description=EVIL, expect={})
+    one = replace(one, trial=replace(trial, point={EVIL: EVIL}), manifest={**one.manifest, "command": EVIL})
     reader = parsed(html.render(one))
     assert reader.tags.count("script") == 3
     assert "img" not in reader.tags

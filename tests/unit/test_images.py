@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from controller import images
+from controller.lab import images
 from testbed.errors import HostError
 
 

@@ -30,11 +30,11 @@ def test_unknown_method_is_named_with_those_there_are():
 def test_planning_imports_no_torch():
     program = """
 import sys
-from testbed.scenario.expand import experiments
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import prepare
-for experiment in experiments(load("scenarios/quickstart.yaml")):
-    assert prepare(experiment).plan.assignments
+from testbed.prepare import prepare
+for trial in trials(load("scenarios/quickstart.yaml")):
+    assert prepare(trial).plan.assignments
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

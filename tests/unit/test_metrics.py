@@ -15,12 +15,12 @@ from testbed.trace.outcome import LinkMeasurement
 
 
 def figures(**changes: Any) -> dict[str, Any]:
-    return metrics(recorded.outcome(**changes), recorded.experiment(), recorded.plan())
+    return metrics(recorded.outcome(**changes), recorded.trial().experiment, recorded.plan())
 
 
 def calm(**changes: Any) -> dict[str, Any]:
     outcome = recorded.outcome(**({"events": recorded.events(faulty=False)} | changes))
-    return metrics(outcome, recorded.experiment(faults=()), recorded.plan())
+    return metrics(outcome, recorded.trial(faults=()).experiment, recorded.plan())
 
 
 def test_learning_and_pace_of_the_recorded_run() -> None:
@@ -269,7 +269,7 @@ def test_late_changes_of_traces_and_flaps() -> None:
 
     def verdict(*changes: Event) -> dict[str, Any]:
         events = sorted([*recorded.events(faulty=False), *changes], key=lambda event: event.time)
-        found = metrics(recorded.outcome(events=events), recorded.experiment(faults=[flap]), recorded.plan())
+        found = metrics(recorded.outcome(events=events), recorded.trial(faults=[flap]).experiment, recorded.plan())
         return {check["name"]: check for check in found["verdict"]["checks"]}
 
     def flapped(time: float, phase: str, intended: float) -> Event:
@@ -292,7 +292,7 @@ def test_late_changes_of_traces_and_flaps() -> None:
 def test_a_simulation_says_what_of_the_links_it_leaves_out() -> None:
     network = {"link": {"rate": "8mbit", "delay": "10ms", "limit": 40, "duplicate": "1%"}}
     outcome = recorded.outcome(runtime="simulate", links=[], fidelity={})
-    found = metrics(outcome, recorded.experiment(network=network), recorded.plan())["verdict"]
+    found = metrics(outcome, recorded.trial(network=network).experiment, recorded.plan())["verdict"]
     assert found["summary"].endswith("not in the model: queue limits and packets that arrive twice")
     assert found["kind"] == "prediction"
     assert "model" not in {

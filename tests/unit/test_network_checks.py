@@ -13,9 +13,9 @@ from testbed.network.cell import Cell, cell_of
 from testbed.network.checks import problems
 from testbed.network.link import GilbertElliott, Link
 from testbed.network.overlay import overlay
-from testbed.scenario.expand import experiments
+from testbed.network.parts import LinkPart
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, validate
-from testbed.scenario.schema import LinkPart
 from testbed.scenario.source import Source
 
 BASE = {
@@ -27,8 +27,8 @@ BURSTS = GilbertElliott(0.01, 0.3)
 
 
 def expand(**parts):
-    (experiment,) = experiments(validate({**BASE, **parts}, Source("small.yaml")))
-    return experiment
+    (trial,) = trials(validate({**BASE, **parts}, Source("small.yaml")))
+    return trial.experiment
 
 
 def refusal(**parts) -> str:
@@ -175,7 +175,7 @@ def test_refusal_names_file_and_line(tmp_path):
         "workload: {model: {name: mlp}, method: {name: single}, steps: 1}\n"
     )
     with pytest.raises(InputError, match=r"bad\.yaml:6: network\.link\.jitter: "):
-        experiments(load(file))
+        trials(load(file))
 
 
 def test_cells_take_groups_and_default_to_everybody():

@@ -4,9 +4,10 @@ from itertools import permutations
 
 import pytest
 
+from testbed.faults.network_state import NetworkState
+from testbed.faults.parts import DegradePart, FlapPart
 from testbed.network.link import Link
-from testbed.network.state import NetworkState
-from testbed.scenario.schema import DegradePart, FlapPart, LinkPart
+from testbed.network.parts import LinkPart
 
 BASE = Link(rate=50e6, delay=0.005, loss=0.0)
 MESH = NetworkState(dict.fromkeys(permutations("abcd", 2), BASE), first="a")

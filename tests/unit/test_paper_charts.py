@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import recorded
 
-from controller import reproduction, results
 from controller.report.charts import WIDTH, Bars, Line, bar_chart, line_chart
 from controller.report.comparison import curve
 from controller.report.paper import draw, render
+from controller.results import reproduction, results
 from testbed.errors import InputError
-from testbed.scenario.expand import experiments
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperPart, Scenario
 
@@ -47,9 +47,9 @@ def made(folder: Path) -> list[results.Run]:
     """Write runs of both schedules, twice each."""
     runs = []
     for schedule, repetition, time in (("gpipe", 0, 1.0), ("gpipe", 1, 3.0), ("1f1b", 0, 1.0), ("1f1b", 1, 1.0)):
-        experiment = replace(recorded.experiment(), point={SCHEDULE: schedule}, repetition=repetition)
-        path = folder / results.run_name(experiment)
-        run = results.load(results.write(path, experiment, recorded.plan(), recorded.outcome(), command="x"))
+        trial = replace(recorded.trial(), point={SCHEDULE: schedule}, repetition=repetition)
+        path = folder / results.run_name(trial)
+        run = results.load(results.write(path, trial, recorded.plan(), recorded.outcome(), command="x"))
         runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
     return runs
 
@@ -170,7 +170,7 @@ def test_a_chart_without_any_run_says_so(tmp_path: Path) -> None:
 def test_charts_that_cannot_come_out_are_refused_before_anything_runs(chart: dict[str, Any], told: str) -> None:
     paper = {"source": "x", "rows": ROWS, "charts": [chart]}
     with pytest.raises(InputError, match=told):
-        experiments(Scenario.model_validate(recorded.SCENARIO | {"sweep": SWEEP, "paper": paper}))
+        trials(Scenario.model_validate(recorded.SCENARIO | {"sweep": SWEEP, "paper": paper}))
 
 
 def test_a_range_has_to_rise() -> None:
@@ -200,7 +200,7 @@ def test_a_legend_stays_within_the_chart(count: int) -> None:
 
 def test_the_scenarios_of_papers_name_rows_and_points_that_are_there() -> None:
     for path in sorted((Path(__file__).parents[2] / "scenarios" / "papers").glob("*.yaml")):
-        assert experiments(load(path)), path
+        assert trials(load(path)), path
 
 
 @pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "scenarios" / "papers").glob("*-figure-*.yaml")))

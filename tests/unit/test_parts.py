@@ -13,7 +13,7 @@ from testbed.methods.parts.outbox import transfer_time
 from testbed.methods.parts.score import Score
 from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
-from testbed.scenario.schema import WorkloadPart
+from testbed.workload import WorkloadPart
 
 
 def test_checkpoint_is_complete_with_its_last_unit():

@@ -10,9 +10,9 @@ from typing import Any
 import recorded
 from rich.console import Console
 
-from controller import results
 from controller.report import html, phases, terminal
 from controller.report.timeline import fault_windows, interesting
+from controller.results import results
 from testbed.trace.metrics import metrics
 
 RECOVERY = {"struck": 1.0, "detected": 3.0, "resumed": 3.75, "step": 7, "missing": ["b"], "seconds": 2.75}
@@ -30,7 +30,7 @@ VERSIONS = {"device": "b", "stage": 1, "step": 9, "in_use": 1, "kept": 3, "allow
 
 def told(folder: Path, **tables: Any) -> results.Run:
     """Return the recorded run, with these tables and figures in its metrics."""
-    path = results.write(folder / "run", recorded.experiment(), recorded.plan(), recorded.outcome(), command="x")
+    path = results.write(folder / "run", recorded.trial(), recorded.plan(), recorded.outcome(), command="x")
     run = results.load(path)
     return replace(run, metrics=metrics(run.outcome, run.experiment, run.plan) | tables)
 

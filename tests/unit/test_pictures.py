@@ -10,7 +10,7 @@ from testbed.data import describe, load
 from testbed.data.packing import pack, unpack
 from testbed.data.pictures import Frame, frame, letterbox, read
 from testbed.errors import InputError
-from testbed.scenario.schema import DataPart
+from testbed.workload import DataPart
 
 
 def test_photos_come_with_scikit_learn() -> None:

@@ -8,7 +8,7 @@ from testbed.methods.parts.placement import place
 from testbed.methods.parts.replicas import BEGINNING, Lineage, Point
 from testbed.models import create
 from testbed.partition.redistribution import Partition
-from testbed.scenario.schema import OptimizerPart
+from testbed.workload import OptimizerPart
 
 OLD = Partition(("a", "b", "c"), (0, 2, 4, 6))
 NEW = Partition(("a", "c"), (0, 3, 6))

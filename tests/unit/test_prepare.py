@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from testbed.errors import InputError
-from testbed.scenario.expand import experiments
+from testbed.prepare import batches, data_folder, prepare
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.prepare import batches, data_folder, prepare
 
 GOOD = """\
 name: small
@@ -48,7 +48,7 @@ def file(tmp_path, monkeypatch):
 
 def prepared(file: Path, text: str = GOOD):
     file.write_text(text)
-    return prepare(experiments(load(file))[0])
+    return prepare(trials(load(file))[0])
 
 
 def refusal(file: Path, text: str) -> list[str]:
@@ -178,7 +178,7 @@ def test_tells_independent_problems_together(file):
 def test_a_swept_value_that_does_not_fit_names_the_sweep(file):
     text = GOOD + "sweep:\n  workload.method.micro_batches: [4, 0]\n"
     file.write_text(text)
-    runs = experiments(load(file))
+    runs = trials(load(file))
     prepare(runs[0])
     with pytest.raises(InputError, match=r"small\.yaml:25 \(sweep: 0\): workload\.method\.micro_batches: '0' must be"):
         prepare(runs[1])
@@ -187,24 +187,24 @@ def test_a_swept_value_that_does_not_fit_names_the_sweep(file):
 def test_counts_batches_without_reading_the_data(file):
     from testbed.data import load as load_data
 
-    experiment = prepared(file).experiment
-    part = experiment.scenario.workload.data
-    assert batches(experiment.scenario) == 2 * (len(load_data(part).train_labels) // 64)
+    scenario = prepared(file).scenario
+    part = scenario.workload.data
+    assert batches(scenario) == 2 * (len(load_data(part).train_labels) // 64)
 
 
 def test_data_lies_beside_the_scenario_or_where_fetch_puts_it(file):
-    assert data_folder(prepared(file).experiment.scenario) == Path("data/digits")
+    assert data_folder(prepared(file).trial.scenario) == Path("data/digits")
     Path("sub").mkdir()
     other = Path("sub/small.yaml")
     text = GOOD.replace("name: digits", "name: digits, folder: ../images")
-    assert data_folder(prepared(other, text).experiment.scenario) == Path("sub/../images")
+    assert data_folder(prepared(other, text).trial.scenario) == Path("sub/../images")
 
 
 def test_imports_no_torch(file):
     file.write_text(GOOD)
     code = (
-        "import sys; from testbed.scenario.expand import experiments; from testbed.scenario.loading import load; "
-        "from testbed.scenario.prepare import prepare; prepare(experiments(load('small.yaml'))[0]); "
+        "import sys; from testbed.scenario.expand import trials; from testbed.scenario.loading import load; "
+        "from testbed.prepare import prepare; prepare(trials(load('small.yaml'))[0]); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -260,7 +260,7 @@ def test_weights_of_a_scenario_are_prepared_with_what_begins_with_them(file):
     Path("first.yaml").write_text(GOOD.replace("name: small", "name: first"))
     first = prepared(file, WEIGHTS).pretraining
     assert first is not None
-    assert first.experiment.scenario.name == "first"
+    assert first.trial.scenario.name == "first"
     assert prepared(file).pretraining is None
 
 

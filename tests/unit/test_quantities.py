@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.scenario import quantities as q
+from testbed import quantities as q
 
 KINDS = {
     "rate": (q.parse_rate, q.format_rate, q.RATE_UNITS),

@@ -11,10 +11,10 @@ import pytest
 import recorded
 from click.testing import CliRunner
 
-from controller import reproduction, results
 from controller.cli.main import testbed as command_line
+from controller.results import reproduction, results
 from testbed.errors import InputError
-from testbed.scenario.expand import experiments
+from testbed.scenario.expand import trials
 from testbed.scenario.schema import PaperPart, Scenario
 
 SWEEP = {"workload.method.schedule": ["gpipe", "1f1b"]}
@@ -24,12 +24,8 @@ def made(folder: Path, times: dict[tuple[str, int], float]) -> list[results.Run]
     """Write runs whose step times are set: of each schedule and repetition."""
     runs = []
     for (schedule, repetition), time in times.items():
-        experiment = replace(
-            recorded.experiment(), point={"workload.method": {"schedule": schedule}}, repetition=repetition
-        )
-        path = results.write(
-            folder / results.run_name(experiment), experiment, recorded.plan(), recorded.outcome(), command="x"
-        )
+        trial = replace(recorded.trial(), point={"workload.method": {"schedule": schedule}}, repetition=repetition)
+        path = results.write(folder / results.run_name(trial), trial, recorded.plan(), recorded.outcome(), command="x")
         run = results.load(path)
         runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
     return runs
@@ -76,17 +72,17 @@ def test_rows_that_cannot_come_out_are_refused_before_anything_runs(row: dict[st
         recorded.SCENARIO | {"sweep": SWEEP, "paper": {"source": "x", "rows": [{"name": "row", **row}]}}
     )
     with pytest.raises(InputError, match=told):
-        experiments(scenario)
+        trials(scenario)
 
 
 def test_further_points_stand_beside_the_sweep() -> None:
     extra = {"workload.method": {"name": "single"}}
     both = Scenario.model_validate(recorded.SCENARIO | {"sweep": SWEEP, "points": [extra]})
-    assert [each.point for each in experiments(both)][2:] == [extra]
-    assert [each.point for each in experiments(both.model_copy(update={"sweep": {}}))] == [extra]
-    assert experiments(both)[2].scenario.workload.method.name == "single"
+    assert [each.point for each in trials(both)][2:] == [extra]
+    assert [each.point for each in trials(both.model_copy(update={"sweep": {}}))] == [extra]
+    assert trials(both)[2].scenario.workload.method.name == "single"
     with pytest.raises(InputError, match="sets no key"):
-        experiments(both.model_copy(update={"points": ({},)}))
+        trials(both.model_copy(update={"points": ({},)}))
 
 
 def test_a_table_comes_out_of_the_command_and_decides_its_status(tmp_path: Path) -> None:

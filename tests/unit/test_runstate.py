@@ -2,7 +2,7 @@ import stat
 
 import pytest
 
-from controller import runstate
+from controller.lab import runstate
 from testbed.errors import InputError
 
 

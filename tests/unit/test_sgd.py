@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from testbed.methods.parts.sgd import Sgd
-from testbed.scenario.schema import OptimizerPart
+from testbed.workload import OptimizerPart
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -32,7 +32,7 @@ def test_equals_torch_to_the_bit(momentum: float, weight_decay: float) -> None:
 def test_a_shard_imports_neither_torchs_compiler_nor_sympy() -> None:
     code = (
         "import sys; from testbed.models import create; from testbed.methods.parts.shard import Shard;"
-        "from testbed.scenario.schema import OptimizerPart; import torch;"
+        "from testbed.workload import OptimizerPart; import torch;"
         "shard = Shard(create('mlp', {}, (1, 8, 8), 10), 0, 2, 1, OptimizerPart(momentum=0.9));"
         "outputs = shard.forward('k', torch.zeros(2, 1, 8, 8));"
         "shard.backward('k', torch.ones_like(outputs)); shard.update();"

@@ -10,8 +10,8 @@ from testbed.methods.parts.shard import Shard, restrict, unit_of, weights_of
 from testbed.models import create
 from testbed.models.chain import chain
 from testbed.models.layers import Dropout, Flatten, Linear, ReLU
-from testbed.scenario.schema import OptimizerPart
 from testbed.schedule import SCHEDULES, orders, play
+from testbed.workload import OptimizerPart
 
 SGD = OptimizerPart(learning_rate=0.1, momentum=0.9, weight_decay=0.01)
 SMALL = {

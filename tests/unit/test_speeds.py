@@ -2,9 +2,9 @@
 
 import pytest
 
+from testbed.faults.parts import ThrottlePart
+from testbed.faults.speeds import Speeds
 from testbed.hardware import DeviceSpec
-from testbed.scenario.schema import ThrottlePart
-from testbed.speeds import Speeds
 
 OWN = Speeds.of([DeviceSpec("a", 1e9, 1e9), DeviceSpec("b", 2e9, 1e9)])
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import recorded
 
-from controller import results
-from controller.summary import interval, summarize
+from controller.results import results
+from controller.results.summary import interval, summarize
 
 
 def test_interval_after_student() -> None:
@@ -25,8 +25,8 @@ def test_interval_after_student() -> None:
 def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None:
     for rate in ("8mbit", "16mbit"):
         for repetition in range(2):
-            experiment = replace(recorded.experiment(), point={"network.link.rate": rate}, repetition=repetition)
-            results.write(tmp_path / results.run_name(experiment), experiment, recorded.plan(), recorded.outcome())
+            trial = replace(recorded.trial(), point={"network.link.rate": rate}, repetition=repetition)
+            results.write(tmp_path / results.run_name(trial), trial, recorded.plan(), recorded.outcome())
     summary = summarize(tmp_path)
     assert [point["point"] for point in summary["points"]] == [
         {"network.link.rate": "8mbit"},

@@ -8,18 +8,18 @@ import pytest
 import recorded
 from rich.console import Console
 
-from controller import results
-from controller.live import LiveProgress
 from controller.report import terminal
 from controller.report.grouping import group_links
-from controller.summary import summary_of
+from controller.results import results
+from controller.results.summary import summary_of
+from controller.running.live import LiveProgress
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 
 
 def run(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> results.Run:
-    experiment = recorded.experiment(**(scenario or {}))
-    return results.load(results.write(folder / "run", experiment, recorded.plan(), recorded.outcome(**changes)))
+    trial = recorded.trial(**(scenario or {}))
+    return results.load(results.write(folder / "run", trial, recorded.plan(), recorded.outcome(**changes)))
 
 
 def printed(shown: results.Run, width: int) -> str:
@@ -70,7 +70,7 @@ def test_brackets_of_a_partition_are_not_taken_for_markup(tmp_path: Path) -> Non
 
 
 def test_alike_links_stand_together_and_a_bad_one_alone() -> None:
-    found = metrics(recorded.outcome(), recorded.experiment(), recorded.plan())["links"]
+    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())["links"]
     assert [(group.name, group.count) for group in group_links(found)] == [("a ↔ b", 2)]
     found[1]["problem"] = "too slow"
     assert [(group.name, group.problem) for group in group_links(found)] == [("b → a", "too slow"), ("a → b", None)]

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
+from testbed.faults.network_state import NetworkState
+from testbed.faults.replay import Change, TraceScript
+from testbed.faults.speeds import Speeds
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
-from testbed.network.state import NetworkState
-from testbed.replay import Change, TraceScript
-from testbed.scenario.expand import experiments
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, validate
 from testbed.scenario.source import Source
 from testbed.scenario.trace import KEYS, parse
-from testbed.speeds import Speeds
 
 SCENARIO = """
 name: traced
@@ -37,7 +37,7 @@ def written(tmp_path, trace: str):
 
 def refusal(tmp_path, trace: str) -> str:
     with pytest.raises(InputError) as caught:
-        experiments(written(tmp_path, trace))
+        trials(written(tmp_path, trace))
     return str(caught.value).replace(str(tmp_path), "")
 
 
@@ -88,22 +88,25 @@ def test_file_with_comments_and_a_header(tmp_path):
         tmp_path, "# measured in a car\ntime,what,value\n\n1,link a->b rate,1mbit\n2,device b slowdown,2\n"
     )
     assert scenario.trace == ("1,link a->b rate,1mbit", "2,device b slowdown,2")
-    (experiment,) = experiments(scenario)
-    assert [change.time for change in experiment.changes] == [1, 2]
+    (trial,) = trials(scenario)
+    assert [change.time for change in trial.experiment.changes] == [1, 2]
 
 
 def test_resolved_scenario_needs_no_file(tmp_path):
     scenario = written(tmp_path, "1,link a->b rate,1mbit\n")
     dumped = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
-    assert experiments(validate(dumped, Source("elsewhere.yaml")))[0].changes == experiments(scenario)[0].changes
+    assert (
+        trials(validate(dumped, Source("elsewhere.yaml")))[0].experiment.changes
+        == trials(scenario)[0].experiment.changes
+    )
 
 
 def test_sweep_over_traces(tmp_path):
     (tmp_path / "slow.csv").write_text("1,link a->b rate,1mbit\n")
     scenario = written(tmp_path, "0,device a slowdown,2\n")
     tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True) | {"sweep": {"trace": ["slow.csv", []]}}
-    runs = experiments(validate(tree, scenario.source))
-    assert [[change.what for change in run.changes] for run in runs] == [["link a->b rate"], []]
+    runs = trials(validate(tree, scenario.source))
+    assert [[change.what for change in run.experiment.changes] for run in runs] == [["link a->b rate"], []]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_trace_that_is_no_trace():
 
 
 def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
-    from testbed.faults import problems
+    from testbed.faults.checks import Setting, problems
 
     tree = {
         "name": "x",
@@ -164,8 +167,9 @@ def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
         "trace": ["5,link b->a delay,2ms"],
         "faults": [{"degrade": {"between": ["a", "b"], "jitter": "10ms"}, "at": "1s"}],
     }
-    (experiment,) = experiments(validate(tree, Source("x.yaml")))
-    (problem,) = problems(experiment, lambda _: ())
+    scenario = validate(tree, Source("x.yaml"))
+    found = trials(scenario)[0].experiment
+    (problem,) = problems(scenario.faults, Setting(found.devices, found.links, found.changes), lambda _: ())
     assert problem.key == ("faults", 0, "degrade", "jitter")
     assert "a jitter of 10ms is above the delay of 2ms" in problem.text
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from controller.verification import LinksError, check, nearest_rate, table
+from controller.running.verification import LinksError, check, nearest_rate, table
 from testbed.network.link import Link
 from testbed.trace.outcome import LinkMeasurement
 

@@ -9,6 +9,7 @@ from testbed.methods.base import Alternative, Assignment, Job, Method, Plan, Pro
 from testbed.methods.distributed import weights as slicing
 from testbed.methods.distributed.member import SPAN, Member
 from testbed.methods.distributed.options import DistributedOptions
+from testbed.methods.distributed.partition.plan import DistributedPlan
 from testbed.methods.distributed.planner import alternatives, distributed, flow_of, options_of, over, plan
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.lead import Temper
@@ -17,7 +18,6 @@ from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.server import Server
 from testbed.methods.parts.shard import State
 from testbed.methods.parts.worker import Worker
-from testbed.partition.distributed.plan import DistributedPlan
 from testbed.wire import Message
 
 

@@ -16,16 +16,16 @@ from testbed.device import Cost, Device, Span
 from testbed.methods.base import Problem
 from testbed.methods.distributed import weights as slicing
 from testbed.methods.distributed.ledger import Ledger
+from testbed.methods.distributed.partition.flow import Flow
+from testbed.methods.distributed.partition.network import IMAGE
+from testbed.methods.distributed.partition.plan import Range
+from testbed.methods.distributed.partition.resources import parameters
+from testbed.methods.distributed.partition.roles import Role, pixels
+from testbed.methods.distributed.partition.slices import slices
 from testbed.methods.distributed.store import Block, Store
 from testbed.methods.parts import messages
 from testbed.methods.parts.shard import State
 from testbed.methods.parts.worker import Worker
-from testbed.partition.distributed.flow import Flow
-from testbed.partition.distributed.network import IMAGE
-from testbed.partition.distributed.plan import Range
-from testbed.partition.distributed.resources import parameters
-from testbed.partition.distributed.roles import Role, pixels
-from testbed.partition.distributed.slices import slices
 from testbed.wire import Message
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Member:
     async def _tile(self, request: int, number: int, inputs: torch.Tensor) -> None:
         """Compute the early layers of one tile."""
         from testbed.methods.distributed import numerics
-        from testbed.partition.distributed.tiles import multiplications
+        from testbed.methods.distributed.partition.tiles import multiplications
 
         count, tile = self._flow.tiled, self._tiles[number]
         layers = self._flow.network.layers[:count]

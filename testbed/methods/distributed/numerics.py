@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional
 
 from testbed.methods.distributed.ledger import Ledger
+from testbed.methods.distributed.partition.network import Layer
+from testbed.methods.distributed.partition.plan import Range, Tile
+from testbed.methods.distributed.partition.slices import Slice
+from testbed.methods.distributed.partition.tiles import padding
 from testbed.methods.distributed.weights import NORMALISATION
 from testbed.models.chain import Model, shapes
 from testbed.models.layers import AveragePool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d
-from testbed.partition.distributed.network import Layer
-from testbed.partition.distributed.plan import Range, Tile
-from testbed.partition.distributed.slices import Slice
-from testbed.partition.distributed.tiles import padding
 
 Weights = Mapping[str, torch.Tensor]
 

@@ -7,10 +7,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from testbed.methods.base import Options
-from testbed.partition.distributed.communication import Reuse
-from testbed.partition.distributed.drafts import Name
-from testbed.partition.distributed.execution import Exchange, Execution
-from testbed.scenario.quantities import Duration
+from testbed.methods.distributed.partition.communication import Reuse
+from testbed.methods.distributed.partition.drafts import Name
+from testbed.methods.distributed.partition.execution import Exchange, Execution
+from testbed.quantities import Duration
 
 
 class DistributedOptions(Options):

@@ -10,20 +10,20 @@ from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Alternative, Assignment, Plan, Problem
 from testbed.methods.distributed.options import DistributedOptions
+from testbed.methods.distributed.partition.choice import pairs_of
+from testbed.methods.distributed.partition.describe import network_of
+from testbed.methods.distributed.partition.drafts import Draft, Wish
+from testbed.methods.distributed.partition.execution import Execution
+from testbed.methods.distributed.partition.figures import Figures, compare, figures, formula
+from testbed.methods.distributed.partition.flow import Flow, flow
+from testbed.methods.distributed.partition.memory import memory
+from testbed.methods.distributed.partition.network import Network
+from testbed.methods.distributed.partition.plan import DistributedPlan
+from testbed.methods.distributed.partition.planning import plan as planned
+from testbed.methods.distributed.partition.resources import multiplications, parameters
+from testbed.methods.distributed.partition.timing import interval, phases
+from testbed.methods.distributed.partition.traffic import transfers
 from testbed.models.chain import BYTES_PER_VALUE
-from testbed.partition.distributed.choice import pairs_of
-from testbed.partition.distributed.describe import network_of
-from testbed.partition.distributed.drafts import Draft, Wish
-from testbed.partition.distributed.execution import Execution
-from testbed.partition.distributed.figures import Figures, compare, figures, formula
-from testbed.partition.distributed.flow import Flow, flow
-from testbed.partition.distributed.memory import memory
-from testbed.partition.distributed.network import Network
-from testbed.partition.distributed.plan import DistributedPlan
-from testbed.partition.distributed.planning import plan as planned
-from testbed.partition.distributed.resources import multiplications, parameters
-from testbed.partition.distributed.timing import interval, phases
-from testbed.partition.distributed.traffic import transfers
 
 
 def plan(method: str, problem: Problem) -> Plan:

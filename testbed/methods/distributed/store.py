@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from testbed.methods.distributed.ledger import Ledger
+from testbed.methods.distributed.partition.flow import Origin
+from testbed.methods.distributed.partition.pieces import common
+from testbed.methods.distributed.partition.plan import Range, Region
 from testbed.models.chain import Shape
-from testbed.partition.distributed.flow import Origin
-from testbed.partition.distributed.pieces import common
-from testbed.partition.distributed.plan import Range, Region
 
 if TYPE_CHECKING:
     import torch

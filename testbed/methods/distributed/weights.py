@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from testbed.methods.distributed.partition.flow import Flow
+from testbed.methods.distributed.partition.network import Layer
+from testbed.methods.distributed.partition.plan import Range
+from testbed.methods.distributed.partition.slices import Slice, slices
 from testbed.models.chain import Model, shapes
 from testbed.models.layers import BatchNorm2d, Conv2d, Linear, bound
-from testbed.partition.distributed.flow import Flow
-from testbed.partition.distributed.network import Layer
-from testbed.partition.distributed.plan import Range
-from testbed.partition.distributed.slices import Slice, slices
 from testbed.seeds import derive
 
 if TYPE_CHECKING:

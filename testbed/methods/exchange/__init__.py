@@ -6,7 +6,7 @@ from testbed.device import Device
 from testbed.errors import InputError
 from testbed.methods.base import Assignment, Job, Method, Options, Plan, Problem
 from testbed.models.chain import BYTES_PER_VALUE
-from testbed.scenario.quantities import Size
+from testbed.quantities import Size
 from testbed.wire import Message
 
 DEFAULT_REQUESTS = 50

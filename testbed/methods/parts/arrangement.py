@@ -11,7 +11,7 @@ from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Assignment, Options, Problem
 from testbed.partition import Chain, Cuts
-from testbed.scenario.quantities import Duration
+from testbed.quantities import Duration
 
 
 class StagesOptions(Options):

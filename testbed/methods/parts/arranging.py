@@ -17,7 +17,7 @@ from testbed.partition.asynchronous import Asynchronous, Profile, divisible_limi
 from testbed.partition.asynchronous import capacities as of_speeds
 from testbed.partition.cuts import even
 from testbed.partition.redistribution import Partition, take_over
-from testbed.scenario.quantities import Duration
+from testbed.quantities import Duration
 
 
 class AsynchronousOptions(StagesOptions):

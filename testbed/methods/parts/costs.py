@@ -13,7 +13,7 @@ from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.models.chain import BYTES_PER_VALUE, Unit
-from testbed.scenario.schema import OptimizerPart
+from testbed.workload import OptimizerPart
 
 
 def parameters(units: Sequence[Unit]) -> int:

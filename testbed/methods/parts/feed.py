@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from testbed.data.batches import batch, steps_per_epoch
 from testbed.data.dataset import Dataset
-from testbed.scenario.schema import WorkloadPart
+from testbed.workload import WorkloadPart
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from testbed.methods.parts.replicas import Inventory, Lineage, Point
 from testbed.methods.parts.replication import held_at, resume_point
 from testbed.models.chain import Unit
 from testbed.partition.redistribution import Need, Partition, needs
-from testbed.scenario.schema import OptimizerPart
+from testbed.workload import OptimizerPart
 
 
 @dataclass(frozen=True)

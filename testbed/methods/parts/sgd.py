@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from testbed.scenario.schema import OptimizerPart
+from testbed.workload import OptimizerPart
 
 if TYPE_CHECKING:
     import torch

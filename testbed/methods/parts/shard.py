@@ -10,8 +10,8 @@ from testbed.methods.parts.sgd import Sgd
 from testbed.methods.parts.statistics import Statistics
 from testbed.methods.parts.versions import Versions
 from testbed.models.chain import Model
-from testbed.scenario.schema import OptimizerPart
 from testbed.seeds import derive
+from testbed.workload import OptimizerPart
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,1 @@
+"""The containers, networks and links of a run: made, found again, removed."""

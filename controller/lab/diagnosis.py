@@ -1,0 +1,227 @@
+"""What this machine can serve: what the testbed needs, whether it is there, and what helps where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import docker
+from docker.errors import APIError, DockerException, ImageNotFound
+
+from controller.lab import capability
+from controller.lab.engine import connect, facts, is_local
+from controller.lab.images import REGISTRY_BASE, names
+from controller.shaping import modules
+from controller.shaping.backends import MODULES
+from controller.shaping.capability import DEVICE_RATE
+from testbed.errors import HostError
+from testbed.quantities import format_duration, format_rate
+
+Status = Literal["ok", "missing", "unknown"]
+
+_REGISTRY_PATIENCE = 5.0
+_ROOM = 6 * 10**9
+"""Bytes: the images take half of it, and twice as much while they are built."""
+_TRY_LINKS = "import json; from controller.shaping.backends import hindrances; print(json.dumps(hindrances()))"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing, whether it is there, and what to do where it is not."""
+
+    name: str
+    status: Status
+    detail: str
+    help: str = ""
+    needed: bool = False
+    """Without it no scenario can run in containers (all run with `--runtime simulate`)."""
+
+
+def examine(*, measure: bool = False) -> Iterator[Check]:
+    """Yield the checks one by one, as each is done; changes nothing on the machine.
+
+    With ``measure`` it also says how fast and how short links can be here, some seconds for each backend, and keeps
+    that for `testbed run`, which then refuses faster links before it makes any container.
+    """
+    yield _python()
+    try:
+        client = connect()
+    except HostError as error:
+        startable = os.geteuid() == 0 and not os.environ.get("DOCKER_HOST") and shutil.which("apt-get") is not None
+        help_ = "'make scenario' as root installs and starts one" if startable else str(error)
+        yield Check("engine", "missing", "none answers", help_, needed=not startable)
+        yield from _host(None)
+        return
+    yield from _engine(client)
+    backends = list(_links(client))
+    yield from backends
+    yield from _host(client)
+    if measure:
+        works = [name for name in ("netem", "userspace") if any(_works(check, name) for check in backends)]
+        for backend in works:
+            yield _measured(client, backend)
+
+
+def _works(check: Check, backend: str) -> bool:
+    return check.name == f"links: {backend}" and check.status == "ok"
+
+
+def _measured(client: docker.DockerClient, backend: str) -> Check:
+    name = f"links: how far, {backend}"
+    try:
+        found = capability.measure(client, backend)
+    except HostError as error:
+        return Check(name, "unknown", str(error), "try again on an idle machine")
+    if found.rate is None or found.delay is None:
+        return Check(name, "missing", "no link kept its tolerance", "an idle machine, or one with more processors")
+    detail = f"up to {format_rate(found.rate)}, from {format_duration(found.delay)} on"
+    if found.devices is not None and found.packet_cost is not None:
+        detail += (
+            f"; about {found.devices} devices that each send {format_rate(DEVICE_RATE)} without a pause "
+            f"({found.packet_cost * 1e6:.0f} us of a processor a packet)"
+        )
+    return Check(name, "ok", detail)
+
+
+def _python() -> Check:
+    lacking = [name for name in ("torch", "docker", "flask", "safetensors") if importlib.util.find_spec(name) is None]
+    version = platform.python_version()
+    if sys.version_info[:2] != (3, 11):
+        return Check("python", "missing", version, "install Python 3.11 and run 'make PYTHON=python3.11'", needed=True)
+    if lacking:
+        return Check(
+            "python", "missing", f"{version} without {', '.join(lacking)}", "run 'make environment'", needed=True
+        )
+    return Check("python", "ok", f"{version} in {sys.prefix}")
+
+
+def _engine(client: docker.DockerClient) -> Iterator[Check]:
+    known, info = facts(client), client.info()
+    if is_local():
+        yield Check("engine", "ok", f"Docker {known.version} (API {known.api}) on {known.system}", needed=True)
+    else:
+        yield Check(
+            "engine",
+            "missing",
+            f"Docker {known.version} is on another machine",
+            "run testbed on that machine",
+            needed=True,
+        )
+    yield Check("kernel", "ok", f"{known.kernel}, {known.architecture}")
+    limits = [name for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)]
+    if limits:
+        help_ = "boot with cgroup_enable=memory, or use cgroup v2: limits of devices are ignored without"
+        yield Check("cgroup", "missing", f"{known.cgroup} without limits on {', '.join(limits)}", help_)
+    else:
+        yield Check("cgroup", "ok", f"{known.cgroup} with limits on memory and processes")
+    if known.storage == "vfs":
+        yield Check("storage", "missing", "vfs copies every image for each container", "give the engine overlay2")
+    else:
+        yield Check("storage", "ok", known.storage)
+    yield _images(client)
+    yield _registry(client)
+
+
+def _images(client: docker.DockerClient) -> Check:
+    wanted = names()
+    lacking = [kind for kind, tag in vars(wanted).items() if not _has(client, tag)]
+    if lacking:
+        return Check(
+            "images", "missing", f"not built yet: {', '.join(lacking)}", "'make images', or the first run does"
+        )
+    return Check("images", "ok", f"{wanted.device}, {wanted.shaper}")
+
+
+def _has(client: docker.DockerClient, tag: str) -> bool:
+    try:
+        client.images.get(tag)
+    except ImageNotFound:
+        return False
+    return True
+
+
+def _registry(client: docker.DockerClient) -> Check:
+    def ask() -> str:
+        client.images.get_registry_data(REGISTRY_BASE)
+        return ""
+
+    problem = _within(_REGISTRY_PATIENCE, ask)
+    if not problem:
+        return Check("registry", "ok", f"has {REGISTRY_BASE}")
+    if shutil.which("mmdebstrap"):
+        return Check("registry", "ok", "none reachable; mmdebstrap makes the base image")
+    help_ = "apt-get install mmdebstrap makes the base image instead (as root the first run does that itself)"
+    return Check("registry", "missing", "none reachable", help_)
+
+
+def _within(seconds: float, ask: Callable[[], str]) -> str:
+    """Return what stands against it, an empty text when nothing does."""
+    answers: list[str] = []
+
+    def attempt() -> None:
+        try:
+            answers.append(ask())
+        except (DockerException, OSError) as error:
+            answers.append(str(error))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else "no answer"
+
+
+def _links(client: docker.DockerClient) -> Iterator[Check]:
+    """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
+    image = names().shaper
+    if not _has(client, image):
+        yield Check("links", "unknown", "the shaper's image is not built yet", "'make images', then ask again")
+        return
+    found = _hindrances(client, image)
+    for name, works in (
+        ("netem", "works on this kernel"),
+        ("userspace", "works on this kernel"),
+        ("gate", "radio cells and casts take turns at their senders"),
+    ):
+        problem = found.get(name, found.get("", ""))
+        yield Check(f"links: {name}", "missing" if problem else "ok", problem or works, modules.HELP)
+    if all(found.get(name, found.get("", "")) for name in ("netem", "userspace")):
+        yield Check("links", "missing", "no backend works", f"a kernel with {MODULES}: {modules.HELP}", needed=True)
+
+
+def _hindrances(client: docker.DockerClient, image: str) -> dict[str, str]:
+    """Return by its name why something does not work here; under an empty name, why nothing could be tried."""
+    try:
+        found: dict[str, str] = json.loads(capability.in_shaper(client, image, ["python3", "-c", _TRY_LINKS]))
+    except HostError as error:
+        return {"": str(error)}
+    except APIError as error:
+        return {"": str(error.explanation)}
+    return found
+
+
+def _host(client: docker.DockerClient | None) -> Iterator[Check]:
+    cores = os.cpu_count() or 1
+    if cores < 2:
+        yield Check("processors", "missing", "1", "two at least: the shaper must not wait for the devices")
+    else:
+        yield Check("processors", "ok", str(cores))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Check("memory", "ok", f"{memory / 2**30:.1f} GiB")
+    folder = Path(str(client.info().get("DockerRootDir"))) if client else Path("/var/lib")
+    if folder.is_dir():
+        free = shutil.disk_usage(folder).free
+        status: Status = "ok" if free > _ROOM else "missing"
+        yield Check("disk", status, f"{free / 1e9:.0f} GB free for images", f"make room: {_ROOM / 1e9:.0f} GB")
+    if shutil.which("qemu-system-x86_64"):
+        yield Check("qemu", "ok", "tests can boot a kernel with sch_netem")
+    else:
+        yield Check("qemu", "missing", "only tests of netem want it", "apt-get install qemu-system-x86")

@@ -1,0 +1,235 @@
+"""The Docker engine: reach it, start or install it where none answers, and know what it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import docker
+from docker.errors import DockerException
+
+from controller.lab.places import state_folder
+from testbed.errors import HostError
+
+Say = Callable[[str], None]
+
+_POOL = 64
+_TIMEOUT = 120
+_START_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a Docker engine says of itself and of the machine it runs on."""
+
+    version: str
+    api: str
+    kernel: str
+    architecture: str
+    system: str
+    cgroup: str
+    storage: str
+    cores: int
+    memory: int
+    """Bytes."""
+
+
+def connect() -> docker.DockerClient:
+    """Return a client of the engine that ``DOCKER_HOST`` names, or of the local one.
+
+    Raises:
+        HostError: no engine answers; says what to do.
+
+    """
+    client: docker.DockerClient | None = None
+    try:
+        client = docker.from_env(timeout=_TIMEOUT, max_pool_size=_POOL)
+        client.ping()
+    except (DockerException, OSError) as error:
+        if client is not None:
+            client.close()
+        raise HostError(_advice(error)) from error
+    return client
+
+
+def ensure_engine(say: Say) -> docker.DockerClient:
+    """Return a client; start the engine, or install Debian's, where none answers and we are root.
+
+    An engine named by ``DOCKER_HOST`` is somebody else's: it is used or reported, never started.
+    """
+    try:
+        return connect()
+    except HostError:
+        if not _may_start():
+            raise
+    if shutil.which("dockerd") is None:
+        install_packages(["docker.io", "cgroupfs-mount"], say, why="no Docker engine answers and none is installed")
+    try:
+        return connect()  # the package may have started it
+    except HostError:
+        return _start(say)
+
+
+def facts(client: docker.DockerClient) -> EngineFacts:
+    """Ask the engine what it is."""
+    info, version = client.info(), client.version()
+    return EngineFacts(
+        version=str(version.get("Version", "")),
+        api=str(version.get("ApiVersion", "")),
+        kernel=str(info.get("KernelVersion", "")),
+        architecture=str(info.get("Architecture", "")),
+        system=str(info.get("OperatingSystem", "")),
+        cgroup=f"v{info.get('CgroupVersion', '1')} ({info.get('CgroupDriver', '')})",
+        storage=str(info.get("Driver", "")),
+        cores=int(info.get("NCPU", 0)),
+        memory=int(info.get("MemTotal", 0)),
+    )
+
+
+def is_local(host: str | None = None) -> bool:
+    """Tell whether ports that the engine publishes on its loopback can be reached from here."""
+    host = os.environ.get("DOCKER_HOST", "") if host is None else host
+    if not host or host.startswith(("unix://", "/")):
+        return True
+    return urlsplit(host).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def install_packages(packages: list[str], say: Say, why: str) -> None:
+    """Install Debian packages, saying so; the caller is root.
+
+    Raises:
+        HostError: this is no Debian, or apt failed.
+
+    """
+    command = "apt-get install " + " ".join(packages)
+    if shutil.which("apt-get") is None:
+        raise HostError(f"{why}, and this system has no apt-get: install the equivalent of {', '.join(packages)}")
+    say(f"{why}: {command}")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    steps = (
+        ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120", "update"],
+        ["apt-get", "-qq", "-y", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends", "install", *packages],
+    )
+    for number, step in enumerate(steps):
+        done = subprocess.run(
+            step, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        # One repository of several may fail to update while the one that matters is there.
+        if done.returncode and number == len(steps) - 1:
+            raise HostError(f"'{command}' failed: {_last_line(done.stdout)}; run it by hand to see why")
+
+
+def _may_start() -> bool:
+    return os.geteuid() == 0 and not os.environ.get("DOCKER_HOST")
+
+
+def _advice(error: BaseException) -> str:
+    """Say why no engine answers, in terms of what the user can do."""
+    host = os.environ.get("DOCKER_HOST")
+    if host:
+        reason = _reason(str(error))
+        return f"no Docker engine answers at DOCKER_HOST={host} ({reason}): start it, or unset DOCKER_HOST"
+    if "Permission denied" in str(error):
+        return (
+            "the Docker engine refuses this user: add the user to the group 'docker' (sudo usermod -aG docker "
+            f"{os.environ.get('USER', '$USER')}) and log in again, or run as root"
+        )
+    if shutil.which("dockerd") is None:
+        return "there is no Docker engine: run 'make scenario' once as root, or 'sudo apt-get install docker.io'"
+    return "no Docker engine answers: start it with 'sudo systemctl start docker', or run once as root"
+
+
+def _reason(text: str) -> str:
+    """Shorten what the client's layers make of a refused connection."""
+    known = {"FileNotFoundError": "there is no such socket", "Connection refused": "connection refused"}
+    return next((short for long, short in known.items() if long in text), _last_line(text))
+
+
+def _start(say: Say) -> docker.DockerClient:
+    """Start the installed engine, with systemd where that runs, and wait until it answers."""
+    if Path("/run/systemd/system").is_dir():
+        say("starting the Docker engine: systemctl start docker")
+        subprocess.run(["systemctl", "start", "docker"], check=False, stdin=subprocess.DEVNULL)
+        return _wait(None, "journalctl -u docker")
+    _mount_cgroups()
+    log = state_folder() / "dockerd.log"
+    say(f"starting the Docker engine: dockerd (its log: {log})")
+    environment = {**os.environ, "PATH": _path_with_working_iptables()}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            ["dockerd"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # it outlives this command and its terminal
+        )
+    return _wait(process, str(log))
+
+
+def _wait(process: subprocess.Popen[bytes] | None, log: str) -> docker.DockerClient:
+    deadline = time.monotonic() + _START_PATIENCE
+    while True:
+        try:
+            return connect()
+        except HostError:
+            if process is not None and process.poll() is not None:
+                raise HostError(f"the Docker engine does not start: {_complaint(Path(log))} (see {log})") from None
+            if time.monotonic() > deadline:
+                raise HostError(f"the Docker engine does not answer after {_START_PATIENCE:.0f} s: see {log}") from None
+        time.sleep(0.1)
+
+
+def _mount_cgroups() -> None:
+    """Mount the control groups where nothing has: no init system did it for us."""
+    if any(line.split()[2].startswith("cgroup") for line in Path("/proc/mounts").read_text().splitlines()):
+        return
+    helper = shutil.which("cgroupfs-mount")
+    command = [helper] if helper else ["mount", "-t", "cgroup2", "none", "/sys/fs/cgroup"]
+    subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
+
+
+def _path_with_working_iptables() -> str:
+    """Return PATH with the legacy iptables in front where the kernel lacks nf_tables, which Debian's default needs.
+
+    The system's own choice of iptables is left as it is.
+    """
+    path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+    path = os.pathsep.join(
+        [path, *(folder for folder in ("/usr/sbin", "/sbin") if folder not in path.split(os.pathsep))]
+    )
+    current, legacy = shutil.which("iptables", path=path), shutil.which("iptables-legacy", path=path)
+    if current is None or legacy is None or _works(current) or not _works(legacy):
+        return path
+    folder = state_folder() / "bin"
+    folder.mkdir(exist_ok=True)
+    for name in ("iptables", "ip6tables"):
+        for suffix in ("", "-save", "-restore"):
+            target = shutil.which(f"{name}-legacy{suffix}", path=path)
+            link = folder / f"{name}{suffix}"
+            if target and not link.is_symlink():
+                link.symlink_to(target)
+    return f"{folder}{os.pathsep}{path}"
+
+
+def _works(iptables: str) -> bool:
+    done = subprocess.run([iptables, "-t", "nat", "-S"], capture_output=True, stdin=subprocess.DEVNULL)
+    return done.returncode == 0
+
+
+def _complaint(log: Path) -> str:
+    """Return the last line of the engine's log that says what failed."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    serious = [line for line in lines if "level=" not in line or "level=error" in line or "level=fatal" in line]
+    return (serious or lines or ["no word of why"])[-1]
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"

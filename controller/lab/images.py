@@ -1,0 +1,422 @@
+"""The images of devices and shaper: what goes into them, their tags, how they are built and found again.
+
+Each image is tagged with a hash of all that goes into it, so an image that exists is right and nothing is
+built twice. They stand on each other: ``base`` (Debian and Python), ``runtime`` (Python packages, one each for device
+and shaper), and on top the project's code as a thin layer that a change of code rebuilds within seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import docker
+from docker.errors import APIError, BuildError, DockerException, ImageNotFound
+
+from controller.lab.engine import Say, install_packages
+from controller.lab.places import BUILD, CHECKOUT
+from testbed.errors import HostError
+
+REGISTRY_BASE = "python:3.11-slim-bookworm"
+PULL_PATIENCE = 60.0
+LABEL = "testbed.image"
+
+RECIPES = CHECKOUT / "images"
+
+CODE = {
+    "device": ("testbed", "agent"),
+    "shaper": ("testbed", "controller/__init__.py", "controller/shaping"),
+}
+"""What of the checkout each image carries."""
+
+SPARE = {"device": 8, "shaper": 8, "runtime": 4, "base": 2, "stage": 0}
+"""How many images of each kind stay when others are built, so that going back to another version is quick."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """The tags that the current checkout needs."""
+
+    base: str
+    device_runtime: str
+    shaper_runtime: str
+    device: str
+    shaper: str
+
+    def runtime(self, kind: str) -> str:
+        """Return the tag of the dependency image under ``device`` or ``shaper``."""
+        return self.device_runtime if kind == "device" else self.shaper_runtime
+
+    def code(self, kind: str) -> str:
+        """Return the tag of the ``device`` or ``shaper`` image."""
+        return self.device if kind == "device" else self.shaper
+
+
+def names() -> Images:
+    """Return the tags for the files as they are now; needs no engine."""
+    return _names({kind: _code_files(kind) for kind in CODE})
+
+
+def _names(code: Mapping[str, Mapping[str, bytes]]) -> Images:
+    base = f"testbed/base:{_digest(_base_parts())}"
+    runtimes = {kind: f"testbed/runtime:{_digest(_runtime_parts(kind, base))}" for kind in CODE}
+    tags = {kind: f"testbed/{kind}:{_digest(_code_parts(kind, runtimes[kind], code[kind]))}" for kind in CODE}
+    return Images(base, runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
+
+
+def ensure_images(client: docker.DockerClient, say: Say) -> Images:
+    """Return the tags of images that exist, building what does not.
+
+    Raises:
+        HostError: an image cannot be had; says what failed and what would help.
+
+    """
+    # Read once: a file that is saved meanwhile must not end up under the hash of what it was.
+    code = {kind: _code_files(kind) for kind in CODE}
+    wanted = _names(code)
+    if _exists(client, wanted.device) and _exists(client, wanted.shaper):
+        return wanted
+    with _one_at_a_time():
+        for kind in CODE:
+            if _exists(client, wanted.code(kind)):
+                continue
+            if not _exists(client, wanted.runtime(kind)):
+                if not _exists(client, wanted.base):
+                    _make_base(client, wanted.base, say)
+                say(f"building the {kind}'s Python packages into {wanted.runtime(kind)}")
+                _build_runtime(client, kind, wanted.base, wanted.runtime(kind))
+            say(f"building {wanted.code(kind)}")
+            _build(
+                client,
+                wanted.code(kind),
+                (RECIPES / f"{kind}.Dockerfile").read_bytes(),
+                {f"code/{name}": content for name, content in code[kind].items()},
+                {"RUNTIME": wanted.runtime(kind)},
+                {LABEL: kind},
+            )
+        remove_images(client, keep=wanted, spare=SPARE)
+    return wanted
+
+
+def remove_images(
+    client: docker.DockerClient, keep: Images | None = None, spare: Mapping[str, int] | None = None
+) -> list[str]:
+    """Remove the testbed's images but those to keep, and of each kind a number of the newest; return what went."""
+    kept = set() if keep is None else set(vars(keep).values())
+    gone: list[str] = []
+    for kind in ("device", "shaper", "runtime", "base", "stage"):
+        found = client.images.list(filters={"label": f"{LABEL}={kind}"})
+        # What somebody builds on one of ours inherits the label; it is theirs, and so is its name.
+        ours = [
+            image for image in found if kind == "stage" or any(tag.startswith(f"testbed/{kind}:") for tag in image.tags)
+        ]
+        ours.sort(key=lambda image: str(image.attrs["Created"]), reverse=True)
+        for image in ours[(spare or {}).get(kind, 0) :]:
+            for reference in image.tags or [str(image.id)]:
+                if reference not in kept and _remove(client, reference):
+                    gone.append(reference)
+    return gone
+
+
+def _remove(client: docker.DockerClient, reference: str) -> bool:
+    """Remove one image; leave one that a container uses, or that another image stands on."""
+    try:
+        client.images.remove(reference)
+    except ImageNotFound:
+        return False
+    except APIError as error:
+        if error.status_code == 409:
+            return False
+        raise
+    return True
+
+
+# What goes in
+
+
+def _digest(parts: Mapping[str, bytes]) -> str:
+    """Return a short hash of named contents, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(parts):
+        for piece in (name.encode(), parts[name]):
+            digest.update(len(piece).to_bytes(8, "big") + piece)
+    return digest.hexdigest()[:16]
+
+
+def listed(path: Path) -> list[str]:
+    """Return the names in a file with one a line, without comments."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def _base_packages() -> list[str]:
+    return sorted({*listed(RECIPES / "base.packages"), *listed(RECIPES / "shaper.packages")})
+
+
+def _base_parts() -> dict[str, bytes]:
+    return {
+        "packages": "\n".join(_base_packages()).encode(),
+        "recipe": (RECIPES / "base.Dockerfile").read_bytes(),
+        "bootstrap": "\n".join(_bootstrap_command("-")).encode(),
+    }
+
+
+def _runtime_parts(kind: str, base: str) -> dict[str, bytes]:
+    return {
+        "base": base.encode(),
+        "recipe": (RECIPES / "runtime.Dockerfile").read_bytes(),
+        "packages": "\n".join(f"{name}=={version}" for name, version in requirements(kind).items()).encode(),
+    }
+
+
+def _code_parts(kind: str, runtime: str, code: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {
+        "runtime": runtime.encode(),
+        "recipe": (RECIPES / f"{kind}.Dockerfile").read_bytes(),
+        **{f"code/{name}": content for name, content in code.items()},
+    }
+
+
+def _code_files(kind: str) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for part in CODE[kind]:
+        root = CHECKOUT / part
+        for path in [root] if root.is_file() else sorted(root.rglob("*")):
+            if path.is_file() and path.suffix != ".pyc" and not path.name.startswith("."):
+                files[str(path.relative_to(CHECKOUT))] = path.read_bytes()
+    return files
+
+
+def requirements(kind: str) -> dict[str, str]:
+    """Return name -> version of an image's Python packages and all that they need, as installed here.
+
+    The host's environment is made from ``requirements.lock``, so host and devices compute with the same versions.
+    """
+    from packaging.requirements import Requirement
+
+    found: dict[str, str] = {}
+    waiting = [Requirement(line) for line in listed(RECIPES / f"{kind}.requirements")]
+    while waiting:
+        requirement = waiting.pop()
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        try:
+            distribution = metadata.distribution(requirement.name)
+        except metadata.PackageNotFoundError:
+            raise HostError(
+                f"the Python package '{requirement.name}' of images/{kind}.requirements is not installed: "
+                "add it to requirements.lock and run 'make'"
+            ) from None
+        found[name] = distribution.version
+        waiting += [Requirement(line) for line in distribution.requires or ()]
+    return dict(sorted(found.items()))
+
+
+# Base image
+
+
+def _make_base(client: docker.DockerClient, tag: str, say: Say) -> None:
+    refusal = _base_from_registry(client, tag, say)
+    if refusal:
+        say(f"no base image from a registry ({refusal}): making one with mmdebstrap")
+        _base_from_mmdebstrap(client, tag, say)
+
+
+def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
+    """Build the base on the official Python image; return why that is not possible, or an empty text."""
+    refused: list[str] = []
+
+    def pull() -> None:
+        try:
+            client.images.pull(REGISTRY_BASE)
+        except (DockerException, OSError) as error:
+            refused.append(_reason(error))
+
+    # The engine gives up on a registry that swallows packets only after minutes; a thread lets us stop waiting.
+    puller = threading.Thread(target=pull, daemon=True)
+    puller.start()
+    puller.join(PULL_PATIENCE)
+    if puller.is_alive():
+        return f"no answer within {PULL_PATIENCE:.0f} s"
+    if refused:
+        return refused[0]
+    say(f"building {tag} on {REGISTRY_BASE}")
+    arguments = {"PACKAGES": " ".join(name for name in _base_packages() if name != "python3")}
+    try:
+        _build(
+            client,
+            tag,
+            (RECIPES / "base.Dockerfile").read_bytes(),
+            {},
+            arguments,
+            {LABEL: "base", "testbed.source": REGISTRY_BASE},
+            network=None,
+        )
+    except HostError as error:
+        return str(error)
+    return ""
+
+
+def _bootstrap_command(target: str) -> list[str]:
+    excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("man", "doc", "locale", "info")]
+    include = "--include=" + ",".join(_base_packages())
+    return ["mmdebstrap", "--quiet", "--variant=minbase", include, *excluded, "bookworm", target]
+
+
+def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> None:
+    if shutil.which("mmdebstrap") is None:
+        if os.geteuid() != 0:
+            raise HostError(
+                "no base image: no container registry answers and mmdebstrap is not installed; run "
+                "'sudo apt-get install mmdebstrap' and try again"
+            )
+        install_packages(["mmdebstrap"], say, why="the base image is made with mmdebstrap")
+    say(f"making {tag} with mmdebstrap: Debian 12, Python 3.11, {len(_base_packages())} packages")
+    with tempfile.TemporaryDirectory(prefix="testbed-base-") as folder:
+        archive = Path(folder) / "base.tar"
+        command = _bootstrap_command(str(archive))
+        done = subprocess.run(command, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, text=True)
+        if done.returncode:
+            complaints = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["no word of why"]
+            raise HostError(f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' by hand")
+        name, _, version = tag.partition(":")
+        try:
+            client.api.import_image_from_file(
+                str(archive), repository=name, tag=version, changes=[f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
+            )
+        except APIError as error:
+            raise HostError(f"the engine does not take the base image: {_reason(error)}") from error
+
+
+# Runtime image
+
+
+def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str) -> None:
+    wheels = fetch_wheels(requirements(kind))
+    _build(
+        client,
+        tag,
+        (RECIPES / "runtime.Dockerfile").read_bytes(),
+        {f"wheels/{path.name}": path for path in wheels},
+        {"BASE": base},
+        {LABEL: "runtime", "testbed.runtime": kind},
+    )
+    # The builder keeps the stage that held the wheels as a cache; the hash in the tag makes that useless.
+    for image in client.images.list(filters={"label": f"{LABEL}=stage", "dangling": True}):
+        _remove(client, str(image.id))
+
+
+def fetch_wheels(versions: Mapping[str, str]) -> list[Path]:
+    """Return a wheel of each package and of pip itself from the cache, fetched by the host's pip where missing."""
+    folder = BUILD / "wheels"
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {**versions, "pip": metadata.version("pip")}
+    missing = [f"{name}=={version}" for name, version in wanted.items() if _wheel(folder, name, version) is None]
+    if missing:
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), *missing]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr[-200:]]
+            raise HostError(f"pip cannot fetch the wheels for the images: {lines[0]}; check pip's configuration")
+    found = {name: _wheel(folder, name, version) for name, version in wanted.items()}
+    lost = [name for name, path in found.items() if path is None]
+    if lost:
+        raise HostError(f"pip made no wheel of {', '.join(lost)}: remove {folder} and try again")
+    return [path for path in found.values() if path is not None]
+
+
+def _wheel(folder: Path, name: str, version: str) -> Path | None:
+    """Find the wheel of one package and version, whatever way its name is spelt."""
+    for path in folder.glob("*.whl"):
+        stem, found, *_ = path.name.split("-")
+        if re.sub(r"[-_.]+", "-", stem).lower() == name and found == version:
+            return path
+    return None
+
+
+# Builder
+
+
+def _build(
+    client: docker.DockerClient,
+    tag: str,
+    recipe: bytes,
+    files: Mapping[str, bytes | Path],
+    arguments: dict[str, str],
+    labels: dict[str, str],
+    network: str | None = "none",
+) -> None:
+    """Build one image from a context made here; without a network unless asked for one."""
+    with tempfile.TemporaryFile() as context:
+        with tarfile.open(fileobj=context, mode="w") as archive:
+            for name, content in {"Dockerfile": recipe, **files}.items():
+                _add(archive, name, content)
+        context.seek(0)
+        try:
+            client.images.build(
+                fileobj=context,
+                custom_context=True,
+                tag=tag,
+                buildargs=arguments,
+                labels=labels,
+                network_mode=network,
+                rm=True,
+                forcerm=True,
+            )
+        except (BuildError, APIError) as error:
+            raise HostError(f"the image {tag} cannot be built: {_reason(error)}") from error
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes | Path) -> None:
+    """Add one file with nothing of the host's in its entry, so that equal content gives equal layers."""
+    entry = tarfile.TarInfo(name)
+    entry.mode = 0o644
+    if isinstance(content, Path):
+        entry.size = content.stat().st_size
+        with content.open("rb") as source:
+            archive.addfile(entry, source)
+    else:
+        entry.size = len(content)
+        archive.addfile(entry, io.BytesIO(content))
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line of why the engine refused."""
+    if isinstance(error, BuildError):
+        output = "".join(str(line.get("stream", "")) for line in error.build_log if isinstance(line, dict))
+        lines = [line for line in output.splitlines() if line.strip() and not line.startswith(("Step", " --->"))]
+        return " / ".join([str(error.msg), *lines[-2:]])
+    text = str(getattr(error, "explanation", None) or error)
+    return text.strip().splitlines()[-1] if text.strip() else type(error).__name__
+
+
+def _exists(client: docker.DockerClient, tag: str) -> bool:
+    try:
+        client.images.get(tag)
+    except ImageNotFound:
+        return False
+    return True
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keep two commands from building the same image at once."""
+    BUILD.mkdir(exist_ok=True)
+    with (BUILD / "images.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

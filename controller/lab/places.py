@@ -1,0 +1,17 @@
+"""Where the controller keeps what outlives a command: the checkout, its build folder, the user's state folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent.parent
+BUILD = CHECKOUT / ".build"
+
+
+def state_folder() -> Path:
+    """Return the folder of state files and logs, made with access for its owner only."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    folder = Path(base) / "testbed"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder

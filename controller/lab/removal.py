@@ -1,0 +1,84 @@
+"""Take a run away: its containers, its networks, its state file, found by label and in whatever state they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import docker
+from docker.errors import APIError, NotFound
+
+from controller.lab import runstate
+from testbed.errors import HostError
+
+RUN = "testbed.run"
+DEVICE = "testbed.device"
+ROLE = "testbed.role"
+
+_PATIENCE = 30.0
+_SETTLE = 0.4
+"""Seconds after which a request whose sender was killed has had its effect in the engine."""
+_WORKERS = 8
+
+
+def labelled_runs(client: docker.DockerClient) -> set[str]:
+    """Return the id of every run that the engine still holds something of."""
+    containers = client.api.containers(all=True, filters={"label": RUN})
+    networks = client.api.networks(filters={"label": RUN})
+    return {str(thing["Labels"][RUN]) for thing in [*containers, *networks]}
+
+
+def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:
+    """Remove everything of one run; return how many containers and networks there were.
+
+    What is already gone counts as removed. With ``settle`` the engine is asked again a moment later, because a
+    container that a killed controller had asked for may appear after the first look.
+
+    Raises:
+        HostError: something does not go away.
+
+    """
+    label = {"label": f"{RUN}={run}"}
+    count = 0
+    deadline = time.monotonic() + _PATIENCE
+    quiet = False
+    while True:
+        containers = [str(one["Id"]) for one in client.api.containers(all=True, filters=label)]
+        networks = [str(one["Id"]) for one in client.api.networks(filters=label)]
+        if not containers and not networks:
+            if quiet or not settle:
+                break
+            quiet = True
+            time.sleep(_SETTLE)
+            continue
+        quiet = False
+        problems = _each(containers, lambda id_: client.api.remove_container(id_, force=True, v=True))
+        problems += _each(networks, client.api.remove_network)
+        count += len(containers) + len(networks) - len(problems)
+        if problems and time.monotonic() > deadline:
+            raise HostError(f"{problems[0]} of run {run} does not go away: see 'docker ps -a' and the engine's log")
+        if problems:
+            time.sleep(0.1)
+    runstate.forget(run)
+    return count
+
+
+def _each(ids: Iterable[str], remove: Callable[[str], Any]) -> list[str]:
+    """Remove at once; return what the engine says of those that it keeps for now."""
+
+    def attempt(id_: str) -> str | None:
+        try:
+            remove(id_)
+        except NotFound:
+            return None
+        except APIError as error:
+            # 409: its removal is under way. Networks: 'has active endpoints' until the last container has left.
+            if error.status_code not in (403, 409, 500):
+                raise
+            return str(error.explanation or error)
+        return None
+
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        return [problem for problem in pool.map(attempt, ids) if problem is not None]

@@ -1,0 +1,85 @@
+"""What a run must remember outside the engine: its token and scenario, in a file for its owner only."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from controller.lab.places import state_folder
+from testbed.errors import InputError
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One run, as `testbed down`, `fault`, `link`, `ps` and `logs` find it from another process."""
+
+    run: str
+    token: str
+    controller: int
+    """Process id of the command that made it."""
+    created: float
+    """Seconds since the epoch."""
+    scenario: dict[str, Any] = field(default_factory=dict)
+    point: dict[str, Any] = field(default_factory=dict)
+    repetition: int = 0
+
+
+def path_of(run: str) -> Path:
+    """Return where a run's state file is, whether or not it exists."""
+    return state_folder() / f"{run}.json"
+
+
+def write(state: RunState) -> None:
+    """Write or replace the state file in one step; nobody else may read it."""
+    target = path_of(state.run)
+    draft = target.with_suffix(f".{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(asdict(state), file)
+    draft.replace(target)
+
+
+def read(run: str) -> RunState:
+    """Return what was written.
+
+    Raises:
+        InputError: there is no such run of this user.
+
+    """
+    try:
+        return RunState(**json.loads(path_of(run).read_text()))
+    except FileNotFoundError:
+        known = ", ".join(runs()) or "there is none"
+        raise InputError(f"there is no run '{run}' here (runs: {known})") from None
+
+
+def runs() -> list[str]:
+    """Return the ids of all runs with a state file, in the order of their making."""
+    files = sorted(state_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
+    return [path.stem for path in files]
+
+
+def choose(run: str | None) -> str:
+    """Return the run meant where a command may leave it out: the one there is.
+
+    Raises:
+        InputError: there is none, or there are several.
+
+    """
+    known = runs()
+    if run is not None:
+        return run
+    if not known:
+        raise InputError("no run is up: start one with 'testbed up SCENARIO' or 'testbed run SCENARIO'")
+    if len(known) > 1:
+        raise InputError(f"several runs are up, say which with --run: {', '.join(known)}")
+    return known[0]
+
+
+def forget(run: str) -> None:
+    """Remove the state file and what lies beside it, as far as they are still there."""
+    for path in state_folder().glob(f"{run}.*"):
+        path.unlink(missing_ok=True)

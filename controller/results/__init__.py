@@ -1,0 +1,1 @@
+"""A finished run: written, read, summarised and compared; knows no page."""

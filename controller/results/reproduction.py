@@ -1,0 +1,106 @@
+"""A publication's figures beside ours: one row each, with the ratio of the two and the spread over repetitions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from controller.results.results import Run
+from controller.results.summary import CONFIDENCE, interval
+from testbed.scenario.expect import Kind, look_up, parse_condition
+from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
+from testbed.scenario.schema import PaperPart, PaperRow
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of the publication and what came out here."""
+
+    name: str
+    kind: Kind
+    """What both are measured in."""
+    paper: float | None
+    ours: float | None
+    """Mean over the runs; None where none of them gave the figure."""
+    half_width: float | None
+    """Of the 95 % confidence interval of ``ours``; None for fewer than two runs."""
+    runs: int
+    untrusted: int
+    """Of the runs, those whose verdict is against them."""
+    condition: str | None
+    holds: bool | None
+    """Whether ``ours`` fulfils the condition; None without one."""
+    note: str
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the paper's."""
+        return None if self.ours is None or not self.paper else self.ours / self.paper
+
+
+def reproduce(part: PaperPart, runs: Sequence[Run]) -> list[Row]:
+    """Return the table of a publication from all runs of its scenario."""
+    return [_row(row, runs) for row in part.rows]
+
+
+def _row(row: PaperRow, runs: Sequence[Run]) -> Row:
+    chosen = [run for run in runs if is_at(run.trial.point, row.at)]
+    below = chosen if row.over is None else [run for run in runs if is_at(run.trial.point, row.over)]
+    pairs = _paired(chosen, below)
+    values = []
+    for over, under in pairs:
+        value = figure(over, row.figure)
+        if row.over is not None or row.over_figure is not None:
+            divisor = figure(under, row.over_figure or row.figure)
+            value = value / divisor if value is not None and divisor else None
+        if value is not None:
+            values.append(value)
+    mean, half = interval(values) if values else (None, None)
+    condition = None if row.expect is None else parse_condition(row.expect, row_kind(row))
+    # A number is compared with a number, though the figure be a time: both are in base units.
+    holds = None if condition is None else condition.holds(mean)
+    used = {run.path: run for pair in pairs for run in pair}.values()
+    untrusted = sum(run.metrics["verdict"]["kind"] == "not trusted" for run in used)
+    return Row(
+        row.name, row_kind(row), paper_value(row), mean, half, len(values), untrusted, row.expect, holds, row.note
+    )
+
+
+def _paired(chosen: Sequence[Run], below: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Pair runs of the same repetition: they share their seed, so what they have in common cancels."""
+    found = {run.trial.repetition: run for run in below}
+    return [(run, found[run.trial.repetition]) for run in chosen if run.trial.repetition in found]
+
+
+def figure(run: Run, name: str) -> float | None:
+    """Return a figure of a run's metrics, or of its plan's details; None where there is none."""
+    value = look_up(run.plan.details if name.startswith(PLAN) else run.metrics, name.removeprefix(PLAN))
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def write(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> None:
+    """Write ``paper.json``, ``paper.md`` and ``paper.html`` into the folder of the runs."""
+    from controller.report.paper import render
+
+    document = {
+        "source": part.source,
+        "confidence": CONFIDENCE,
+        "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
+    }
+    (folder / "paper.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / "paper.md").write_text(markdown(part, rows), encoding="utf-8")
+    (folder / "paper.html").write_text(render(folder, part, rows, runs), encoding="utf-8")
+
+
+def markdown(part: PaperPart, rows: Sequence[Row]) -> str:
+    """Return the table as Markdown."""
+    from controller.report.formats import of_kind
+
+    lines = [f"# {part.source}", "", "| | paper | ours | ± | ratio | runs | note |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = [of_kind(row.kind, value) for value in (row.paper, row.ours, row.half_width)]
+        ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
+        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.note])} |")
+    return "\n".join(lines) + "\n"

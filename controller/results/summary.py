@@ -1,0 +1,94 @@
+"""Sweeps and repetitions: mean and 95 % confidence interval of every figure at every point."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from controller.results.results import Run, load_all
+from testbed.scenario.expect import FIGURES
+from testbed.trace.metrics import finite
+
+CONFIDENCE = 0.95
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean and the half width of its confidence interval after Student.
+
+    The half width is None for a single value, which says nothing of its spread. Raises ValueError for none.
+    """
+    if not values:
+        raise ValueError("no values to take a mean of")
+    if len(values) == 1:
+        return values[0], None
+    from scipy.special import stdtrit
+
+    quantile = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
+    return fmean(values), quantile * stdev(values) / math.sqrt(len(values))
+
+
+def summarize(folder: Path) -> dict[str, Any]:
+    """Write ``summary.json`` and ``summary.csv`` over the runs in a folder, and return what the former holds.
+
+    ``points`` has one entry a point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names),
+    ``trusted`` (how many of them), ``figures`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
+    """
+    summary = summary_of(load_all(folder))
+    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2, default=str) + "\n", encoding="utf-8")
+    _write_csv(folder / "summary.csv", summary)
+    return summary
+
+
+def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the summary of runs of one scenario."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(run.trial.point, sort_keys=True, default=str), []).append(run)
+    points = [
+        {
+            "point": group[0].trial.point,
+            "runs": [run.path.name for run in group],
+            "trusted": sum(bool(run.metrics["trusted"]) for run in group),
+            "figures": _figures([run.metrics for run in group]),
+        }
+        for group in groups.values()
+    ]
+    name = runs[0].trial.scenario.name if runs else ""
+    return {"scenario": name, "confidence": CONFIDENCE, "points": points}
+
+
+def _figures(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    table = {}
+    for name in FIGURES:
+        values = [metrics[name] for metrics in found if _is_number(metrics.get(name))]
+        if values:
+            mean, half = interval(values)
+            table[name] = {"mean": mean, "ci95": half, "n": len(values)}
+    return table
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _write_csv(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write one line a point: the swept keys, then mean and half width of each figure."""
+    points = summary["points"]
+    keys = list(dict.fromkeys(key for point in points for key in point["point"]))
+    names = list(dict.fromkeys(name for point in points for name in point["figures"]))
+    heads = [head for name in names for head in (name, f"{name}_ci95")]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow([*keys, "runs", "trusted", *heads])
+        for point in points:
+            row = [point["point"].get(key, "") for key in keys]
+            row += [len(point["runs"]), point["trusted"]]
+            for name in names:
+                figure = point["figures"].get(name, {})
+                row += ["" if figure.get(part) is None else figure[part] for part in ("mean", "ci95")]
+            table.writerow(row)

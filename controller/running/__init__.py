@@ -1,0 +1,1 @@
+"""A run on containers: start, faults and traces on cue, events, fidelity."""

@@ -1,0 +1,422 @@
+"""Runs one experiment in containers on the real clock."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+from controller.lab import capability
+from controller.lab.agents import AgentGone
+from controller.lab.lab import Lab
+from controller.lab.reaper import guard
+from controller.running import faults, verification
+from controller.running.fidelity import HostMonitor, since
+from testbed.errors import TestbedError
+from testbed.faults.replay import Change, TraceScript
+from testbed.faults.script import FaultScript, Strike
+from testbed.prepare import Prepared
+from testbed.trace.events import TESTBED, Event, link_fields
+from testbed.trace.outcome import Outcome
+
+if TYPE_CHECKING:
+    import torch
+
+    from testbed.data.dataset import Dataset
+
+Status = Literal["finished", "failed", "timed out", "interrupted"]
+
+START_MARGIN = 0.3
+"""Seconds between the request to start and the common origin: every agent has heard of it by then."""
+GATHER_SECONDS = 2.0
+"""How long the last events of the devices are waited for after the lead's program has ended."""
+DEATH_SECONDS = 3.0
+"""How long after a device has fallen silent the engine is asked whether it ran out of memory."""
+SIMULTANEOUS_FAULTS = 16
+"""Faults that may be under way at once: a restart takes a while and must not make the next strike late."""
+
+
+@dataclass(frozen=True)
+class _Struck:
+    """A fault that has taken effect, or could not."""
+
+    strike: Strike
+    actual: float
+    changed: faults.Changed
+    error: Exception | None = None
+
+    @property
+    def problem(self) -> str:
+        """Say what could not be done, and why."""
+        return f"the fault '{self.strike.operation} {self.strike.fields()['target']}' failed: {self.error}"
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """Changes of the trace that were due together and have taken effect, or could not."""
+
+    changes: list[Change]
+    actual: float
+    changed: faults.Changed
+    error: Exception | None = None
+
+    @property
+    def problem(self) -> str:
+        """Say what could not be done, and why."""
+        return f"the trace's '{', '.join(change.what for change in self.changes)}' failed: {self.error}"
+
+
+@dataclass(frozen=True)
+class _Starved:
+    """A device that the kernel has ended since it needed more memory than it has."""
+
+    problem: str
+
+
+def emulate(
+    prepared: Prepared,
+    load_data: Callable[[], Dataset],
+    *,
+    on_event: Callable[[Event], None] = lambda _event: None,
+    on_stage: Callable[[str], None] = lambda _text: None,
+    weights: dict[str, torch.Tensor] | None = None,
+    accept_links: bool = False,
+    keep: bool = False,
+) -> Outcome:
+    """Create the lab, verify its links, run the method on it with its faults, and remove it.
+
+    ``load_data`` is called while containers start. With ``keep`` the lab stays up afterwards.
+
+    Raises:
+        HostError: the lab cannot be had; `controller.running.verification.LinksError` when a link is outside its tolerance
+            and not accepted so.
+        InputError: a link asks for more than this host was measured to carry.
+
+    """
+    began = time.monotonic()
+    if not accept_links:
+        capability.check(prepared.experiment, os.environ.get("TESTBED_LINKS") or "auto")
+    with ThreadPoolExecutor(1, "data") as loader:
+        dataset = loader.submit(load_data)
+        with _lab(prepared, on_stage, keep) as lab:
+            on_stage("measuring the links")
+            links = lab.shaper.probe(list(prepared.experiment.links))
+            verification.check(links, accept_links)
+            on_stage("handing out the work")
+            execution = _Execution(lab, prepared, dataset.result(), weights, on_event)
+            before = lab.shaper.statistics(reset=True)
+            outcome = execution.run(on_stage)
+            outcome.links = links
+            outcome.host = lab.facts()
+            outcome.fidelity |= since(before, lab.shaper.statistics())
+            if keep:
+                on_stage(f"the lab stays up: testbed down {lab.run_id}")
+    outcome.wall_seconds = time.monotonic() - began
+    return outcome
+
+
+@contextmanager
+def _lab(prepared: Prepared, on_stage: Callable[[str], None], keep: bool) -> Iterator[Lab]:
+    """Have a lab for the time of the run, guarded against the death of this process."""
+    run_id = Lab.new_run_id(prepared.scenario.name)
+    with guard(run_id, keep=keep):
+        lab = Lab.create(prepared.trial, run_id, progress=on_stage)
+        try:
+            yield lab
+        finally:
+            if not keep:
+                on_stage("removing the containers")
+                lab.down()
+
+
+def deployment(lab: Lab, prepared: Prepared, device: str) -> dict[str, Any]:
+    """Return what a device's agent is to know before it starts the program."""
+    return {
+        "run": lab.run_id,
+        "device": device,
+        "scenario": prepared.scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "plan": prepared.plan.model_dump(mode="json"),
+        "peers": {name: found.address for name, found in lab.devices.items() if name != device},
+        "broadcast": lab.broadcast,
+    }
+
+
+class _Execution:
+    """One run of a method's programs on a lab that is up, with the threads that follow and break it."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        prepared: Prepared,
+        dataset: Dataset,
+        weights: dict[str, torch.Tensor] | None,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._lab = lab
+        self._prepared = prepared
+        self._lead = prepared.plan.lead
+        self._dataset = dataset
+        self._weights = weights
+        self._on_event = on_event
+        self._inbox: queue.SimpleQueue[Event | _Struck | _Replayed | _Starved] = queue.SimpleQueue()
+        self._events: list[Event] = []
+        self._script = FaultScript(prepared.scenario.faults)
+        self._trace = TraceScript(prepared.experiment.changes)
+        self._origin = 0.0
+        """On the monotonic clock, which all containers of one engine share with its host."""
+        self._followers: dict[str, threading.Thread] = {}
+        self._restarting: set[str] = set()
+        """Devices that a fault of the script is starting again right now."""
+        self._absent: set[str] = set()
+        """Devices that went down before the start."""
+        self._over = threading.Event()
+
+    def run(self, on_stage: Callable[[str], None]) -> Outcome:
+        """Deploy, start, break, and follow until the lead is done."""
+        with ThreadPoolExecutor(len(self._lab.devices), "deploy") as pool:
+            list(pool.map(self._if_there(self._deploy), self._lab.devices))
+            on_stage("running")
+            monitor = HostMonitor()
+            monitor.start()
+            # The first figures of a trace are those that the run begins with.
+            first = self._replay(self._trace.due(0.0), lambda: 0.0)
+            self._origin = time.monotonic() + START_MARGIN
+            list(pool.map(self._if_there(self._start), self._lab.devices))
+        if first.error is not None:
+            raise first.error
+        self._settle(first)
+        with (
+            ThreadPoolExecutor(SIMULTANEOUS_FAULTS, "fault") as strikers,
+            # One at a time: the later of two figures of one link is the one that stays.
+            ThreadPoolExecutor(1, "trace") as replayer,
+            self._lab.watch_starts() as starts,
+        ):
+            # Whoever started an absent one again before we listened did so unheard.
+            self._lab.refresh()
+            back = [name for name in sorted(self._absent) if self._lab.devices[name].state == "running"]
+            threading.Thread(target=self._adopt, args=(chain(back, starts),), name="starts", daemon=True).start()
+            try:
+                status, error = self._follow(strikers, replayer)
+            except KeyboardInterrupt:
+                status, error = "interrupted", "stopped by the user"
+            self._over.set()
+        fidelity = monitor.stop()
+        weights = self._final_weights() if status == "finished" else None
+        self._stop_all()
+        self._events.sort(key=lambda event: event.time)
+        return Outcome(
+            runtime="emulate", status=status, error=error, events=self._events, weights=weights, fidelity=fidelity
+        )
+
+    # Programs
+
+    def _if_there(self, act: Callable[[str], None]) -> Callable[[str], None]:
+        """Do something with a device unless it is down, which is a state of the device and the method's to deal with.
+
+        Only without the lead there is no run at all.
+        """
+
+        def attempt(name: str) -> None:
+            if name in self._absent:
+                return
+            try:
+                act(name)
+            except AgentGone as error:
+                if why := self._lab.starved(name, DEATH_SECONDS):
+                    raise TestbedError(why) from error
+                if name == self._lead:
+                    raise TestbedError(f"{name} leads the run and went down before its start: {error}") from error
+                self._absent.add(name)
+                self._inbox.put(Event(0.0, TESTBED, "log", {"text": f"{name} is down as the run starts"}))
+
+        return attempt
+
+    def _deploy(self, name: str) -> None:
+        agent = self._lab.agent(name)
+        agent.deploy(deployment(self._lab, self._prepared, name))
+        faults.Conditions(self._lab).tell(name)
+        if name == self._lead:
+            agent.put_data(self._dataset)
+            if self._weights is not None:
+                agent.put_shard(self._weights)
+
+    def _start(self, name: str) -> None:
+        self._lab.agent(name).start(self._origin)
+        follower = threading.Thread(target=self._listen, args=(name,), name=f"events-{name}", daemon=True)
+        self._followers[name] = follower
+        follower.start()
+
+    def _listen(self, name: str) -> None:
+        """Pass on what a device records, until its program or its container ends."""
+        agent = self._lab.agent(name)
+        seen = 0
+        silent = False
+        while not self._over.is_set():
+            with suppress(TestbedError):  # killed, paused or gone: a state of the device, not an error of the run
+                for event in agent.events(seen):
+                    seen += 1
+                    silent = False
+                    self._inbox.put(event)
+                return
+            if self._followers.get(name) is not threading.current_thread():
+                return  # it has been booted again, and somebody else listens to that
+            if not silent and (why := self._lab.starved(name, DEATH_SECONDS)):
+                self._inbox.put(_Starved(why))
+                return
+            silent = True
+            if self._over.wait(0.1):
+                return
+
+    def _adopt(self, starts: Iterator[str]) -> None:
+        """Boot devices that somebody else started: `testbed fault restart` from another terminal, or the engine."""
+        for name in starts:
+            if self._over.is_set():
+                return
+            if name in self._restarting:
+                self._restarting.discard(name)
+                continue
+            try:
+                self._lab.start(name, faults.Conditions(self._lab).links())
+                self._deploy(name)
+                self._start(name)
+            except TestbedError as error:
+                self._inbox.put(
+                    Event(self._now(), TESTBED, "log", {"text": f"{name} started but cannot join: {error}"})
+                )
+
+    # Events and faults
+
+    def _now(self) -> float:
+        return time.monotonic() - self._origin
+
+    def _follow(self, strikers: ThreadPoolExecutor, replayer: ThreadPoolExecutor) -> tuple[Status, str | None]:
+        """Take events and deadlines as they come; return how the run ended."""
+        limit = self._prepared.scenario.time_limit
+        while True:
+            deadlines = (self._script.next_deadline(), self._trace.next_deadline())
+            deadline = min([limit, *(each for each in deadlines if each is not None)])
+            with suppress(queue.Empty):
+                news = self._inbox.get(timeout=max(0.0, deadline - self._now()))
+                if isinstance(news, _Starved):
+                    return "failed", news.problem
+                if isinstance(news, _Struck | _Replayed):
+                    # Without what the scenario asks for, the rest of the run would mean nothing.
+                    if news.error is not None:
+                        return "failed", news.problem
+                    self._settle(news)
+                else:
+                    strikes = self._script.observe(news.time, news.device, news.event, news.fields)
+                    self._strike(strikers, strikes)
+                    self._log(news)
+                    if end := self._end(news):
+                        return end
+            self._strike(strikers, self._script.due(self._now()))
+            if changes := self._trace.due(self._now()):
+                replayer.submit(lambda due: self._inbox.put(self._replay(due, self._now)), changes)
+            if self._now() >= limit:
+                return "timed out", f"not over after {limit:g} s{self._missing()}"
+
+    def _missing(self) -> str:
+        """Say which devices are down."""
+        self._lab.refresh()
+        down = [name for name, device in self._lab.devices.items() if device.state != "running"]
+        if self._lead in down:
+            return f"; {self._lead} is down; it leads the run: end its fault by 'for', or restart it"
+        return f"; down: {', '.join(down)}" if down else ""
+
+    def _end(self, event: Event) -> tuple[Status, str | None] | None:
+        if event.event != "state":
+            return None
+        if event.fields["state"] == "failed":
+            return "failed", f"{event.device}: {event.fields.get('error', 'its program failed')}"
+        if event.fields["state"] == "finished" and event.device == self._lead:
+            return "finished", None
+        return None
+
+    def _log(self, event: Event) -> None:
+        self._events.append(event)
+        self._on_event(event)
+
+    def _testbed(self, time_: float, event: str, **fields: Any) -> None:
+        self._log(Event(time_, TESTBED, event, fields))
+
+    def _strike(self, strikers: ThreadPoolExecutor, strikes: list[Strike]) -> None:
+        for strike in strikes:
+            strikers.submit(self._execute, strike)
+
+    def _execute(self, strike: Strike) -> None:
+        changed = faults.Changed()
+        error = None
+        try:
+            act = faults.inflict if strike.phase == "strike" else faults.undo
+            name = str(getattr(strike.part, strike.action))
+            if strike.operation == "restart":
+                self._restarting.add(name)
+            changed = act(self._lab, strike.part, strike.handle)
+            if strike.operation == "restart":
+                self._deploy(name)
+                self._start(name)
+        except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
+            error = failure
+        self._inbox.put(_Struck(strike, self._now(), changed, error))
+
+    def _replay(self, changes: list[Change], clock: Callable[[], float]) -> _Replayed:
+        """Make changes of the trace, those that are due at once together."""
+        changed = faults.Changed()
+        error = None
+        try:
+            if changes:
+                changed = faults.Conditions(self._lab).replay(changes)
+        except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
+            error = failure
+        return _Replayed(changes, clock(), changed, error)
+
+    def _settle(self, news: _Struck | _Replayed) -> None:
+        """Note what a fault or the trace did."""
+        if isinstance(news, _Struck):
+            self._script.done(news.strike, news.actual)
+            self._testbed(news.actual, "fault", **news.strike.fields())
+        else:
+            for change in news.changes:
+                self._testbed(news.actual, "trace", **change.fields())
+        self._log_changed(news.actual, news.changed)
+
+    def _log_changed(self, time_: float, changed: faults.Changed) -> None:
+        for (source, destination), link in changed.links.items():
+            self._testbed(time_, "link", **link_fields(source, destination, link))
+        for device in self._prepared.experiment.devices:
+            if (factor := changed.speeds.get(device.name)) is not None:
+                self._testbed(time_, "speed", target=device.name, factor=factor, speed=factor * device.speed)
+
+    # The end
+
+    def _final_weights(self) -> dict[str, torch.Tensor] | None:
+        weights: dict[str, torch.Tensor] | None = None
+        with suppress(TestbedError):  # the lead need not expose any
+            weights = self._lab.agent(self._lead).weights()
+        return weights
+
+    def _stop_all(self) -> None:
+        """End the programs that still run and take in what they recorded to the last."""
+
+        def stop(name: str) -> None:
+            with suppress(TestbedError):  # killed or paused: nothing to stop
+                self._lab.agent(name).stop()
+
+        with ThreadPoolExecutor(len(self._lab.devices), "stop") as pool:
+            list(pool.map(stop, self._lab.devices))
+        deadline = time.monotonic() + GATHER_SECONDS
+        for follower in list(self._followers.values()):
+            follower.join(max(0.0, deadline - time.monotonic()))
+        with suppress(queue.Empty):
+            while True:
+                news = self._inbox.get_nowait()
+                if isinstance(news, Event):
+                    self._log(news)

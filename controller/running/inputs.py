@@ -1,0 +1,64 @@
+"""What a run reads before it starts: its data, and the weights that it begins with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from controller.running.live import LiveProgress
+from testbed.errors import TestbedError
+from testbed.prepare import Prepared, batches, data_folder, weights_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from testbed.data.dataset import Dataset
+    from testbed.models.chain import Model
+
+    Weights = dict[str, torch.Tensor]
+
+
+def load_data(prepared: Prepared) -> Dataset:
+    """Return the samples of an experiment."""
+    from testbed.data import load
+
+    scenario = prepared.scenario
+    return load(scenario.workload.data, data_folder(scenario))
+
+
+class InitialWeights:
+    """The weights that the runs of a scenario begin with, read or trained once for all that begin alike."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last: tuple[Path, Model, Weights] | None = None
+
+    def of(self, prepared: Prepared) -> Weights | None:
+        """Return them, keyed as `Model.build` names them; None: they are drawn from the seed.
+
+        Where they come from a scenario, that is simulated: the same weights on every host.
+        """
+        file, model = weights_file(prepared.scenario), prepared.problem.model
+        if file is None:
+            return None
+        if self._last is None or self._last[:2] != (file, model):
+            from testbed.models.weights import read
+
+            first = prepared.pretraining
+            self._last = file, model, read(file, model) if first is None else self._train(first, file)
+        return self._last[2]
+
+    def _train(self, first: Prepared, file: Path) -> Weights:
+        from testbed.simulation import simulate
+
+        scenario = first.scenario
+        begun = InitialWeights(self._console).of(first)
+        with LiveProgress(self._console, scenario.name, batches(scenario), "steps") as live:
+            live.stage("training the weights to begin with")
+            outcome = simulate(first, load_data(first), live.event, begun)
+        if outcome.status != "finished" or outcome.weights is None:
+            raise TestbedError(f"{file}, which trains the weights to begin with, {outcome.status}: {outcome.error}")
+        return outcome.weights

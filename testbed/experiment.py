@@ -1,0 +1,48 @@
+"""One run as plain facts: each device, link, fault and change by itself, whatever file they came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from testbed.faults.parts import FaultPart
+from testbed.faults.replay import Change
+from testbed.hardware import DeviceSpec
+from testbed.network.cell import Cell, cell_of
+from testbed.network.link import Link, Pair
+from testbed.workload import WorkloadPart
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a runtime emulates or simulates."""
+
+    name: str
+    seed: int
+    """Everything random comes from it."""
+    workload: WorkloadPart
+    devices: tuple[DeviceSpec, ...]
+    """In the order of the scenario."""
+    links: dict[Pair, Link]
+    """Every directed pair that may talk; pairs that are absent cannot."""
+    time_limit: float
+    """Seconds after which the run has failed."""
+    faults: tuple[FaultPart, ...] = ()
+    """In the order of the scenario."""
+    cells: tuple[Cell, ...] = ()
+    """Radio cells; a pair of devices is in one at most."""
+    changes: tuple[Change, ...] = ()
+    """Of links and speeds, as the scenario's trace has them, in the order of time."""
+
+    def bounded_links(self) -> dict[Pair, Link]:
+        """Return the links with the rates that a pair can have at best: within its devices' access and its cell."""
+        uplinks = {device.name: device.uplink for device in self.devices if device.uplink is not None}
+        downlinks = {device.name: device.downlink for device in self.devices if device.downlink is not None}
+        if not (uplinks or downlinks or self.cells):
+            return self.links
+        found = {}
+        for pair, link in self.links.items():
+            cell = cell_of(pair, self.cells)
+            given = (link.rate, uplinks.get(pair[0]), downlinks.get(pair[1]), cell.rate if cell else None)
+            rates = [rate for rate in given if rate is not None]
+            found[pair] = replace(link, rate=min(rates)) if rates else link
+        return found

@@ -1,0 +1,208 @@
+"""From a plan and how it is carried out to what every device has, makes, wants and sends in one inference.
+
+This is what devices follow and what everything that is said of a plan is taken from: the messages
+(`testbed.methods.distributed.partition.traffic`), what is stored and computed (`resources`), memory (`memory`) and time
+(`timing`). Pure, and the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from testbed.methods.distributed.partition.execution import Execution
+from testbed.methods.distributed.partition.network import IMAGE, Layer, Network
+from testbed.methods.distributed.partition.pieces import Pieces, both, common, hull, scaled, shifted, without
+from testbed.methods.distributed.partition.plan import DistributedPlan, Range, Tile
+from testbed.methods.distributed.partition.roles import IDLE, Role, Way, by_chunks, is_alias, pixels, roles_of
+from testbed.methods.distributed.partition.shares import evenly
+from testbed.models.chain import BYTES_PER_VALUE
+
+Homes = Mapping[int, tuple[Range, ...]]
+
+
+class Origin(NamedTuple):
+    """Where a part of a layer's input comes from."""
+
+    value: int
+    """The layer that made it, or `IMAGE`."""
+    part: Range
+    """Elements of that value."""
+    at: int
+    """First element of the layer's input that it becomes."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A plan in terms of roles; `flow` makes it."""
+
+    network: Network
+    plan: DistributedPlan
+    execution: Execution
+    way: Way
+    roles: tuple[tuple[Role, ...], ...]
+    """By layer and device; the layers that are tiled have none."""
+    homes: Homes
+    """By value and device: the elements that the device itself makes. Of the tiled layers there is only the last one's
+    output, which the source collects."""
+    wants: Mapping[int, tuple[Pieces, ...]]
+    """By value and device: the elements that the device computes from at some time, or hands out as the result."""
+    last: Mapping[int, tuple[int, ...]]
+    """By value and device: the last layer for which the device needs the value. Beyond all layers where it is the
+    result, before all where it is not needed."""
+
+    @property
+    def devices(self) -> range:
+        """Indices of the devices."""
+        return range(len(self.plan.devices))
+
+    @property
+    def tiled(self) -> int:
+        """How many of the first layers are done by tiles."""
+        return self.plan.tiled
+
+    def tiles(self, device: int) -> tuple[Tile, ...]:
+        """Return a device's tiles."""
+        return tuple(tile for tile in self.plan.tiles if tile.device == device)
+
+    def origins(self, index: int, taken: Range) -> tuple[Origin, ...]:
+        """Return where a range of a layer's input comes from, in its order."""
+        if (index, taken) not in self._origins:
+            self._origins[index, taken] = tuple(self._traced(index, taken))
+        return self._origins[index, taken]
+
+    @cached_property
+    def _origins(self) -> dict[tuple[int, Range], tuple[Origin, ...]]:
+        return {}
+
+    def _traced(self, index: int, taken: Range) -> Iterator[Origin]:
+        at = 0
+        for source in self.network.layers[index].sources:
+            there = Range(at, at + self.network.outputs_of(source))
+            part = common(there, taken)
+            if part.size and source != IMAGE and is_alias(self.network.layers[source], self.way):
+                for origin in self.origins(source, shifted(part, -at)):
+                    yield origin._replace(at=origin.at + at)
+            elif part.size:
+                yield Origin(source, shifted(part, -at), part.first)
+            at = there.last
+
+    def result(self) -> tuple[Origin, ...]:
+        """Return what the network's output consists of."""
+        last = len(self.network.layers) - 1
+        if is_alias(self.network.layers[last], self.way):
+            return self.origins(last, Range(0, self.network.layers[last].inputs))
+        return (Origin(last, Range(0, self.network.layers[last].outputs), 0),)
+
+    def chunks(self, index: int, made: Range) -> tuple[Range, ...]:
+        """Divide output channels of a layer into about equal ranges that are sent as soon as each is computed.
+
+        By the size of a full request, so that all devices cut alike without telling each other.
+        """
+        execution = self.execution
+        size = made.size * pixels(self.network.layers[index]) * execution.samples * BYTES_PER_VALUE
+        count = max(1, min(execution.chunks, made.size, size // execution.least_chunk))
+        return tuple(shifted(part, made.first) for part in evenly(made.size, count)) if made.size else ()
+
+    def pieces(self, value: int, device: int) -> Pieces:
+        """Return what a device makes of a value, in elements, as it makes it: chunk by chunk or at once."""
+        if (value, device) not in self._pieces:
+            self._pieces[value, device] = self._made_in(value, device)
+        return self._pieces[value, device]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, int], Pieces]:
+        return {}
+
+    def _made_in(self, value: int, device: int) -> Pieces:
+        home = self.homes[value][device]
+        if value < self.tiled or not by_chunks(self.network.layers[value], self.roles[value][device]):
+            return (home,) if home.size else ()
+        each = pixels(self.network.layers[value])
+        return tuple(scaled(chunk, each) for chunk in self.chunks(value, self.roles[value][device].makes))
+
+    def receivers(self, value: int, device: int, made: Range) -> Iterator[tuple[int, Range]]:
+        """Yield whom a device sends what it has made of a value, and which part."""
+        source = self.plan.source
+        if self.way != "source" or device == source:
+            yield from self.forwarded(value, device, made)
+        else:
+            wanted = common(made, self._for_source(value, device))
+            if wanted.size:
+                yield source, wanted
+
+    def forwarded(self, value: int, origin: int, made: Range) -> Iterator[tuple[int, Range]]:
+        """Yield who needs what ``origin`` has made of a value; where all passes the source, the source sends it on."""
+        for receiver, pieces in self._needed(value, origin):
+            if self.way == "source" and receiver == self.plan.source != origin:
+                continue
+            for piece in pieces:
+                part = common(piece, made)
+                if part.size:
+                    yield receiver, part
+
+    def lacks(self, value: int, device: int) -> Pieces:
+        """Return what a device wants of a value and others make."""
+        return without(self.wants[value][device], self.homes[value][device])
+
+    def _for_source(self, value: int, maker: int) -> Range:
+        """Return what the source collects of what another device has made, for itself and for the others."""
+        needed = [piece for _, pieces in self._needed(value, maker) for piece in pieces]
+        return hull([*self.wants[value][self.plan.source], *needed])
+
+    def _needed(self, value: int, maker: int) -> Iterator[tuple[int, Pieces]]:
+        """Yield in a circle from ``maker`` on who lacks what of a value: each begins with another's link."""
+        count = len(self.plan.devices)
+        for step in range(1, count):
+            receiver = (maker + step) % count
+            yield receiver, self.lacks(value, receiver)
+
+
+def flow(network: Network, plan: DistributedPlan, execution: Execution) -> Flow:
+    """Work out every device's roles, and what it wants of what the others make."""
+    way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else execution.exchange
+    homes: dict[int, tuple[Range, ...]] = {}
+    if not plan.tiled:
+        homes[IMAGE] = _at_source(plan, network.layers[0].inputs)
+    roles: list[tuple[Role, ...]] = [(IDLE,) * len(plan.devices)] * plan.tiled
+    if plan.tiled:
+        homes[plan.tiled - 1] = _at_source(plan, network.layers[plan.tiled - 1].outputs)
+    for index in range(plan.tiled, len(network.layers)):
+        roles.append(roles_of(network, plan, way, index, homes))
+        homes[index] = _made(network.layers[index], roles[index])
+
+    draft = Flow(network, plan, execution, way, (), {}, {}, {})
+    wants: dict[int, list[Pieces]] = {value: [()] * len(plan.devices) for value in homes}
+    last = {value: [IMAGE - 1] * len(plan.devices) for value in homes}
+
+    def want(origins: Sequence[Origin], device: int, reader: int) -> None:
+        for value, part, _ in origins:
+            wants[value][device] = both(wants[value][device], (part,))
+            last[value][device] = max(last[value][device], reader)
+
+    want(draft.result(), plan.source, len(network.layers))
+    for index in range(len(network.layers) - 1, plan.tiled - 1, -1):
+        if way == "direct" and network.layers[index].kind == "reorg":
+            # Whoever moves the pixels for himself, and nobody else.
+            roles[index] = tuple(role if wants[index][device] else IDLE for device, role in enumerate(roles[index]))
+            homes[index] = _made(network.layers[index], roles[index])
+        for device, role in enumerate(roles[index]):
+            want(draft.origins(index, role.takes), device, index)
+    return replace(
+        draft,
+        roles=tuple(roles),
+        homes=homes,
+        wants={value: tuple(pieces) for value, pieces in wants.items()},
+        last={value: tuple(readers) for value, readers in last.items()},
+    )
+
+
+def _at_source(plan: DistributedPlan, elements: int) -> tuple[Range, ...]:
+    return tuple(Range(0, elements if device == plan.source else 0) for device in range(len(plan.devices)))
+
+
+def _made(layer: Layer, roles: Sequence[Role]) -> tuple[Range, ...]:
+    each = pixels(layer)
+    return tuple(scaled(role.makes, each) for role in roles)

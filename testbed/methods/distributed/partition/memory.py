@@ -1,0 +1,158 @@
+"""How many bytes each device needs for a plan: an upper bound of what it holds, whoever is fast and whoever is slow.
+
+Left out, as in `testbed.partition.memory`: interpreter, torch, scratch space of kernels, messages under way.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, islice, pairwise
+
+from testbed.methods.distributed.partition.flow import Flow
+from testbed.methods.distributed.partition.network import IMAGE
+from testbed.methods.distributed.partition.pieces import common, size
+from testbed.methods.distributed.partition.plan import Range, Tile
+from testbed.methods.distributed.partition.resources import parameters
+from testbed.methods.distributed.partition.roles import by_chunks, pixels
+from testbed.models.chain import BYTES_PER_VALUE
+
+
+def memory(flow: Flow) -> tuple[float, ...]:
+    """Return the bytes each device needs: parameters once, activations for each request under way."""
+    samples = flow.execution.in_flight * flow.execution.samples
+    return tuple(
+        float(BYTES_PER_VALUE * (parameters(flow, device) + samples * activations(flow, device)))
+        for device in flow.devices
+    )
+
+
+def activations(flow: Flow, device: int) -> int:
+    """Return the most elements of one sample that a device can hold at once.
+
+    Held are, until the last layer that needs them: what it makes, from the layer on that makes it; and what it wants
+    of the others, from the layer on at which these can have it ready, which is before the device has done that layer
+    itself. While it works on a layer also the sums that it merges, or those of what has come of the input so far.
+    """
+    changes = [0] * (len(flow.network.layers) - IMAGE + 2)
+    """By layer from the image on: how much more is held than at the one before."""
+
+    def hold(first: int, last: int, elements: int) -> None:
+        if first <= last:
+            changes[first - IMAGE] += elements
+            changes[last + 1 - IMAGE] -= elements
+
+    begins = _begins(flow, device)
+    for value, homes in flow.homes.items():
+        made, lacking, last = homes[device].size, size(flow.lacks(value, device)), flow.last[value][device]
+        merges = value >= flow.tiled and flow.roles[value][device].work == "sums"
+        # Chunk by chunk a result takes the place of its sums.
+        hold(value + merges, last, made)
+        if made and last < value and not merges:
+            hold(value, value, max(piece.size for piece in flow.pieces(value, device)))
+        hold(begins[value], last, lacking)
+        if last >= 0 and flow.way == "source" and device == flow.plan.source:
+            # What is only for others stays, too, beside what the source itself needs.
+            collected = _collected(flow, value) if made + lacking < flow.network.outputs_of(value) else lacking
+            hold(begins[value], len(flow.network.layers), collected - lacking)
+    for index in range(flow.tiled, len(flow.roles)):
+        layer, role = flow.network.layers[index], flow.roles[index][device]
+        made = role.makes.size * pixels(layer)
+        if role.work == "sums" and made:
+            mine = role.takes.size > 0
+            others = sum(each.takes.size > 0 for each in flow.roles[index]) - mine
+            hold(_earliest(flow, device, index, begins), index, others * made)
+            hold(index, index, mine * made)
+        elif by_chunks(layer, role) and _in_pieces(flow, device, index):
+            hold(index, index, made)
+    return max(*accumulate(changes), _while_tiling(flow, device) if flow.tiled else 0)
+
+
+def _begins(flow: Flow, device: int) -> dict[int, int]:
+    """Return by value the first layer at which a device can have some of what others make of it.
+
+    Others make it without the device unless it needs something of the device's: then they wait until the device has
+    done that.
+    """
+    found: dict[int, int] = {}
+    for value in flow.homes:
+        if value < flow.tiled:
+            found[value] = flow.tiled
+        elif flow.roles[value][device].work == "sums" and flow.roles[value][device].takes.size:
+            # They wait for its sums, which it sends one after the other, its own merging coming last.
+            messages = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
+            found[value] = value + (messages == 1 and _has_sent_all(flow, device, value))
+        else:
+            found[value] = _earliest(flow, device, value, found)
+    return found
+
+
+def _earliest(flow: Flow, device: int, index: int, begins: dict[int, int]) -> int:
+    """Return at which of its own layers a device may be when the first of the others has done its part of one."""
+    taken = {role.takes: None for other, role in enumerate(flow.roles[index]) if other != device and role.takes.size}
+    return min((_waits(flow, device, index, takes, begins) for takes in taken), default=index)
+
+
+def _waits(flow: Flow, device: int, index: int, takes: Range, begins: dict[int, int]) -> int:
+    """Return how far a device has to be before there is all that this part of a layer is computed from."""
+    found = []
+    for value, part, _ in flow.origins(index, takes):
+        whole = part.size == flow.network.outputs_of(value)
+        needed = common(flow.homes[value][device], part).size or (whole and _has_sent_all(flow, device, value))
+        found.append(value + 1 if needed else begins[value])
+    return max(found)
+
+
+def _has_sent_all(flow: Flow, device: int, value: int) -> bool:
+    """Say whether a device that adds to all of a value has done that layer once all of the value is there."""
+    if value < flow.tiled:
+        return False
+    role = flow.roles[value][device]
+    return role.work == "sums" and role.takes.size > 0 and not role.makes.size
+
+
+def _collected(flow: Flow, value: int) -> int:
+    """Return what comes to the source of a value, for itself and for the others."""
+    source = flow.plan.source
+    return sum(
+        part.size
+        for maker, home in enumerate(flow.homes[value])
+        if maker != source and home.size
+        for to, part in flow.receivers(value, maker, home)
+        if to == source
+    )
+
+
+def _in_pieces(flow: Flow, device: int, index: int) -> bool:
+    """Say whether a device can come to know a layer's input piece by piece; what it has made itself is one."""
+    taken = flow.roles[index][device].takes
+    pieces = (
+        piece
+        for value, part, _ in flow.origins(index, taken)
+        for maker, home in enumerate(flow.homes[value])
+        if common(home, part).size
+        for piece in (flow.pieces(value, maker) if maker != device else (home,))
+        if common(piece, part).size
+    )
+    return len([*islice(pieces, 2)]) > 1
+
+
+def _while_tiling(flow: Flow, device: int) -> int:
+    """Return the most elements that a device can hold in the tiled layers.
+
+    The inputs of all its tiles and what one of them takes within; at the source, of whose image they are parts, the
+    image and the map that it collects.
+    """
+    layers, own = flow.network.layers[: flow.tiled], flow.tiles(device)
+    within = max((_within(flow, tile) for tile in own), default=0)
+    if device != flow.plan.source:
+        return within + sum(layers[0].input[0] * tile.regions[0].pixels for tile in own)
+    if len(flow.plan.tiles) == 1:
+        return layers[0].inputs + max(within, layers[-1].outputs)
+    return layers[0].inputs + layers[-1].outputs + within
+
+
+def _within(flow: Flow, tile: Tile) -> int:
+    """Return the most that is between the input of a tile and its end: what one layer takes and makes."""
+    made = [
+        layer.output[0] * region.pixels for layer, region in zip(flow.network.layers, tile.regions[1:], strict=False)
+    ]
+    return max(one + other for one, other in pairwise([0, *made]))

@@ -1,0 +1,98 @@
+"""What goes over the network in one inference, and what that weighs on the wire."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from testbed.methods.distributed.partition.flow import Flow
+from testbed.methods.distributed.partition.network import IMAGE
+from testbed.methods.distributed.partition.pieces import Pieces, common
+from testbed.methods.distributed.partition.plan import Range
+from testbed.methods.distributed.partition.roles import pixels
+from testbed.models.chain import BYTES_PER_VALUE
+from testbed.network.framing import wire_bytes
+from testbed.partition.pipeline import ENVELOPE
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What goes from one device to another on account of one layer's output."""
+
+    sender: int
+    receiver: int
+    value: int
+    """The layer, or `IMAGE`."""
+    messages: tuple[int, ...]
+    """The elements of one sample in each."""
+
+    @cached_property
+    def elements(self) -> int:
+        """Of one sample, in all messages."""
+        return sum(self.messages)
+
+    def wire_bytes(self, samples: int) -> float:
+        """Return the bytes on the wire of a request with so many samples, headers included."""
+        sizes = Counter(self.messages)
+        return sum(
+            count * wire_bytes(samples * BYTES_PER_VALUE * elements + ENVELOPE) for elements, count in sizes.items()
+        )
+
+
+def transfers(flow: Flow) -> tuple[Transfer, ...]:
+    """Return everything that one inference sends."""
+    return (*of_tiles(flow), *_of_values(flow), *_of_sums(flow))
+
+
+def elements(found: Sequence[Transfer]) -> int:
+    """Return the elements of one sample in all of them: C, if they are all of an inference's."""
+    return sum(transfer.elements for transfer in found)
+
+
+def of_tiles(flow: Flow) -> tuple[Transfer, ...]:
+    """Return what is sent for tiles that the source does not do itself: regions of the image, and what they become."""
+    source, found = flow.plan.source, []
+    for tile in flow.plan.tiles:
+        if tile.device != source:
+            first, last = flow.network.layers[0], flow.network.layers[flow.tiled - 1]
+            there, back = first.input[0] * tile.regions[0].pixels, last.output[0] * tile.regions[-1].pixels
+            found.append(Transfer(source, tile.device, IMAGE, (there,)))
+            found.append(Transfer(tile.device, source, flow.tiled - 1, (back,)))
+    return tuple(found)
+
+
+def _of_values(flow: Flow) -> Iterator[Transfer]:
+    """Yield the parts of values that others than their makers want, where all passes the source in two legs."""
+    source = flow.plan.source
+    for value, homes in flow.homes.items():
+        for maker, home in enumerate(homes):
+            if not home.size:
+                continue
+            pieces = flow.pieces(value, maker)
+            for receiver, part in flow.receivers(value, maker, home):
+                yield Transfer(maker, receiver, value, _cut(pieces, part))
+            if flow.way == "source" and maker != source:
+                for receiver, part in flow.forwarded(value, maker, home):
+                    yield Transfer(source, receiver, value, _cut(pieces, part))
+
+
+def _cut(pieces: Pieces, part: Range) -> tuple[int, ...]:
+    """Return the sizes of what is in each of the pieces of a part."""
+    if part.first <= pieces[0].first and pieces[-1].last <= part.last:
+        return tuple(piece.size for piece in pieces)
+    return tuple(size for piece in pieces if (size := common(piece, part).size))
+
+
+def _of_sums(flow: Flow) -> Iterator[Transfer]:
+    """Yield the partial sums that others than who has computed them merge."""
+    for index, roles in enumerate(flow.roles):
+        each = pixels(flow.network.layers[index])
+        for merger, merging in enumerate(roles):
+            if merging.work != "sums" or not merging.makes.size:
+                continue
+            messages = tuple(each * chunk.size for chunk in flow.chunks(index, merging.makes))
+            for device, role in enumerate(roles):
+                if device != merger and role.takes.size:
+                    yield Transfer(device, merger, index, messages)

@@ -1,0 +1,104 @@
+"""What a scenario file says about links, cells and the network."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Network
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from testbed.errors import Key
+from testbed.network.link import Distribution
+from testbed.part import Name, Part
+from testbed.quantities import Duration, Fraction, Rate
+
+
+class BurstsPart(Part):
+    """Loss in bursts after Gilbert and Elliott: a link is in a good or a bad state, and moves before each packet."""
+
+    p: Fraction = Field(description="probability of going from good to bad")
+    r: Fraction = Field(description="probability of going from bad to good; 1/r is the mean length of a burst")
+    bad_loss: Fraction = Field(1.0, description="lost in the bad state (1-h)", json_schema_extra={"default": "100%"})
+    good_loss: Fraction = Field(0.0, description="lost in the good state (1-k)")
+
+
+class LinkPart(Part):
+    """The properties of a link, one direction. What is not given stays as the level above says."""
+
+    preset: str | None = Field(None, description="a named set of figures, e.g. 4g; other keys override it")
+    rate: Rate | None = Field(None, description="on the wire, Ethernet frames; default: as fast as the host")
+    delay: Duration | None = Field(None, description="one-way")
+    jitter: Duration | None = Field(None, description="standard deviation of the delay")
+    distribution: Distribution | None = Field(None, description="of the jitter; default: normal")
+    jitter_correlation: Fraction | None = Field(None, description="of successive packets' delays")
+    loss: Fraction | None = Field(None, description="each packet independently")
+    loss_correlation: Fraction | None = Field(None, description="of successive packets' fates")
+    bursts: BurstsPart | None = Field(None, description="loss in bursts, instead of `loss`")
+    message_loss: Fraction | None = Field(
+        None, description="of broadcast messages, each lost whole, by each receiver for itself"
+    )
+    duplicate: Fraction | None = Field(None, description="packets that arrive twice")
+    reorder: Fraction | None = Field(None, description="packets that skip the delay, and so overtake others")
+    corrupt: Fraction | None = Field(None, description="packets in which one bit is wrong")
+    limit: int | None = Field(
+        None, description="packets that the queue before the rate holds; default: from rate times delay"
+    )
+
+
+class PairLinkPart(LinkPart):
+    """A link that differs from the default: ``from``/``to`` for one direction, ``between`` for both."""
+
+    from_: Name | None = Field(None, alias="from", description="sender, of one direction")
+    to: Name | None = Field(None, description="receiver, of one direction")
+    between: tuple[Name, Name] | None = Field(None, description="both directions between two devices")
+
+    @model_validator(mode="after")
+    def _one_way_of_naming(self) -> Self:
+        if (self.between is None) == (self.from_ is None or self.to is None):
+            raise ValueError("name the link either with 'from' and 'to' or with 'between: [a, b]'")
+        return self
+
+    def ends(self) -> list[tuple[Key, str]]:
+        """Return each device named, with the key that names it."""
+        if self.between is not None:
+            return [(("between", index), name) for index, name in enumerate(self.between)]
+        return [(("from",), str(self.from_)), (("to",), str(self.to))]
+
+    def directions(self) -> list[tuple[str, str]]:
+        """Return the (source, destination) pairs meant: one, or both of ``between``."""
+        if self.between is not None:
+            return [self.between, self.between[::-1]]
+        return [(str(self.from_), str(self.to))]
+
+
+class CellPart(Part):
+    """A radio cell: what its devices send to each other shares one channel."""
+
+    devices: tuple[Name, ...] = Field(
+        (), description="its members; a name with a `count` stands for all of them; default: every device"
+    )
+    rate: Rate = Field(description="of the channel: of all transmissions in the cell together")
+
+
+class NetworkPart(Part):
+    """Which devices are linked, and how."""
+
+    topology: Literal["mesh", "star", "line", "explicit"] = Field(
+        "mesh",
+        description="mesh: all to all; star: all to the first device; line: neighbours in the order of the file; "
+        "explicit: what `links` lists. Devices without a link cannot talk, nobody forwards",
+    )
+    link: LinkPart = Field(default_factory=lambda: LinkPart(), description="every link, unless overridden")
+    links: tuple[PairLinkPart, ...] = Field((), description="links that differ; later ones win")
+    cells: tuple[CellPart, ...] = Field((), description="radio cells: devices that share one channel")
+    subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")
+
+    @field_validator("subnet")
+    @classmethod
+    def _is_a_subnet(cls, value: str) -> str:
+        try:
+            return str(IPv4Network(value))
+        except ValueError as error:
+            raise ValueError(
+                f"'{value}' is not a range of addresses ({error}): write one such as 10.20.0.0/16"
+            ) from None

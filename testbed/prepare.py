@@ -1,0 +1,310 @@
+"""From an experiment to something a runtime can start: method, problem and plan, once every check has passed.
+
+Imports no torch and reads no data, so that `testbed validate` and `plan` answer at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from testbed import methods
+from testbed.data import catalog as data
+from testbed.data.batches import steps_per_epoch
+from testbed.data.files import find
+from testbed.data.pictures import is_picture
+from testbed.errors import Diagnostic, InputError, Key, parse_key
+from testbed.experiment import Experiment
+from testbed.faults import checks
+from testbed.methods.base import Method, Plan
+from testbed.methods.base import Problem as Task
+from testbed.models import CATALOG, create, weights
+from testbed.models.chain import Model
+from testbed.scenario.expand import no_such_devices, trials
+from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, kind_of, parse_condition
+from testbed.scenario.loading import explain, load, nearest
+from testbed.scenario.schema import Scenario
+from testbed.scenario.trial import Trial
+
+DATA_FOLDER = Path("data")
+"""Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
+DIGITS_TRAIN = 1438
+"""Training samples of the embedded set, known without importing what holds it."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A trial that a runtime can start."""
+
+    trial: Trial
+    method: Method
+    problem: Task
+    plan: Plan
+    pretraining: Prepared | None = None
+    """What leaves the weights to begin with, where they come from a scenario."""
+
+    @property
+    def scenario(self) -> Scenario:
+        """The scenario of this trial alone."""
+        return self.trial.scenario
+
+    @property
+    def experiment(self) -> Experiment:
+        """The same as a runtime needs it."""
+        return self.trial.experiment
+
+
+def prepare(trial: Trial) -> Prepared:
+    """Check and plan a trial. Raises `InputError`, one line for each problem, naming file and line."""
+    scenario = trial.scenario
+    problems = [
+        *_workload_problems(scenario),
+        *_folder_problems(scenario),
+        *_name_problems(trial),
+        *_expect_problems(trial),
+    ]
+    if problems:
+        # What is left to check follows from a plan, and there is none without a method, a model and its data.
+        raise scenario.source.error(problems)
+    method, task = pose(trial)
+    try:
+        plan = method.plan(task)
+    except InputError as error:
+        raise scenario.source.error([_locate(str(error), trial)]) from None
+    try:
+        pretraining = _pretraining(scenario, task.model)
+    except InputError as error:
+        text = str(error).removeprefix("model.weights: ")
+        raise scenario.source.error([Diagnostic(("workload", "model", "weights"), text)]) from None
+    problems = [
+        *_memory_problems(trial, plan),
+        *_fault_problems(trial, method, plan),
+    ]
+    if problems:
+        raise scenario.source.error(problems)
+    return Prepared(trial, method, task, plan, pretraining)
+
+
+def pose(trial: Trial) -> tuple[Method, Task]:
+    """Return the method and the problem that a trial poses it: what a planner and every program look at.
+
+    Raises `InputError` where the workload names what does not exist or what does not fit. Needs no data files.
+    """
+    scenario, experiment = trial.scenario, trial.experiment
+    workload = scenario.workload
+    try:
+        method = methods.get(workload.method.name)
+        kind = data.describe(workload.data.name)
+        model = create(workload.model.name, workload.model.options(), kind.shape, kind.classes)
+    except InputError as error:
+        raise scenario.source.error([_locate(str(error), trial)]) from None
+    options = method.Options.model_validate(workload.method.options())
+    return method, Task(model, experiment.devices, experiment.bounded_links(), workload, options, scenario.seed)
+
+
+def data_folder(scenario: Scenario) -> Path:
+    """Return where the files of the scenario's data lie: its ``folder``, or where `testbed data fetch` puts them.
+
+    Of data that are one file, that file.
+    """
+    part = scenario.workload.data
+    if part.path is not None:
+        return scenario.source.folder / part.path
+    return scenario.source.folder / part.folder if part.folder is not None else DATA_FOLDER / part.name
+
+
+def weights_file(scenario: Scenario) -> Path | None:
+    """Return the file that the model's weights are read from; None: they are drawn from the seed."""
+    named = scenario.workload.model.weights
+    return None if named is None else scenario.source.folder / named
+
+
+def batches(scenario: Scenario) -> int | None:
+    """Return how many batches the workload has; None where only the data's files can tell."""
+    workload = scenario.workload
+    if workload.task == "infer":
+        return workload.requests
+    if workload.steps is not None:
+        return workload.steps
+    samples = workload.data.train or (DIGITS_TRAIN if workload.data.name == "digits" else None)
+    if samples is None or workload.epochs is None:
+        return None
+    return workload.epochs * steps_per_epoch(samples, workload.batch_size)
+
+
+def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    workload = scenario.workload
+    key: Key = ("workload",)
+    if workload.method.name not in methods.METHODS:
+        text = f"there is no method '{workload.method.name}': {nearest(workload.method.name, methods.METHODS)}"
+        yield Diagnostic((*key, "method", "name"), text)
+    else:
+        method = methods.METHODS[workload.method.name]
+        if workload.task not in method.tasks:
+            can = " and ".join(method.tasks)
+            yield Diagnostic((*key, "task"), f"the method '{method.name}' cannot {workload.task}: it can {can}")
+        try:
+            method.Options.model_validate(workload.method.options())
+        except ValidationError as error:
+            yield from explain(error, method.Options, (*key, "method"))
+    entry = CATALOG.get(workload.model.name)
+    if entry is None:
+        text = f"there is no model '{workload.model.name}': {nearest(workload.model.name, CATALOG)}"
+        yield Diagnostic((*key, "model", "name"), text)
+    else:
+        try:
+            entry.Options.model_validate(workload.model.options())
+        except ValidationError as error:
+            yield from explain(error, entry.Options, (*key, "model"))
+    yield from _data_problems(scenario)
+
+
+def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    name = scenario.workload.data.name
+    key: Key = ("workload", "data")
+    try:
+        kind = data.describe(name)
+    except InputError as error:
+        known = name in data.DATASETS or name.startswith("synthetic") or is_picture(name)
+        text = str(error).removeprefix("data.name: ")
+        text = text if known else f"there is no data set '{name}': {nearest(name, data.DATASETS)}"
+        yield Diagnostic((*key, "name"), text)
+        return
+    if not kind.classes and scenario.workload.task == "train":
+        yield Diagnostic(
+            (*key, "name"), f"{name} has no labels to learn from: use the task infer, or data such as digits"
+        )
+    path = scenario.workload.data.path
+    if kind.from_path and path is None:
+        yield Diagnostic(key, f"{name} is a picture of your own: name its file with `path`, or use photos")
+    elif not kind.from_path and path is not None:
+        yield Diagnostic((*key, "path"), f"{name} is not read from one file: use the data image, or leave `path` out")
+
+
+def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    """Look for the data's files. Not a part of `pose`: devices are sent their data and have no such folder."""
+    name = scenario.workload.data.name
+    key: Key = ("workload", "data")
+    try:
+        kind = data.describe(name)
+    except InputError:
+        return
+    folder = data_folder(scenario)
+    download = f"`testbed data fetch {name}` downloads them"
+    if kind.files and not folder.is_dir():
+        yield Diagnostic((*key, "folder"), f"{name} is read from files and there is no folder {folder}: {download}")
+    elif kind.from_path and scenario.workload.data.path is not None and not folder.is_file():
+        yield Diagnostic((*key, "path"), f"there is no file {folder}: name a picture, relative to the scenario file")
+    elif kind.files and not any(find(folder, file) for file in kind.files):
+        yield Diagnostic((*key, "folder"), f"{folder} holds none of the files of {name}: {download}")
+    part = scenario.workload.data
+    if name == "digits" and part.train is not None and part.train > DIGITS_TRAIN:
+        yield Diagnostic((*key, "train"), f"digits has {DIGITS_TRAIN} training samples, not {part.train}: use fewer")
+
+
+def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
+    """Check the file of the weights, and return what it takes to train them where it is a scenario.
+
+    Not a part of `pose`: devices are sent their weights and have no such file. Raises `InputError`.
+    """
+    file = weights_file(scenario)
+    if file is None:
+        return None
+    if not weights.is_scenario(file):
+        weights.check(file, model)
+        return None
+    runs = trials(load(str(file), []))
+    first = runs[0].scenario
+    if len(runs) > 1:
+        raise InputError(f"{file}: has {len(runs)} runs: name a scenario of one, without sweep and repetitions")
+    if first.workload.task != "train":
+        raise InputError(f"{file}: trains nothing: name a scenario whose task is train")
+    if first.workload.model.weights is not None and weights.is_scenario(Path(first.workload.model.weights)):
+        raise InputError(f"{file}: begins with the weights of a scenario itself: name one that does not")
+    found = prepare(runs[0])
+    if found.problem.model != model:
+        raise InputError(
+            f"{file}: trains another {model.name}: give both scenarios the same model, with the same options, and "
+            "samples of the same shape"
+            if found.problem.model.name == model.name
+            else f"{file}: trains {found.problem.model.name}, not {model.name}: name a scenario with the same model"
+        )
+    return found
+
+
+def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
+    names = [device.name for device in trial.experiment.devices]
+    for index, part in enumerate(trial.scenario.faults):
+        for key, text in no_such_devices(checks.devices_named(part), trial.scenario, names):
+            yield Diagnostic(("faults", index, *key), text)
+
+
+def _expect_problems(trial: Trial) -> Iterator[Diagnostic]:
+    names = [device.name for device in trial.experiment.devices]
+    for figure, text in trial.scenario.expect.items():
+        key: Key = ("expect", figure)
+        parts = figure.split(".")
+        of_device = parts[0] == "devices" and len(parts) == 3
+        if of_device:
+            for _, wrong in no_such_devices([(key, parts[1])], trial.scenario, names):
+                yield Diagnostic(key, wrong)
+        try:
+            parse_condition(text, kind_of(figure))
+        except KeyError:
+            what, known = ("figure of a device", [*DEVICE_FIGURES]) if of_device else ("figure", [*FIGURES])
+            yield Diagnostic(
+                key, f"there is no {what} '{parts[-1] if of_device else figure}': {nearest(parts[-1], known)}"
+            )
+        except ValueError as error:
+            yield Diagnostic(key, str(error))
+
+
+def _memory_problems(trial: Trial, plan: Plan) -> Iterator[Diagnostic]:
+    for assignment in plan.assignments:
+        device = next(device for device in trial.experiment.devices if device.name == assignment.device)
+        if assignment.memory > device.memory:
+            yield Diagnostic(
+                _device_key(device.name, trial.scenario),
+                f"'{device.name}' has {device.memory / 1e6:.1f} MB of memory, its part of the plan needs "
+                f"{assignment.memory / 1e6:.1f} MB: use more or larger devices, a smaller model or batch_size",
+            )
+
+
+def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic]:
+    experiment = trial.experiment
+    return checks.problems(
+        experiment.faults,
+        checks.Setting(experiment.devices, experiment.links, experiment.changes, experiment.time_limit),
+        lambda device: method.spans(plan, device),
+        batches(trial.scenario),
+    )
+
+
+def _device_key(name: str, scenario: Scenario) -> Key:
+    """Return the key of the part of the scenario that makes a device."""
+    for part_name, part in scenario.devices.items():
+        if name == part_name or (part.count is not None and re.fullmatch(re.escape(part_name) + r"\d+", name)):
+            part_key: Key = ("devices", part_name)
+            return (*part_key, "memory") if part.memory is not None else part_key
+    return ("devices",)
+
+
+def _locate(message: str, trial: Trial) -> Diagnostic:
+    """Find the key that a planner's or a model's message is about.
+
+    It may begin with a key of the workload (``method.stages: ...``) or with a device (``worker1 has ...``), or be about
+    a link that is missing.
+    """
+    if match := re.match(r"((?:model|data|method|optimizer)(?:\.[\w.]+)?|batch_size|epochs|steps): ", message):
+        return Diagnostic(("workload", *parse_key(match[1])), message[match.end() :])
+    device = message.partition(" ")[0].strip("'")
+    if " link" in message:
+        return Diagnostic(("network", "topology"), message)
+    if any(device == each.name for each in trial.experiment.devices):
+        return Diagnostic(_device_key(device, trial.scenario), message)
+    subject = "model" if message.startswith("model ") else "method"
+    return Diagnostic(("workload", subject), message)

@@ -1,0 +1,83 @@
+"""What a scenario file says about the work: model, data, optimizer, method, and how long."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from testbed.part import Part
+
+
+class ModelPart(Part):
+    """A neural network by name, with its options (see `testbed models`)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = Field(description="one of `testbed models`; further keys are its options")
+    weights: str | None = Field(
+        None,
+        description="file to read them from, relative to the scenario file: safetensors as a run leaves them, "
+        "Darknet's for yolov2, or a scenario, which is simulated first; default: random, drawn from the seed",
+    )
+
+    def options(self) -> dict[str, Any]:
+        """Return what the model's own options have to validate."""
+        return dict(self.model_extra or {})
+
+
+class DataPart(Part):
+    """A data set by name (see `testbed data list`)."""
+
+    name: str = Field("digits", description="one of `testbed data list`")
+    folder: str | None = Field(
+        None, description="where its files lie, relative to the scenario file; default: data/<name> where one works"
+    )
+    path: str | None = Field(None, description="for `image`: the picture's file, relative to the scenario file")
+    train: int | None = Field(None, ge=1, description="use only so many training samples")
+    test: int | None = Field(None, ge=1, description="use only so many test samples")
+
+
+class OptimizerPart(Part):
+    """Stochastic gradient descent."""
+
+    learning_rate: float = Field(0.05, gt=0, description="of stochastic gradient descent")
+    momentum: float = Field(0.0, ge=0, lt=1, description="share of the last update in the next")
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty")
+
+
+class MethodPart(Part):
+    """A method by name, with its options (see `testbed methods`)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = Field(description="one of `testbed methods`; further keys are its options")
+
+    def options(self) -> dict[str, Any]:
+        """Return what the method's own options model has to validate."""
+        return dict(self.model_extra or {})
+
+
+class WorkloadPart(Part):
+    """What the devices do together, and for how long."""
+
+    task: Literal["train", "infer"] = Field("train", description="what the devices do together")
+    model: ModelPart = Field(description="the neural network")
+    data: DataPart = Field(default_factory=lambda: DataPart(), description="what it learns or is asked")
+    method: MethodPart = Field(description="how the work is split")
+    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="of training")
+    batch_size: int = Field(32, ge=1, description="samples of a training step or of a request")
+    epochs: int | None = Field(None, ge=1, description="training: how often every sample is seen")
+    steps: int | None = Field(None, ge=1, description="training: number of steps, instead of epochs")
+    requests: int | None = Field(
+        None,
+        ge=1,
+        description="inference: number of batches of test samples sent through, round and round; none: one pass",
+    )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        given = [key for key in ("epochs", "steps", "requests") if getattr(self, key) is not None]
+        if self.task == "infer" and given not in ([], ["requests"]):
+            raise ValueError("an inference workload is as long as its 'requests'")
+        if self.task == "train" and (len(given) != 1 or given == ["requests"]):
+            raise ValueError("a training workload needs exactly one of 'epochs' and 'steps'")
+        return self
