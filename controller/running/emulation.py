@@ -95,7 +95,7 @@ def emulate(
     ``load_data`` is called while containers start. With ``keep`` the lab stays up afterwards.
 
     Raises:
-        HostError: the lab cannot be had; `controller.running.verification.LinksError` when a link is outside its tolerance
+        HostError: the lab cannot be had; `LinksError` (of `verification`) when a link is outside its tolerance
             and not accepted so.
         InputError: a link asks for more than this host was measured to carry.
 

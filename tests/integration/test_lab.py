@@ -22,10 +22,10 @@ from controller.lab.images import Images
 from controller.lab.lab import Lab, container_name
 from controller.lab.removal import RUN
 from testbed.errors import HostError, InputError, TestbedError
-from testbed.scenario.trial import Trial
 from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+from testbed.scenario.trial import Trial
 
 pytestmark = pytest.mark.containers
 
