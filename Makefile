@@ -21,11 +21,11 @@ scenario: $(READY) ## run one: NAME=quickstart or a path; RUNTIME=simulate witho
 	@test -n "$(NAME)" || { echo "say which scenario: make scenario NAME=quickstart" >&2; exit 2; }
 	@$(TESTBED) run "$(SCENARIO)" $(if $(RUNTIME),--runtime $(RUNTIME)) $(ARGS)
 
-test: lint ## lint, then every test, with real containers
+test: lint ## lint, then every test, with real containers; ARGS="-k pattern"
 	@$(TESTBED) images
 	@test "$$(id -u)" -ne 0 || { command -v ip && command -v iptables; } >/dev/null || \
 		images/install "tests of links make their own networks" iproute2 iptables
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@PYTEST="$(VENV)/bin/python -m pytest" tests/run $(ARGS)
 
 smoke: $(READY) ## the scenarios of scenarios/smoke, each with its expectations
 	@failed=; for file in scenarios/smoke/*.yaml; do \
