@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from agent.receiving import Arrival, Inbox
 from agent.settings import Address
+from testbed.framing import CAST_CHUNK, CAST_HEADER
 from testbed.network.broadcast import audience
-from testbed.network.framing import CAST_CHUNK, CAST_HEADER
 from testbed.wire import WireError, decode
 
 _PREFIX = struct.Struct("<4s8sQQHH")

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _TORCH_NAMES = {
     "I64": "int64",
     "F64": "float64",
 }
+_DTYPES = {torch_name: name for name, torch_name in _TORCH_NAMES.items()}
 
 
 class TensorError(ValueError):
@@ -77,6 +79,25 @@ def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, off
             f"{len(tensors)} tensors need a header of {len(text)} bytes; at most {HEADER_LIMIT} are allowed"
         )
     return [len(text).to_bytes(8, "little"), text, *(tensor.data for tensor in tensors)]
+
+
+def size(tensors: Mapping[str, torch.Tensor], offset: int = 0) -> int:
+    """Return how many bytes `write` makes of tensors, without making them; ``offset`` is that of `write`.
+
+    Raises:
+        TensorError: as `from_torch` and `write` do.
+    """
+    header, end = len("{}") - 1, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise _unknown_type(name, tensor)
+        shape = ",".join(map(str, tensor.shape))
+        entry = f':{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{start},{end}]}},'
+        header += len(quoted(name)) + len(entry)
+    start = offset + 8 + header
+    return start - start % -_ALIGNMENT + end - offset
 
 
 def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
@@ -144,10 +165,14 @@ def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
     result = []
     for name, tensor in tensors.items():
         if tensor.dtype not in dtypes:
-            raise TensorError(f"tensor '{name}' is of {tensor.dtype}, which does not travel; convert it first")
+            raise _unknown_type(name, tensor)
         flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         result.append(Raw(name, dtypes[tensor.dtype], tuple(tensor.shape), flat.numpy().data))
     return result
+
+
+def _unknown_type(name: str, tensor: torch.Tensor) -> TensorError:
+    return TensorError(f"tensor '{name}' is of {tensor.dtype}, which does not travel; convert it first")
 
 
 def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:

@@ -6,9 +6,12 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as quoted
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from testbed import tensors as safetensors
+from testbed.framing import wire_bytes
 from testbed.tensors import Buffer, TensorError
 
 if TYPE_CHECKING:
@@ -39,6 +42,8 @@ MAGIC = b"EDGE"
 VERSION = 1
 HEADER_LIMIT = 1 << 20
 """Bytes of JSON in one message, at most."""
+ENVELOPE = 320
+"""Bytes that `encode` puts around the one tensor of an activation or a gradient, about: prefix and headers."""
 _PREFIX = struct.Struct("<4sB3xIQ")
 """Magic, version, bytes of the JSON header, bytes of everything after it but the padding."""
 
@@ -74,16 +79,8 @@ def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 
         "sequence": sequence,
         "padding": message.padding,
     }
-    try:
-        text = json.dumps(header, separators=(",", ":")).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(
-            f"the fields of a message are JSON values, but those of '{message.kind}' are not: {error}"
-        ) from error
-    if len(text) > HEADER_LIMIT:
-        raise WireError(
-            f"the fields of '{message.kind}' take {len(text)} bytes of JSON; large values travel as tensors"
-        )
+    text = _json(header, message.kind).encode()
+    _check_header(len(text), message.kind)
     body: list[Buffer] = []
     if message.tensors:
         try:
@@ -92,6 +89,101 @@ def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 
             raise WireError(f"message '{message.kind}': {error}") from error
     prefix = _PREFIX.pack(MAGIC, VERSION, len(text), sum(len(piece) for piece in body))
     return b"".join([prefix, text, *body, bytes(message.padding)])
+
+
+def content_size(message: Message, sender: str) -> int:
+    """Return how many bytes `encode` makes of a message, without making them.
+
+    Exact where the sender's incarnation and the sequence number have as many digits as they usually have.
+
+    Raises:
+        WireError: as `encode` does.
+    """
+    return _content_size(message, sender, _read_back(message)[1])
+
+
+def size(message: Message, sender: str) -> float:
+    """Return the bytes on the wire of a message to one peer: its content, and headers from HTTP down to Ethernet."""
+    return wire_bytes(content_size(message, sender))
+
+
+def size_around(tensor: float) -> float:
+    """Return about how many bytes on the wire a message will have that carries one tensor of so many bytes.
+
+    For planners: they know what a message will carry before there is one.
+    """
+    return wire_bytes(tensor + ENVELOPE)
+
+
+def delivered(message: Message, sender: str) -> tuple[Message, int]:
+    """Return the message as its receiver will see it, sharing nothing that can change, and its `content_size`.
+
+    It is what `decode` makes of what `encode` writes, for those who need not really write it.
+
+    Raises:
+        WireError: as `encode` does.
+    """
+    fields, length = _read_back(message)
+    tensors = message.tensors
+    if tensors:
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    sent = Message(message.kind, fields, tensors, sender, message.padding)
+    return sent, _content_size(message, sender, length)
+
+
+def _content_size(message: Message, sender: str, fields: int) -> int:
+    """Return the bytes of a message whose fields take so many."""
+    padding = message.padding
+    header = _SIZE_WITHOUT_TEXTS + len(quoted(message.kind)) + fields + len(quoted(sender)) + len(str(padding))
+    _check_header(header, message.kind)
+    content = _PREFIX.size + header
+    if message.tensors:
+        try:
+            content += safetensors.size(message.tensors, offset=content)
+        except TensorError as error:
+            raise WireError(f"message '{message.kind}': {error}") from error
+    return content + padding
+
+
+def _read_back(message: Message) -> tuple[Mapping[str, Any], int]:
+    """Return the fields of a message as they come out of JSON, and how many bytes they take there."""
+    fields = message.fields
+    length = _flat_size(fields) if fields else 2
+    if length:
+        return dict(fields), length
+    text = _json(dict(fields), message.kind)
+    return json.loads(text), len(text)
+
+
+def _flat_size(fields: Mapping[str, Any]) -> int:
+    """Return the bytes of a flat object as JSON, or 0 where it is not flat and has to be written to know."""
+    length = 1
+    for key, value in fields.items():
+        kind = type(value)
+        if type(key) is not str:
+            return 0
+        if kind is str:
+            length += len(quoted(value))
+        elif kind is int or (kind is float and isfinite(value)):
+            length += len(repr(value))
+        elif kind is bool or value is None:
+            length += 5 if value is False else 4
+        else:
+            return 0
+        length += len(quoted(key)) + 2
+    return length
+
+
+def _check_header(size: int, kind: str) -> None:
+    if size > HEADER_LIMIT:
+        raise WireError(f"the fields of '{kind}' take {size} bytes of JSON; large values travel as tensors")
+
+
+def _json(value: Mapping[str, Any], kind: str) -> str:
+    try:
+        return json.dumps(value, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"the fields of a message are JSON values, but those of '{kind}' are not: {error}") from error
 
 
 def decode(data: Buffer) -> Envelope:
@@ -132,3 +224,6 @@ def decode(data: Buffer) -> Envelope:
 
 
 _HEADER_TYPES = {"kind": str, "fields": dict, "sender": str, "incarnation": int, "sequence": int, "padding": int}
+_SIZE_WITHOUT_TEXTS = len('{"kind":,"fields":,"sender":,"incarnation":,"sequence":,"padding":}') + 14 + 2
+"""Bytes of a header: its keys, the incarnation on a machine that has been on for a day, and the sequence number of a
+hundredth message."""

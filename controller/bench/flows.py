@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from controller.bench.bare import Network
 from controller.shaping.plan import FRAME, queue_limit
-from testbed.network.framing import MTU, SEGMENT
+from testbed.framing import MTU, SEGMENT
 from testbed.network.link import Link, Pair
 
 HEADERS = 42

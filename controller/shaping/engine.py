@@ -23,8 +23,8 @@ from controller.shaping import nfqueue
 from controller.shaping.bottleneck import Bottleneck
 from controller.shaping.helper import obey, prioritise
 from controller.shaping.lateness import Lateness
+from testbed.framing import ETHERNET_HEADER
 from testbed.network import impairments
-from testbed.network.framing import ETHERNET_HEADER
 from testbed.network.link import Link, link_from
 
 _MOST_READ = 64

@@ -20,7 +20,7 @@ from controller.shaping.gating import QUEUE
 from controller.shaping.helper import obey, prioritise
 from controller.shaping.lateness import Lateness
 from controller.shaping.medium import Media, Way
-from testbed.network.framing import ETHERNET_HEADER
+from testbed.framing import ETHERNET_HEADER
 
 LIMIT = 5000
 """Packets of one device that may wait; the buffers of its sockets are smaller."""

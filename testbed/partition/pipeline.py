@@ -17,16 +17,13 @@ from testbed.data.batches import micro_batches
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.models.chain import Unit
-from testbed.network.framing import wire_bytes
 from testbed.network.link import Link, Pair
 from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.schedule import Action, Schedule, in_flight, orders, play
 from testbed.schedule.timeline import Slot
-
-ENVELOPE = 320
-"""Bytes around one tensor in a message: prefix, JSON header, safetensors header; about."""
+from testbed.wire import size_around
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,7 @@ class Chain:
     def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
         """Return the seconds a link is busy with what crosses a cut, and its delay; activation and gradient alike."""
         link = self.links[self.devices[source].name, self.devices[target].name]
-        content = samples * self.units[cut].cut_bytes + ENVELOPE
-        return link.transmission_time(wire_bytes(content)), link.delay
+        return link.transmission_time(size_around(samples * self.units[cut].cut_bytes)), link.delay
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""

@@ -8,8 +8,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from testbed.framing import chunks, wire_bytes
 from testbed.network.broadcast import heard
-from testbed.network.framing import chunks, wire_bytes
 from testbed.network.link import Link
 from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
 from testbed.wire import Message

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
+from testbed.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 from testbed.network import impairments
-from testbed.network.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 from testbed.network.link import Link
 
 RETRANSMISSION_TIMEOUT = 0.2

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from testbed.device import Cost, Span, Unreachable
+from testbed.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.network.broadcast import audience
-from testbed.network.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.simulation.channel import Cast, Channel, Parcel
 from testbed.simulation.host import Host
 from testbed.simulation.medium import occupy
 from testbed.trace.events import Event
-from testbed.wire import Message
+from testbed.wire import Message, delivered
 
 if TYPE_CHECKING:
     import torch
@@ -23,58 +22,6 @@ if TYPE_CHECKING:
     from testbed.simulation.world import World
 
 T = TypeVar("T")
-ENVELOPE = 20 + len('{"kind":"","fields":,"sender":"","incarnation":,"sequence":,"padding":0}') + 14 + 2
-"""Bytes of a message on the wire beside its fields, names and tensors: the prefix, and keys and numbers of the header
-(of a machine that has been on for a day, and of a hundredth message)."""
-_ALIGNMENT = 64
-"""Of the first byte of a message's tensors."""
-_SCALARS = frozenset((int, float, bool, type(None)))
-
-
-def _plain_size(fields: Mapping[str, Any]) -> int | None:
-    """Return the bytes of a flat object as JSON, or None where it is not flat and has to be written to know."""
-    size = 1
-    for key, value in fields.items():
-        kind = type(value)
-        if kind is str:
-            size += len(value) + 2
-        elif kind in _SCALARS:
-            size += len(repr(value))
-        else:
-            return None
-        size += len(key) + 4
-    return size
-
-
-def snapshot(message: Message, sender: str) -> tuple[Message, int]:
-    """Return the message as the receiver will see it, sharing nothing that can change, and its bytes of content.
-
-    The size is what `testbed.wire.encode` would come to, give or take some bytes, without really encoding.
-    """
-    fields = message.fields
-    size = ENVELOPE + len(message.kind) + len(sender)
-    if not fields:
-        size += 2
-    else:
-        plain = _plain_size(fields)
-        if plain is None:
-            text = json.dumps(dict(fields), separators=(",", ":"))
-            fields, plain = json.loads(text), len(text)
-        else:
-            fields = dict(fields)
-        size += plain
-    tensors = message.tensors
-    if tensors:
-        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        described, content = 9, 0
-        for name, tensor in tensors.items():
-            end = content + tensor.nbytes
-            # What `testbed.tensors.write` says of each; nearly all are of a type with a name of three letters.
-            offsets = f'"{name}":{{"dtype":"F32","shape":[{tensor.ndim * ","}],"data_offsets":[{content},{end}]}}'
-            described += len(offsets) + sum(len(str(length)) for length in tensor.shape)
-            content = end
-        size = -(-(size + described) // _ALIGNMENT) * _ALIGNMENT + content
-    return Message(message.kind, fields, tensors, sender, message.padding), size + message.padding
 
 
 class _Work:
@@ -157,7 +104,7 @@ class SimulatedDevice:
     async def save(self, name: str, message: Message) -> None:
         """Keep a copy at the host."""
         if self.alive:
-            self.host.disk[name] = snapshot(message, self.name)[0]
+            self.host.disk[name] = delivered(message, self.name)[0]
 
     def saved(self, name: str) -> Message | None:
         """Return what the host has kept."""
@@ -177,7 +124,7 @@ class SimulatedDevice:
             self._stop()
         channel = self._channels.get(peer) or self._channel(peer)
         loop = self._loop
-        sent, size = snapshot(message, self.name)
+        sent, size = delivered(message, self.name)
         future: asyncio.Future[None] = loop.create_future()
         parcel = Parcel(self, sent, size, loop.now, future)
         channel.enqueue(parcel)
@@ -209,7 +156,7 @@ class SimulatedDevice:
         if not self.alive:
             self._stop()
         channels = [self._channels.get(peer) or self._channel(peer) for peer in peers]
-        sent, size = snapshot(message, self.name)
+        sent, size = delivered(message, self.name)
         size += len(audience(peers))
         rate = self._world.cast_rate(self.name)
         seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import inf
 
 from testbed.experiment import Experiment
-from testbed.network.framing import wire_bytes
+from testbed.framing import wire_bytes
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval, clip, total
 

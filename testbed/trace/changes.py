@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from testbed.framing import wire_bytes
 from testbed.network.link import Link, Pair
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import Event
@@ -65,7 +66,7 @@ def busiest_share(
             pair = (event.device, event.fields["peer"])
             link = links.get(pair)
             if link is not None:
-                carried[pair] = carried.get(pair, 0.0) + link.transmission_time(event.fields["bytes"])
+                carried[pair] = carried.get(pair, 0.0) + link.transmission_time(wire_bytes(event.fields["bytes"]))
     return min(1.0, max([*busy, *carried.values()], default=0.0) / seconds)
 
 

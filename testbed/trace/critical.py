@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from testbed.experiment import Experiment
-from testbed.network.framing import wire_bytes
+from testbed.framing import wire_bytes
 from testbed.network.link import Link, Pair
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval

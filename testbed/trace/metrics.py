@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from testbed.experiment import Experiment
+from testbed.framing import cast_wire_bytes, wire_bytes
 from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
 from testbed.trace.bound import busiest
@@ -466,6 +467,7 @@ def _links(
     """Return one row per directed link that was used or measured, in the order of the experiment."""
     count: Counter[Pair] = Counter()
     size: Counter[Pair] = Counter()
+    carried: defaultdict[Pair, float] = defaultdict(float)
     casts: Counter[Pair] = Counter()
     heard: Counter[Pair] = Counter()
     for event in events:
@@ -473,9 +475,12 @@ def _links(
             heard[event.fields["peer"], event.device] += 1
         peers = [event.fields["peer"]] if event.event == "send" else event.fields.get("peers", ())
         if event.event in ("send", "cast"):
+            content = event.fields.get("bytes", 0)
+            framed = cast_wire_bytes(content) if event.event == "cast" else wire_bytes(content)
             for peer in peers:
                 count[event.device, peer] += 1
-                size[event.device, peer] += event.fields.get("bytes", 0)
+                size[event.device, peer] += content
+                carried[event.device, peer] += framed
                 casts[event.device, peer] += event.event == "cast"
     measured = {(item.source, item.destination): item for item in measurements}
     order = [pair for pair in links if pair in count or pair in measured]
@@ -495,7 +500,7 @@ def _links(
                 "requested": _link(requested),
                 "measured": _measured(found),
                 "problem": found.problem if found else None,
-                "used_share": _used(requested, size[pair], end),
+                "used_share": _used(requested, carried[pair], end),
             }
         )
     return rows
@@ -511,10 +516,10 @@ def _measured(found: LinkMeasurement | None) -> dict[str, Any] | None:
     return {"rate": found.rate, "delay": found.delay, "loss": found.loss, "packets": found.packets}
 
 
-def _used(link: Link | None, size: float, end: float) -> float | None:
+def _used(link: Link | None, wire_bytes: float, end: float) -> float | None:
     if link is None or link.rate is None or end <= 0:
         return None
-    return link.transmission_time(size) / end
+    return link.transmission_time(wire_bytes) / end
 
 
 def _fault(strike: Strike) -> dict[str, Any]:

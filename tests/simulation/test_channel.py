@@ -6,7 +6,7 @@ import pytest
 from worlds import LINK, events, idle, on_wire, world
 
 from testbed.device import Device, Unreachable
-from testbed.network.framing import cast_wire_bytes, chunks, segments, wire_bytes
+from testbed.framing import cast_wire_bytes, chunks, segments, wire_bytes
 from testbed.network.link import Link
 from testbed.simulation import channel
 from testbed.simulation.channel import next_attempt

@@ -8,7 +8,7 @@ from runs import events
 
 from testbed.methods.distributed.partition.traffic import transfers
 from testbed.models import create
-from testbed.partition.pipeline import ENVELOPE
+from testbed.wire import ENVELOPE
 
 SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
 TRAFFIC = ("piece", "sums", "tile", "tiled")

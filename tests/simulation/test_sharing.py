@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from worlds import LINK, events, idle, on_wire, world
 
 from testbed.device import Device, Unreachable
+from testbed.framing import cast_wire_bytes
 from testbed.network.cell import Cell
-from testbed.network.framing import cast_wire_bytes
 from testbed.network.link import Link
 from testbed.simulation.sharing import Flow, Shared, fair
 from testbed.wire import Message

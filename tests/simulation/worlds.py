@@ -6,8 +6,8 @@ from typing import Any
 from testbed.faults.parts import FaultPart
 from testbed.faults.replay import TraceScript
 from testbed.faults.script import FaultScript
+from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
-from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.scenario.trace import parse
 from testbed.simulation.faults import FaultExecution

@@ -9,8 +9,8 @@ import pytest
 
 from agent.casting import Caster
 from agent.receiving import Arrival, Inbox
+from testbed.framing import CAST_CHUNK
 from testbed.network.broadcast import audience, heard
-from testbed.network.framing import CAST_CHUNK
 from testbed.wire import Message, encode
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import recorded
 
+from testbed.framing import wire_bytes
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 
@@ -38,11 +39,12 @@ def test_after_a_throttle_that_lasts_the_pace_is_that_of_what_came_of_it() -> No
 
 
 def test_the_busiest_device_or_link() -> None:
-    # Each second a computes 0.4 s, b 0.4 s, and each of the links carries 100 kB at 8 Mbit/s, 0.1 s.
+    # Each second a computes 0.4 s, b 0.4 s, and each of the links carries 100 kB at 8 Mbit/s, 0.105 s.
     assert figures(recorded.events(faulty=False))["busiest_share"] == pytest.approx(0.4)
     sends = [
         Event(time, "a", "send", {"peer": "b", "message": "m", "bytes": 800_000, "start": time - 0.5, "duration": 0.5})
         for time in (1.9, 2.9, 3.9, 4.9)
     ]
-    assert figures([*recorded.events(faulty=False), *sends])["busiest_share"] == pytest.approx(0.9)
+    busy = 4 * (wire_bytes(100_000) + wire_bytes(800_000)) / 1e6  # with headers, 5 % more than what is in the messages
+    assert figures([*recorded.events(faulty=False), *sends])["busiest_share"] == pytest.approx(busy / 4)
     assert figures(recorded.events(faulty=True), faulty=True)["busiest_share"] == pytest.approx(0.4)

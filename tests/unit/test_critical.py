@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testbed.experiment import Experiment
-from testbed.network.framing import wire_bytes
+from testbed.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
+from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.partition.communication import Crew, total
 from testbed.methods.distributed.partition.describe import network_of
@@ -27,7 +28,6 @@ from testbed.methods.distributed.partition.traffic import Transfer, elements, of
 from testbed.models import create
 from testbed.models.chain import chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual
-from testbed.network.framing import wire_bytes
 
 YOLO = yolov2()
 HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16

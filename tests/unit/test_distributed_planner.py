@@ -10,6 +10,7 @@ from rich.console import Console
 
 from controller.cli.inspect import _print_alternatives
 from testbed.errors import InputError
+from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Plan, Problem
 from testbed.methods.distributed.options import DistributedOptions
@@ -21,9 +22,8 @@ from testbed.methods.distributed.partition.planning import plan as planned
 from testbed.methods.distributed.partition.timing import interval, overlapped, phases
 from testbed.methods.distributed.planner import alternatives, over, plan
 from testbed.models import create
-from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
-from testbed.partition.pipeline import ENVELOPE
+from testbed.wire import ENVELOPE
 from testbed.workload import WorkloadPart
 
 

@@ -8,6 +8,7 @@ import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testbed.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics, percentile
@@ -112,7 +113,7 @@ def test_links_show_requested_and_measured_and_their_use() -> None:
     assert (there["source"], there["destination"], there["messages"], there["bytes"]) == ("a", "b", 7, 700_000)
     assert there["requested"]["rate"] == 8e6
     assert there["measured"] == {"rate": 7.9e6, "delay": 0.0101, "loss": 0.0, "packets": 50}
-    assert there["used_share"] == pytest.approx(700_000 * 8 / 8e6 / 8.6)
+    assert there["used_share"] == pytest.approx(7 * wire_bytes(100_000) * 8 / 8e6 / 8.6)
 
 
 def test_a_cast_is_one_transmission_but_uses_every_link() -> None:

@@ -12,18 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
+from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
 from testbed.models import create
 from testbed.models.chain import Unit
 from testbed.models.layers import Linear
-from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.partition import Chain, Pipeline
 from testbed.partition.cuts import Costs, Cuts, best, even, least_bottleneck, trade_offs
 from testbed.partition.memory import inference_bytes, training_bytes
-from testbed.partition.pipeline import ENVELOPE
 from testbed.schedule import SCHEDULES
-from testbed.wire import Message, encode
+from testbed.wire import ENVELOPE, Message, encode
 
 CNN = create("cnn", {}, (1, 8, 8), 10)
 

@@ -11,7 +11,6 @@ from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.outbox import transfer_time
 from testbed.methods.parts.score import Score
-from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.workload import WorkloadPart
 
@@ -139,5 +138,5 @@ def test_score_over_pieces_of_uneven_size():
 
 def test_transfer_time_is_there_and_back():
     links = {("a", "b"): Link(8e6, 0.01), ("b", "a"): Link(1e6, 0.02)}
-    assert transfer_time(links, "a", "b", 1000) == pytest.approx(wire_bytes(1000) / 1e6 + 0.03)
+    assert transfer_time(links, "a", "b", 1000) == pytest.approx(1000 / 1e6 + 0.03)
     assert transfer_time(links, "a", "c", 1000) == 0

@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
+from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
 from testbed.methods.parts.aggregation import mean
 from testbed.models import create
 from testbed.models.chain import Unit
 from testbed.models.layers import Linear
-from testbed.network.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.partition.asynchronous import Asynchronous, Profile, capacities, divisible_limit, measured
 from testbed.partition.cuts import Cuts
 from testbed.partition.memory import asynchronous_bytes, training_bytes
-from testbed.partition.pipeline import ENVELOPE
 from testbed.schedule import Action, orders
 from testbed.schedule.synchronous import one_forward_one_backward
 from testbed.schedule.versions import aggregates, in_flight, kept, used
+from testbed.wire import ENVELOPE
 
 MOBILENET = create("mobilenetv2", {}, (3, 32, 32), 10)
 PAPER = (1.0, 1.0, 0.1)

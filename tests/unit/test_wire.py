@@ -14,7 +14,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.wire import _PREFIX, HEADER_LIMIT, MAGIC, VERSION, Message, WireError, decode, encode
+from testbed.framing import wire_bytes
+from testbed.wire import (
+    _PREFIX,
+    HEADER_LIMIT,
+    MAGIC,
+    VERSION,
+    Message,
+    WireError,
+    content_size,
+    decode,
+    delivered,
+    encode,
+    size,
+)
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=10),
@@ -46,6 +59,43 @@ def test_round_trip(message: Message, sender: str, incarnation: int, sequence: i
     )  # fmt: skip
     assert list(found.tensors) == list(message.tensors)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in message.tensors.items())
+
+
+@given(messages, st.text(max_size=10))
+def test_the_size_is_known_without_encoding(message: Message, sender: str) -> None:
+    really = len(encode(message, sender, incarnation=87_000_000_000_000, sequence=12))
+    assert content_size(message, sender) == really
+    assert size(message, sender) == wire_bytes(really)
+
+
+@pytest.mark.parametrize("name", ["bool", "uint8", "bfloat16", "int64"])
+def test_the_size_of_each_type_of_tensor(name: str) -> None:
+    message = Message("m", tensors={"t": torch.zeros(7, 3, dtype=getattr(torch, name)), "u": torch.zeros(())})
+    assert content_size(message, "a") == len(encode(message, "a", incarnation=10**13, sequence=10))
+
+
+@given(messages, st.text(max_size=10))
+def test_delivered_is_what_comes_out_of_the_wire(message: Message, sender: str) -> None:
+    found, bytes_ = delivered(message, sender)
+    really = decode(bytearray(encode(message, sender, incarnation=10**13, sequence=10)))
+    assert (found.kind, found.fields, found.sender, found.padding) == (
+        really.message.kind, really.message.fields, sender, message.padding,
+    )  # fmt: skip
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in really.message.tensors.items())
+    assert bytes_ == content_size(message, sender)
+
+
+@pytest.mark.parametrize("message", [
+    Message("m", {"a": object()}),
+    Message("m", {"a": "x" * HEADER_LIMIT}),
+    Message("m", tensors={"t": torch.zeros(2, dtype=torch.complex64)}),
+])  # fmt: skip
+def test_what_cannot_travel_has_no_size(message: Message) -> None:
+    with pytest.raises(WireError) as sent:
+        encode(message, "a")
+    with pytest.raises(WireError) as sized:
+        delivered(message, "a")
+    assert str(sized.value).split()[:4] == str(sent.value).split()[:4]
 
 
 @given(messages)

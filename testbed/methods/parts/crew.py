@@ -12,7 +12,7 @@ from testbed.methods.parts import messages
 from testbed.methods.parts.bell import Bell
 from testbed.methods.parts.outbox import SLACK, Outbox, transfer_time
 from testbed.methods.parts.replicas import Inventory
-from testbed.wire import Message
+from testbed.wire import Message, size_around
 
 
 class Lost(Exception):  # noqa: N818 - a state of the crew, which the lead recovers from
@@ -131,7 +131,7 @@ class Crew:
 
     def _deadline(self, part: Assignment, patience: float) -> float:
         """Return when a stage's answer should be here, behind all else that it may be sending."""
-        back = transfer_time(self._problem.links, part.device, self._device.name, self._content(part))
+        back = transfer_time(self._problem.links, part.device, self._device.name, size_around(self._content(part)))
         return self._outbox.due(part.device) + SLACK * back + patience
 
     def check_movement(self, layout: Sequence[Assignment], own: Answer, patience: float) -> None:

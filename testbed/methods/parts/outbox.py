@@ -10,9 +10,8 @@ from typing import Any
 from testbed.device import Device
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.shard import State
-from testbed.network.framing import wire_bytes
 from testbed.network.link import Link, Pair
-from testbed.wire import Message
+from testbed.wire import Message, size
 
 SLACK = 2.0
 """How many times the predicted time of a transfer may pass before it counts as overdue."""
@@ -59,7 +58,7 @@ class Outbox:
             done.set_result(None)
             return done
         due = max(self._device.now(), self.due(peer)) + SLACK * transfer_time(
-            self._links, self._device.name, peer, size(message)
+            self._links, self._device.name, peer, size(message, self._device.name)
         )
         send = _Send(peer, due, self._background.start(self._device.send(peer, message)))
         self._sends.append(send)
@@ -90,14 +89,9 @@ class Outbox:
         return late
 
 
-def size(message: Message) -> int:
-    """Return about how many bytes a message has."""
-    return sum(tensor.nbytes for tensor in message.tensors.values()) + message.padding + 200
-
-
-def transfer_time(links: Mapping[Pair, Link], source: str, target: str, size: float) -> float:
-    """Return the predicted seconds from a send to its acknowledgement; 0 between devices without a link."""
+def transfer_time(links: Mapping[Pair, Link], source: str, target: str, wire_bytes: float) -> float:
+    """Return the predicted seconds until so many bytes on the wire are acknowledged; 0 where there is no link."""
     there, back = links.get((source, target)), links.get((target, source))
     if there is None or back is None:
         return 0.0
-    return there.delay + there.transmission_time(wire_bytes(size)) + back.delay
+    return there.delay + there.transmission_time(wire_bytes) + back.delay

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from testbed.device import Cost, Device, Span
+from testbed.framing import wire_bytes
 from testbed.methods.base import Problem
 from testbed.methods.parts import costs, messages
 from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.shard import Shard
-from testbed.network.framing import wire_bytes
 from testbed.partition.asynchronous import Profile
 
 if TYPE_CHECKING:

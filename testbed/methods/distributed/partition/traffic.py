@@ -13,8 +13,7 @@ from testbed.methods.distributed.partition.pieces import Pieces, common
 from testbed.methods.distributed.partition.plan import Range
 from testbed.methods.distributed.partition.roles import pixels
 from testbed.models.chain import BYTES_PER_VALUE
-from testbed.network.framing import wire_bytes
-from testbed.partition.pipeline import ENVELOPE
+from testbed.wire import size_around
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,7 @@ class Transfer:
     def wire_bytes(self, samples: int) -> float:
         """Return the bytes on the wire of a request with so many samples, headers included."""
         sizes = Counter(self.messages)
-        return sum(
-            count * wire_bytes(samples * BYTES_PER_VALUE * elements + ENVELOPE) for elements, count in sizes.items()
-        )
+        return sum(count * size_around(samples * BYTES_PER_VALUE * elements) for elements, count in sizes.items())
 
 
 def transfers(flow: Flow) -> tuple[Transfer, ...]:
