@@ -6,18 +6,14 @@ import math
 from asyncio import Future
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from testbed.framing import chunks, wire_bytes
 from testbed.network.broadcast import heard
 from testbed.network.link import Link
 from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
+from testbed.simulation.host import Guest, Host
+from testbed.simulation.loop import VirtualLoop
 from testbed.wire import Message
-
-if TYPE_CHECKING:
-    from testbed.simulation.device import SimulatedDevice
-    from testbed.simulation.host import Host
-    from testbed.simulation.loop import VirtualLoop
 
 PIPELINED = False
 """Whether a message leaves as soon as the one before has left. The agent has one message to a peer under way at a time:
@@ -63,7 +59,7 @@ class Parcel:
         "start",
     )
 
-    def __init__(self, sender: SimulatedDevice, message: Message, size: int, called: float, future: Future[None]):
+    def __init__(self, sender: Guest, message: Message, size: int, called: float, future: Future[None]):
         self.sender = sender
         self.message = message
         self.bytes = size
@@ -192,7 +188,7 @@ class Channel:
     def _reaches(self) -> bool:
         return passes(self.link) and self.target.device is not None
 
-    def waits(self, device: SimulatedDevice) -> bool:
+    def waits(self, device: Guest) -> bool:
         """Return whether something of this device is not acknowledged."""
         parcels = (*self._waiting, *self._at_door, *(parcel for _, parcel in self._unanswered))
         return any(parcel.sender is device and not parcel.future.done() for parcel in parcels)

@@ -5,23 +5,40 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span, Unreachable
 from testbed.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.network.broadcast import audience
 from testbed.simulation.channel import Cast, Channel, Parcel
 from testbed.simulation.host import Host
-from testbed.simulation.medium import occupy
+from testbed.simulation.loop import VirtualLoop
+from testbed.simulation.medium import Medium, occupy
 from testbed.trace.events import Event
 from testbed.wire import Message, delivered
 
 if TYPE_CHECKING:
     import torch
 
-    from testbed.simulation.world import World
-
 T = TypeVar("T")
+
+
+class Surroundings(Protocol):
+    """What a device sees of its world."""
+
+    loop: VirtualLoop
+
+    def write(self, event: Event) -> None:
+        """Append to the log."""
+
+    def channel(self, source: str, target: str) -> Channel:
+        """Return the way between two devices; raise ValueError where there is no link."""
+
+    def cast_media(self, name: str) -> list[Medium]:
+        """Return what a cast of a device occupies."""
+
+    def cast_rate(self, name: str) -> float | None:
+        """Return the bit/s at which a device casts, right now."""
 
 
 class _Work:
@@ -63,7 +80,7 @@ class SimulatedDevice:
         "tasks",
     )
 
-    def __init__(self, world: World, host: Host) -> None:
+    def __init__(self, world: Surroundings, host: Host) -> None:
         self.name = host.name
         self.host = host
         self.alive = True

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from testbed.hardware import DeviceSpec
 from testbed.wire import Message
 
 if TYPE_CHECKING:
-    from testbed.simulation.device import SimulatedDevice
+    import torch
+
+
+class Guest(Protocol):
+    """What runs on a host from one boot to the next: a program and the device that it sees."""
+
+    name: str
+    running: bool
+    """Whether the program has not returned."""
+    errors: list[BaseException]
+    """What tasks that the program started have raised."""
+    exposed: Callable[[], Mapping[str, torch.Tensor]] | None
+    """Returns the weights that the device holds."""
+
+    def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
+        """Put an arrived message into the inbox."""
+
+    def write(self, event: str, fields: dict[str, Any]) -> None:
+        """Write an event, unless the device is dead."""
+
+    def pause(self) -> None:
+        """Stop the processor and hold back the program."""
+
+    def resume(self) -> None:
+        """Let the processor and the program go on."""
+
+    def change_speed(self, factor: float) -> None:
+        """Do what is left of the work under way at so many times the speed so far."""
+
+    def kill(self) -> None:
+        """End the program wherever it is."""
+
+    def waits_for(self) -> str:
+        """Say what the program waits for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -21,7 +54,7 @@ class Host:
     spec: DeviceSpec
     speed: float = field(init=False)
     """FLOP/s right now."""
-    device: SimulatedDevice | None = None
+    device: Guest | None = None
     """What its present program sees; None while it is off or boots."""
     booting: int | None = None
     """Number of the boot under way."""

@@ -8,10 +8,8 @@ are computed anew at each instant at which a transmission begins or ends, for th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from testbed.simulation.loop import VirtualLoop
+from testbed.simulation.loop import VirtualLoop
 
 _NEARLY = 1 - 1e-12
 """What is as full as this is full: rates are sums of floats."""

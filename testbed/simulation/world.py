@@ -16,7 +16,7 @@ from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
-from testbed.simulation.host import Host
+from testbed.simulation.host import Guest, Host
 from testbed.simulation.loop import OWNER, Stillness, TimeLimit, VirtualLoop
 from testbed.simulation.medium import Medium
 from testbed.simulation.shared_channel import SharedChannel
@@ -152,7 +152,7 @@ class World:
             device = host.device
             if device is not None:
                 if device.running:
-                    device.record("state", state="stopped")
+                    device.write("state", {"state": "stopped"})
                 device.kill()
         self.loop.limit = self.loop.now
         try:
@@ -276,8 +276,8 @@ class World:
         if device.name == self._lead and not self._end.done():
             self._end.set_result(None)
 
-    def _fail(self, device: SimulatedDevice, error: BaseException) -> None:
-        device.record("state", state="failed", error=f"{type(error).__name__}: {error}")
+    def _fail(self, device: Guest, error: BaseException) -> None:
+        device.write("state", {"state": "failed", "error": f"{type(error).__name__}: {error}"})
         if not self._end.done():
             failure = ProgramError(device.name)
             failure.__cause__ = error
