@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import TypeVar
 
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
@@ -25,6 +26,12 @@ class Options(BaseModel):
     """Base of a method's options: unknown keys are refused; `testbed methods` shows each one's docstring."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+MethodOptions = TypeVar("MethodOptions", bound=Options, default=Options)
+"""A method's options."""
+ProblemOptions = TypeVar("ProblemOptions", bound=Options, default=Options, covariant=True)
+"""The same where they are only read: a problem with a pipeline's options is a problem with options."""
 
 
 class Assignment(BaseModel):
@@ -86,7 +93,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Generic[ProblemOptions]):
     """Everything a planner may look at, and every program knows."""
 
     model: Model
@@ -94,7 +101,7 @@ class Problem:
     """In the order of the scenario; the first is the source."""
     links: Mapping[Pair, Link]
     workload: WorkloadPart
-    options: Options
+    options: ProblemOptions
     seed: int
 
     def device(self, name: str) -> DeviceSpec:
@@ -103,10 +110,10 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Generic[ProblemOptions]):
     """What a device's program is started with."""
 
-    problem: Problem
+    problem: Problem[ProblemOptions]
     plan: Plan
     dataset: Dataset | None
     """Only on the plan's lead."""
@@ -114,24 +121,24 @@ class Job:
     """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead."""
 
 
-class Method(ABC):
-    """A published system, or a baseline. Stateless: state lives in the programs."""
+class Method(ABC, Generic[MethodOptions]):
+    """A published system, or a baseline, with options of its own type. Stateless: state lives in the programs."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
     """One line for `testbed methods`."""
     tasks: ClassVar[tuple[str, ...]] = ("train",)
-    Options: ClassVar[type[Options]]
+    Options: type[MethodOptions]
 
     @abstractmethod
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: Problem[MethodOptions]) -> Plan:
         """Decide who holds what; pure. Raises `InputError` where no plan fits, saying what would."""
 
     @abstractmethod
-    async def program(self, device: Device, job: Job) -> None:
+    async def program(self, device: Device, job: Job[MethodOptions]) -> None:
         """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
 
-    def alternatives(self, problem: Problem) -> tuple[Alternative, ...]:
+    def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
         """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
         return ()
 

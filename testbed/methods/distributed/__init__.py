@@ -10,7 +10,7 @@ from testbed.methods.distributed import weights as slicing
 from testbed.methods.distributed.member import SPAN, Member
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.partition.plan import DistributedPlan
-from testbed.methods.distributed.planner import alternatives, distributed, flow_of, options_of, over, plan
+from testbed.methods.distributed.planner import alternatives, distributed, flow_of, over, plan
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.lead import Temper
 from testbed.methods.parts.node import run_node
@@ -21,7 +21,7 @@ from testbed.methods.parts.worker import Worker
 from testbed.wire import Message
 
 
-class Distributed(Method):
+class Distributed(Method[DistributedOptions]):
     """The source spreads an image, workers exchange what the schemes need, the source has the result.
 
     A device holds the weights of its own parts and no others. Devices that die are dealt with as
@@ -33,18 +33,18 @@ class Distributed(Method):
     tasks = ("infer",)
     Options = DistributedOptions
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: Problem[DistributedOptions]) -> Plan:
         """Divide every layer. Raises `InputError` where that cannot be."""
         return plan(self.name, problem)
 
-    def alternatives(self, problem: Problem) -> tuple[Alternative, ...]:
+    def alternatives(self, problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
         """Return every scheme over the same devices."""
         return alternatives(problem)
 
-    async def program(self, device: Device, job: Job) -> None:
+    async def program(self, device: Device, job: Job[DistributedOptions]) -> None:
         """Send requests on the source, take part in them everywhere."""
         problem = job.problem
-        options = options_of(problem)
+        options = problem.options
 
         def make_worker(background: Background, outbox: Outbox) -> Worker:
             return Participant(device, problem, job.plan.lead, background, outbox)
@@ -73,6 +73,8 @@ class Distributed(Method):
 class Participant(Worker):
     """A worker that is a member, whatever it is told to do."""
 
+    _problem: Problem[DistributedOptions]
+
     def _duty(self, message: Message) -> Member:
         decided = DistributedPlan.model_validate(message["plan"])
         flow = flow_of(self._problem, decided)
@@ -81,6 +83,8 @@ class Participant(Worker):
 
 class Source(Server):
     """The lead of members instead of stages."""
+
+    job: Job[DistributedOptions]
 
     def orders(self) -> dict[str, Any]:
         """Return the plan that all members follow."""

@@ -26,15 +26,15 @@ from testbed.methods.distributed.partition.traffic import transfers
 from testbed.models.chain import BYTES_PER_VALUE
 
 
-def plan(method: str, problem: Problem) -> Plan:
+def plan(method: str, problem: Problem[DistributedOptions]) -> Plan:
     """Plan for all devices. Raises `InputError` for an unknown source, missing links and too little memory."""
     names = [device.name for device in problem.devices]
-    source = options_of(problem).source or names[0]
+    source = problem.options.source or names[0]
     if source not in names:
         raise InputError(f"method.source: there is no device '{source}'; choose one of {', '.join(names)}")
     _check_links(problem, source)
     spread = flow_of(problem, distributed(problem, names))
-    options = options_of(problem)
+    options = problem.options
     if options.grid is not None and spread.plan.tiling is None and options.scheme not in ("single", "sequential"):
         raise InputError(
             f"method.grid: no layer of {problem.model.name} is tiled: leave it out, or tile some of the first layers "
@@ -49,7 +49,7 @@ def plan(method: str, problem: Problem) -> Plan:
     )
 
 
-def _figures(problem: Problem, spread: Flow) -> dict[str, Any]:
+def _figures(problem: Problem[DistributedOptions], spread: Flow) -> dict[str, Any]:
     """Return what a plan takes of one sample, for whoever compares; by device in the order of the plan's.
 
     ``communication`` is C with what devices hold taken into account everywhere, ``communication_as_printed`` by the
@@ -72,24 +72,18 @@ def _figures(problem: Problem, spread: Flow) -> dict[str, Any]:
     }
 
 
-def options_of(problem: Problem) -> DistributedOptions:
-    """Return the method's options."""
-    assert isinstance(problem.options, DistributedOptions)
-    return problem.options
-
-
-def distributed(problem: Problem, there: Collection[str]) -> DistributedPlan:
+def distributed(problem: Problem[DistributedOptions], there: Collection[str]) -> DistributedPlan:
     """Return who does what, over the devices that are there; raises `InputError` where they are too small."""
     devices = _among(problem, there)
     return planned(network_of(problem.model), devices, _wish(problem, devices))
 
 
-def over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
+def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[Assignment, ...]:
     """Plan for the devices that are there; raises `InputError` where they are too small."""
     return assignments(problem, flow_of(problem, distributed(problem, there)))
 
 
-def assignments(problem: Problem, spread: Flow) -> tuple[Assignment, ...]:
+def assignments(problem: Problem[DistributedOptions], spread: Flow) -> tuple[Assignment, ...]:
     """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
     needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
     found = [
@@ -106,39 +100,39 @@ def assignments(problem: Problem, spread: Flow) -> tuple[Assignment, ...]:
     return (found.pop(spread.plan.source), *found)
 
 
-def flow_of(problem: Problem, decided: DistributedPlan) -> Flow:
+def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> Flow:
     """Return what every device does and sends."""
     return flow(network_of(problem.model), decided, execution(problem))
 
 
-def execution(problem: Problem) -> Execution:
+def execution(problem: Problem[DistributedOptions]) -> Execution:
     """Return how every plan is carried out."""
-    options = options_of(problem)
+    options = problem.options
     return Execution(
         options.exchange, problem.workload.batch_size, options.in_flight, options.chunks, options.least_chunk
     )
 
 
-def alternatives(problem: Problem) -> tuple[Alternative, ...]:
+def alternatives(problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices; those that need a link which the scenario lacks are left out."""
     network, wish = network_of(problem.model), _wish(problem, problem.devices)
     found = compare(network, problem.devices, wish)
     return tuple(_alternative(problem, network, each) for each in found if _linked(problem, each.flow))
 
 
-def _linked(problem: Problem, spread: Flow) -> bool:
+def _linked(problem: Problem[DistributedOptions], spread: Flow) -> bool:
     names = spread.plan.devices
     return all((names[transfer.sender], names[transfer.receiver]) in problem.links for transfer in transfers(spread))
 
 
-def _alternative(problem: Problem, network: Network, found: Figures) -> Alternative:
+def _alternative(problem: Problem[DistributedOptions], network: Network, found: Figures) -> Alternative:
     names = found.flow.plan.devices
     pairs = [f"{one}+{other}" for one, other in pairs_of(found.schemes)]
     lip = [str(index) for index, scheme in enumerate(found.schemes) if scheme == "lip" and found.scheme != "lip"]
     notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [f"LIP {', '.join(lip)}"] * bool(lip)
     return Alternative(
         name=found.scheme,
-        chosen=found.scheme == options_of(problem).scheme,
+        chosen=found.scheme == problem.options.scheme,
         fits=found.fits,
         weights=dict(zip(names, found.weights, strict=True)),
         memory=dict(zip(names, found.memory, strict=True)),
@@ -157,18 +151,18 @@ def _alternative(problem: Problem, network: Network, found: Figures) -> Alternat
     )
 
 
-def _step_time(problem: Problem, spread: Flow) -> float:
+def _step_time(problem: Problem[DistributedOptions], spread: Flow) -> float:
     """Predict the seconds from one result to the next; with one request under way, its latency."""
     devices = _among(problem, spread.plan.devices)
     return interval(phases(spread, devices, problem.links), spread.execution.in_flight)
 
 
-def _among(problem: Problem, there: Collection[str]) -> list[DeviceSpec]:
+def _among(problem: Problem[DistributedOptions], there: Collection[str]) -> list[DeviceSpec]:
     return [device for device in problem.devices if device.name in there]
 
 
-def _wish(problem: Problem, devices: Collection[DeviceSpec]) -> Wish:
-    options, names = options_of(problem), [device.name for device in devices]
+def _wish(problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]) -> Wish:
+    options, names = problem.options, [device.name for device in devices]
     return Wish(
         scheme=options.scheme,
         fused=options.fused,
@@ -182,12 +176,12 @@ def _wish(problem: Problem, devices: Collection[DeviceSpec]) -> Wish:
     )
 
 
-def _check_links(problem: Problem, source: str) -> None:
+def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
     """Raise `InputError` where devices that talk to each other have no link: the source and each, or all of them.
 
     Also those that the plan leaves idle: they greet the source, and may have to take over.
     """
-    options = options_of(problem)
+    options = problem.options
     everyone = options.scheme != "single" and (options.exchange == "direct" or options.scheme == "sequential")
     for one, other in permutations([device.name for device in problem.devices], 2):
         if (everyone or source in (one, other)) and (one, other) not in problem.links:

@@ -27,7 +27,7 @@ class ExchangeOptions(Options):
     """With ``cast``: all devices do so at the same time, not the first alone."""
 
 
-class Exchange(Method):
+class Exchange(Method[ExchangeOptions]):
     """The first device sends, one message after the other.
 
     A request is over when its message is acknowledged or, of a cast, when it has left the device.
@@ -38,9 +38,9 @@ class Exchange(Method):
     tasks = ("infer",)
     Options = ExchangeOptions
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: Problem[ExchangeOptions]) -> Plan:
         """Name the devices that take part. Raises `InputError` where they have no links."""
-        options = _options(problem)
+        options = problem.options
         source = problem.devices[0].name
         if options.cast:
             if options.peer is not None:
@@ -58,9 +58,9 @@ class Exchange(Method):
         parts = tuple(Assignment(device=name, first=0, last=0, memory=options.payload) for name in ends)
         return Plan(method=self.name, lead=source, assignments=parts)
 
-    async def program(self, device: Device, job: Job) -> None:
+    async def program(self, device: Device, job: Job[ExchangeOptions]) -> None:
         """Send or cast on the lead, cast elsewhere when everyone does, and take in whatever comes."""
-        options = _options(job.problem)
+        options = job.problem.options
         if options.cast and (options.everyone or device.name == job.plan.lead):
             await self._cast(device, job)
         elif device.name == job.plan.lead:
@@ -69,14 +69,14 @@ class Exchange(Method):
             while True:
                 await device.receive()
 
-    async def _send(self, device: Device, job: Job) -> None:
+    async def _send(self, device: Device, job: Job[ExchangeOptions]) -> None:
         peer = self._peer(job.problem)
         for request, message in _messages(job):
             began = device.now()
             await device.send(peer, message)
             device.record("request", request=request, latency=device.now() - began)
 
-    async def _cast(self, device: Device, job: Job) -> None:
+    async def _cast(self, device: Device, job: Job[ExchangeOptions]) -> None:
         neighbours = _neighbours(job.problem, device.name)
         for request, message in _messages(job):
             began = device.now()
@@ -91,19 +91,14 @@ class Exchange(Method):
         """Return nothing: nobody computes."""
         return frozenset()
 
-    def _peer(self, problem: Problem) -> str:
+    def _peer(self, problem: Problem[ExchangeOptions]) -> str:
         names = [device.name for device in problem.devices]
         if len(names) < 2:
             raise InputError("devices: an exchange needs two of them")
-        peer = _options(problem).peer or names[1]
+        peer = problem.options.peer or names[1]
         if peer not in names[1:]:
             raise InputError(f"method.peer: there is no other device '{peer}'; choose one of {', '.join(names[1:])}")
         return peer
-
-
-def _options(problem: Problem) -> ExchangeOptions:
-    assert isinstance(problem.options, ExchangeOptions)
-    return problem.options
 
 
 def _neighbours(problem: Problem, name: str) -> list[str]:
@@ -114,9 +109,9 @@ def _neighbours(problem: Problem, name: str) -> list[str]:
     ]
 
 
-def _messages(job: Job) -> list[tuple[int, Message]]:
+def _messages(job: Job[ExchangeOptions]) -> list[tuple[int, Message]]:
     import torch
 
-    payload = torch.zeros(int(_options(job.problem).payload) // BYTES_PER_VALUE)
+    payload = torch.zeros(int(job.problem.options.payload) // BYTES_PER_VALUE)
     requests = range(job.problem.workload.requests or DEFAULT_REQUESTS)
     return [(request, Message("payload", {"request": request}, {"payload": payload})) for request in requests]

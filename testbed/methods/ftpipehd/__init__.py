@@ -8,7 +8,7 @@ from testbed.methods.parts.arranging import Homogeneous
 from testbed.methods.parts.asynchronous_method import AsynchronousMethod
 
 
-class FTPipeHD(AsynchronousMethod):
+class FTPipeHD(AsynchronousMethod[FTPipeHDOptions]):
     """Begins as PipeDream does, all devices counting as equal; what the run shows decides from then on.
 
     Normalisation by batch statistics uses those of the batch; its running averages, which only evaluation uses, follow
@@ -20,6 +20,6 @@ class FTPipeHD(AsynchronousMethod):
     summary = "asynchronous 1F1B, repartitioned to the devices' measured capacities, recovering from replicas"
     Options = FTPipeHDOptions
 
-    def arranger(self, problem: Problem) -> Homogeneous:
+    def arranger(self, problem: Problem[FTPipeHDOptions]) -> Homogeneous:
         """Return what chooses the partitions."""
         return Adaptive(problem)

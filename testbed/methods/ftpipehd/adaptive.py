@@ -33,9 +33,8 @@ class FTPipeHDOptions(AsynchronousOptions):
 class Adaptive(Homogeneous):
     """Knows of the devices what the run has shown: all count as equal only until it has."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem[FTPipeHDOptions]) -> None:
         super().__init__(problem)
-        assert isinstance(problem.options, FTPipeHDOptions)
         self._options = problem.options
         self._when = Repartition(self._options.repartition_first, self._options.repartition_every)
         self._profile: Profile | None = None

@@ -24,13 +24,13 @@ class StagesOptions(Options):
     return_window: Duration = Field(15.0, description="how long a lost device may take to come back")
 
 
-def all_devices(problem: Problem) -> tuple[DeviceSpec, ...]:
+def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
     """Return the devices to begin with.
 
     Raises `InputError` for more stages than devices, and for devices that the first one cannot talk to: it tells them
     what to do and hears how they are.
     """
-    count = _options(problem).stages or len(problem.devices)
+    count = problem.options.stages or len(problem.devices)
     if count > len(problem.devices):
         raise InputError(f"method.stages: {count} stages need {count} devices, there are {len(problem.devices)}")
     lead, *others = (device.name for device in problem.devices)
@@ -43,10 +43,10 @@ def all_devices(problem: Problem) -> tuple[DeviceSpec, ...]:
     return problem.devices[:count]
 
 
-def devices_among(problem: Problem, there: Collection[str]) -> tuple[DeviceSpec, ...]:
+def devices_among(problem: Problem[StagesOptions], there: Collection[str]) -> tuple[DeviceSpec, ...]:
     """Return the devices to go on with, of those that are there."""
     devices = [device for device in problem.devices if device.name in there]
-    return tuple(devices[: min(_options(problem).stages or len(devices), len(problem.model.units))])
+    return tuple(devices[: min(problem.options.stages or len(devices), len(problem.model.units))])
 
 
 def assignments(chain: Chain, cuts: Cuts) -> tuple[Assignment, ...]:
@@ -55,8 +55,3 @@ def assignments(chain: Chain, cuts: Cuts) -> tuple[Assignment, ...]:
         Assignment(device=device.name, first=first, last=last, memory=chain.memory(stage, first, last))
         for stage, (device, (first, last)) in enumerate(zip(chain.devices, pairwise(cuts), strict=True))
     )
-
-
-def _options(problem: Problem) -> StagesOptions:
-    assert isinstance(problem.options, StagesOptions)
-    return problem.options

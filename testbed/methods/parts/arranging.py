@@ -45,13 +45,16 @@ class AsynchronousOptions(StagesOptions):
 
 
 def pipeline_over(
-    problem: Problem, names: Sequence[str], profile: Profile | None = None, capacities: Sequence[float] | None = None
+    problem: Problem[AsynchronousOptions],
+    names: Sequence[str],
+    profile: Profile | None = None,
+    capacities: Sequence[float] | None = None,
 ) -> Asynchronous:
     """Return the pipeline over these devices, by default with all as fast as the first.
 
     Without a profile the units take on the first device what the testbed charges it.
     """
-    options, workload, units = _options(problem), problem.workload, problem.model.units
+    options, workload, units = problem.options, problem.workload, problem.model.units
     update_flops = costs.update_flops(workload.optimizer)
     first = problem.devices[0].speed
     chain = options.chain_every > 0
@@ -89,7 +92,7 @@ class Homogeneous:
     profile_runs = 0
     """How often each unit is tried before training; 0: nothing is measured."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem[AsynchronousOptions]) -> None:
         self.problem = problem
 
     def initial(self) -> Partition:
@@ -99,7 +102,7 @@ class Homogeneous:
 
     def over(self, names: Sequence[str]) -> Partition:
         """Return the partition over these devices; raises `InputError` where none fits."""
-        names = names[: min(_options(self.problem).stages or len(names), len(self.problem.model.units))]
+        names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
         return Partition(tuple(names), self.pipeline(names).least_bottleneck())
 
     def pipeline(self, names: Sequence[str]) -> Asynchronous:
@@ -112,7 +115,7 @@ class Homogeneous:
 
     def due(self, done: int) -> bool:
         """Say whether a better partition is looked for after so many batches."""
-        options = _options(self.problem)
+        options = self.problem.options
         every = options.chain_every or options.global_every
         return bool(every) and done % every == 0
 
@@ -157,14 +160,14 @@ class Even(Homogeneous):
 
     def over(self, names: Sequence[str]) -> Partition:
         """Return even cuts over these devices; raises `InputError` where they do not fit."""
-        names = names[: min(_options(self.problem).stages or len(names), len(self.problem.model.units))]
+        names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
         pipeline = self.pipeline(names)
         cuts = even(len(self.problem.model.units), len(names))
         pipeline.check(cuts)
         return Partition(tuple(names), cuts)
 
 
-def plan(method: str, problem: Problem, arranger: Homogeneous) -> Plan:
+def plan(method: str, problem: Problem[AsynchronousOptions], arranger: Homogeneous) -> Plan:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     partition = arranger.initial()
     devices = [problem.device(name) for name in partition.devices]
@@ -191,8 +194,3 @@ def _limits(true: Asynchronous) -> dict[str, float]:
         "least_slowest_stage": alone.bottleneck(alone.least_bottleneck()),
         "divisible_limit": divisible_limit([device.speed for device in true.devices]),
     }
-
-
-def _options(problem: Problem) -> AsynchronousOptions:
-    assert isinstance(problem.options, AsynchronousOptions)
-    return problem.options

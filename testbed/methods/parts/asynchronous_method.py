@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import TypeVar
 
 from testbed.device import Device
 from testbed.methods.base import Job, Method, Plan, Problem
@@ -15,24 +16,25 @@ from testbed.methods.parts.lead import Temper
 from testbed.methods.parts.node import run_node
 from testbed.methods.parts.outbox import Outbox
 
+SpecificOptions = TypeVar("SpecificOptions", bound=AsynchronousOptions)
 
-class AsynchronousMethod(Method):
+
+class AsynchronousMethod(Method[SpecificOptions]):
     """Asynchronous 1F1B with weight stashing, vertical sync and replication, arranged by what a subclass brings."""
 
     tasks = ("train",)
 
     @abstractmethod
-    def arranger(self, problem: Problem) -> Homogeneous:
+    def arranger(self, problem: Problem[SpecificOptions]) -> Homogeneous:
         """Return what chooses the partitions."""
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: Problem[SpecificOptions]) -> Plan:
         """Cut the model over the devices. Raises `InputError` where that cannot be."""
         return arranging.plan(self.name, problem, self.arranger(problem))
 
-    async def program(self, device: Device, job: Job) -> None:
+    async def program(self, device: Device, job: Job[SpecificOptions]) -> None:
         """Be the central node on the first device, a stage elsewhere."""
         problem, options = job.problem, job.problem.options
-        assert isinstance(options, AsynchronousOptions)
         patience, window = options.patience, options.return_window
         temper = Temper(patience, window, max(2 * patience, window))
 

@@ -20,14 +20,13 @@ class PipeDreamOptions(AsynchronousOptions):
     chain_every: int = Field(0, ge=0, description="batches after which each stage's weights go to the next; 0: never")
 
 
-class PipeDream(AsynchronousMethod):
+class PipeDream(AsynchronousMethod[PipeDreamOptions]):
     """Never adapts. Checkpoints at the first device are what it goes on from after a failure, on a new partition."""
 
     name = "pipedream"
     summary = "asynchronous 1F1B with weight stashing on the partition for equal devices; recovery from checkpoints"
     Options = PipeDreamOptions
 
-    def arranger(self, problem: Problem) -> Homogeneous:
+    def arranger(self, problem: Problem[PipeDreamOptions]) -> Homogeneous:
         """Return what chooses the partitions."""
-        assert isinstance(problem.options, PipeDreamOptions)
         return Even(problem) if problem.options.partition == "even" else Homogeneous(problem)

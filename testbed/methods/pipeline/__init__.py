@@ -13,7 +13,7 @@ from testbed.methods.pipeline.training import Trainer
 from testbed.schedule import SCHEDULES
 
 
-class Pipeline(Method):
+class Pipeline(Method[PipelineOptions]):
     """Model parallelism, GPipe and 1F1B: the update is that of the whole batch, whatever the schedule and the cuts.
 
     A batch is cut into micro-batches whose gradients add up to the batch's, so weights equal the undivided model's
@@ -26,14 +26,13 @@ class Pipeline(Method):
     tasks = ("train",)
     Options = PipelineOptions
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: Problem[PipelineOptions]) -> Plan:
         """Cut the model over the devices. Raises `InputError` where that cannot be."""
         return plan(self.name, problem)
 
-    async def program(self, device: Device, job: Job) -> None:
+    async def program(self, device: Device, job: Job[PipelineOptions]) -> None:
         """Lead on the first device, serve as a stage elsewhere."""
         problem, options = job.problem, job.problem.options
-        assert isinstance(options, PipelineOptions)
         routine = Routine(SCHEDULES[options.schedule], options.checkpoint_every, options.recompute)
         temper = Temper(options.patience, options.return_window, options.return_window)
 

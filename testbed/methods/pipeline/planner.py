@@ -25,9 +25,9 @@ class LedPipeline(Pipeline):
         return super().memory(stage, first, last) + (2 * self.checkpoint_bytes if stage == 0 else 0.0)
 
 
-def plan(method: str, problem: Problem) -> Plan:
+def plan(method: str, problem: Problem[PipelineOptions]) -> Plan:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
-    options = _options(problem)
+    options = problem.options
     pipeline, cuts = _cut(problem, all_devices(problem))
     return Plan(
         method=method,
@@ -43,18 +43,13 @@ def plan(method: str, problem: Problem) -> Plan:
     )
 
 
-def stages_over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
+def stages_over(problem: Problem[PipelineOptions], there: Collection[str]) -> tuple[Assignment, ...]:
     """Plan for the devices that are there; raises `InputError` where they are too few or too small."""
     return assignments(*_cut(problem, devices_among(problem, there)))
 
 
-def _options(problem: Problem) -> PipelineOptions:
-    assert isinstance(problem.options, PipelineOptions)
-    return problem.options
-
-
-def _cut(problem: Problem, devices: Sequence[DeviceSpec]) -> tuple[LedPipeline, Cuts]:
-    options, workload, units = _options(problem), problem.workload, problem.model.units
+def _cut(problem: Problem[PipelineOptions], devices: Sequence[DeviceSpec]) -> tuple[LedPipeline, Cuts]:
+    options, workload, units = problem.options, problem.workload, problem.model.units
     pipeline = LedPipeline(
         units=units,
         devices=tuple(devices),

@@ -20,7 +20,7 @@ class Trainer(Lead):
     def __init__(
         self,
         device: Device,
-        job: Job,
+        job: Job[PipelineOptions],
         worker: Worker,
         outbox: Outbox,
         temper: Temper,
@@ -29,7 +29,6 @@ class Trainer(Lead):
     ) -> None:
         super().__init__(device, job, worker, outbox, temper, planner)
         assert job.dataset is not None
-        assert isinstance(job.problem.options, PipelineOptions)
         workload = job.problem.workload
         self._options = job.problem.options
         self._routine = routine

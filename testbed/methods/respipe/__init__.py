@@ -24,16 +24,15 @@ class ResPipeOptions(AsynchronousOptions):
     global_every: int = Field(0, ge=0, description="batches after which all weights go to the first device; 0: never")
 
 
-class ResPipe(AsynchronousMethod):
+class ResPipe(AsynchronousMethod[ResPipeOptions]):
     """The take-over moves no weights: the next worker has them. A last worker's go to the one before it."""
 
     name = "respipe"
     summary = "asynchronous 1F1B; a lost worker's layers are taken over by the next one, which has their replica"
     Options = ResPipeOptions
 
-    def arranger(self, problem: Problem) -> Homogeneous:
+    def arranger(self, problem: Problem[ResPipeOptions]) -> Homogeneous:
         """Return what chooses the partitions."""
-        assert isinstance(problem.options, ResPipeOptions)
         return Informed(problem) if problem.options.partition == "capacities" else TakeOver(problem)
 
 

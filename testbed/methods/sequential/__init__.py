@@ -10,7 +10,7 @@ from testbed.methods.parts.server import Server
 from testbed.methods.sequential.planner import SequentialOptions, plan, stages_over
 
 
-class Sequential(Method):
+class Sequential(Method[SequentialOptions]):
     """Each device computes its units and passes the result on; the outputs come back to the first device.
 
     With one request in flight its latency is that of the whole chain; with more the devices work on several at once
@@ -23,14 +23,13 @@ class Sequential(Method):
     tasks = ("infer",)
     Options = SequentialOptions
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: Problem[SequentialOptions]) -> Plan:
         """Cut the model over the devices. Raises `InputError` where that cannot be."""
         return plan(self.name, problem)
 
-    async def program(self, device: Device, job: Job) -> None:
+    async def program(self, device: Device, job: Job[SequentialOptions]) -> None:
         """Send requests on the first device, serve as a stage elsewhere."""
         problem, options = job.problem, job.problem.options
-        assert isinstance(options, SequentialOptions)
         temper = Temper(options.patience, options.return_window, options.return_window)
         await run_stages(
             device,

@@ -48,9 +48,9 @@ class InferenceChain(Chain):
         return self._chosen(least_bottleneck(units, stages, fitting, self.latency_costs))
 
 
-def plan(method: str, problem: Problem) -> Plan:
+def plan(method: str, problem: Problem[SequentialOptions]) -> Plan:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
-    options = _options(problem)
+    options = problem.options
     chain, cuts = _cut(problem, all_devices(problem))
     latency, bottleneck = chain.latency(cuts), chain.bottleneck(cuts)
     return Plan(
@@ -62,17 +62,12 @@ def plan(method: str, problem: Problem) -> Plan:
     )
 
 
-def stages_over(problem: Problem, there: Collection[str]) -> tuple[Assignment, ...]:
+def stages_over(problem: Problem[SequentialOptions], there: Collection[str]) -> tuple[Assignment, ...]:
     """Plan for the devices that are there; raises `InputError` where they are too few or too small."""
     return assignments(*_cut(problem, devices_among(problem, there)))
 
 
-def _options(problem: Problem) -> SequentialOptions:
-    assert isinstance(problem.options, SequentialOptions)
-    return problem.options
-
-
-def _cut(problem: Problem, devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:
+def _cut(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:
     chain = InferenceChain(problem.model.units, tuple(devices), problem.links, problem.workload.batch_size)
     cut = {"even": chain.even, "latency": chain.least_latency, "bottleneck": chain.least_bottleneck}
-    return chain, cut[_options(problem).partition]()
+    return chain, cut[problem.options.partition]()

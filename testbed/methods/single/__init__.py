@@ -28,7 +28,7 @@ class SingleOptions(Options):
     device: str | None = Field(None, description="which one; None: the first of the scenario")
 
 
-class Single(Method):
+class Single(Method[SingleOptions]):
     """The whole model on one device. When that device restarts it starts over."""
 
     name = "single"
@@ -36,12 +36,10 @@ class Single(Method):
     tasks = ("train", "infer")
     Options = SingleOptions
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: Problem[SingleOptions]) -> Plan:
         """Give everything to one device. Raises `InputError` where it is unknown or too small."""
-        options = problem.options
-        assert isinstance(options, SingleOptions)
         names = [device.name for device in problem.devices]
-        chosen = options.device or names[0]
+        chosen = problem.options.device or names[0]
         if chosen not in names:
             raise InputError(f"method.device: there is no device '{chosen}'; choose one of {', '.join(names)}")
         device, workload, units = problem.device(chosen), problem.workload, problem.model.units
@@ -63,7 +61,7 @@ class Single(Method):
             step_time=sum(cost.flops for cost in work) / device.speed,
         )
 
-    async def program(self, device: Device, job: Job) -> None:
+    async def program(self, device: Device, job: Job[SingleOptions]) -> None:
         """Train or answer requests on the lead; nothing elsewhere."""
         if device.name != job.plan.lead:
             return
