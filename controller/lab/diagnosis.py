@@ -31,7 +31,9 @@ Status = Literal["ok", "missing", "unknown"]
 _REGISTRY_PATIENCE = 5.0
 _ROOM = 6 * 10**9
 """Bytes: the images take half of it, and twice as much while they are built."""
-_TRY_LINKS = "import json; from controller.shaping.backends import hindrances; print(json.dumps(hindrances()))"
+_TRY_LINKS = (
+    "import json; from controller.shaping.backends import backend_problems; print(json.dumps(backend_problems()))"
+)
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def _links(client: docker.DockerClient) -> Iterator[Check]:
     if not _has(client, image):
         yield Check("links", "unknown", "the shaper's image is not built yet", "'make images', then ask again")
         return
-    found = _hindrances(client, image)
+    found = _backend_problems(client, image)
     for name, works in (
         ("netem", "works on this kernel"),
         ("userspace", "works on this kernel"),
@@ -197,7 +199,7 @@ def _links(client: docker.DockerClient) -> Iterator[Check]:
         yield Check("links", "missing", "no backend works", f"a kernel with {MODULES}: {modules.HELP}", needed=True)
 
 
-def _hindrances(client: docker.DockerClient, image: str) -> dict[str, str]:
+def _backend_problems(client: docker.DockerClient, image: str) -> dict[str, str]:
     """Return by its name why something does not work here; under an empty name, why nothing could be tried."""
     try:
         found: dict[str, str] = json.loads(capability.in_shaper(client, image, ["python3", "-c", _TRY_LINKS]))

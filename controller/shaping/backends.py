@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from controller.shaping import interfaces, modules, netem, nfqueue, receiver, sender, tc
-from controller.shaping.delayline import DelayLine, Impairment
+from controller.shaping.delayline import DelayLine, QueueImpairment
 from controller.shaping.namespaces import Namespace, command, read_proc
 from controller.shaping.nfqueue import open_socket
-from controller.shaping.plan import Access, Plan, ReceiverLine, SenderClass
+from controller.shaping.plan import Access, InterfacePlan, ReceiverLine, SenderClass
 from controller.shaping.tc import Shown
 from testbed.errors import HostError, InputError
 from testbed.network.link import Distribution, Link
@@ -27,23 +27,23 @@ class Backend(Protocol):
     priority: str
     """How the kernel schedules what makes packets wait."""
 
-    def problem(self, plan: Plan) -> str | None:
+    def problem(self, plan: InterfacePlan) -> str | None:
         """Say what of a plan this backend cannot do in the device's namespace, and what would help."""
 
     @property
     def tables(self) -> str | None:
         """Return the folder of the distributions that ``tc`` is to know."""
 
-    def apply(self, device: str, old: Plan | None, new: Plan) -> None:
+    def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Do what is not done by ``tc``, and before that: all of it without an old plan, else what differs."""
 
-    def lines(self, old: Plan | None, new: Plan) -> list[str]:
+    def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
         """Return what ``tc`` is to do."""
 
-    def reads(self, plan: Plan) -> tuple[list[str], list[tuple[str, str]]]:
+    def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
         """Return the interfaces whose classes, and the (interface, parent) whose filters are to be read back."""
 
-    def differences(self, plan: Plan, shown: Shown) -> list[str]:
+    def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
         """Say where the kernel holds something else than the plan."""
 
     def forget(self, device: str) -> None:
@@ -56,7 +56,7 @@ class Backend(Protocol):
         """Return what bears on trust in this backend."""
 
     def reset(self) -> None:
-        """Start such figures anew."""
+        """Reset such figures."""
 
 
 class Userspace:
@@ -71,7 +71,7 @@ class Userspace:
         self._line = DelayLine()
         self.priority = self._line.priority
 
-    def problem(self, plan: Plan) -> str | None:
+    def problem(self, plan: InterfacePlan) -> str | None:
         """Duplicates arrive on the loopback, where a strict filter of reverse paths would drop them."""
         duplicates = any(line.link.up and line.link.duplicate for line in plan.receivers)
         strict = max(_setting(f"ipv4/conf/{name}/rp_filter") for name in ("all", "lo")) == 1
@@ -79,7 +79,7 @@ class Userspace:
             return "packets cannot be duplicated where net.ipv4.conf.all.rp_filter or .lo.rp_filter is 1: set both to 0"
         return None
 
-    def apply(self, device: str, old: Plan | None, new: Plan) -> None:
+    def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Set up everything, or alter what differs."""
         if old is None:
             self._line.open(device, open_socket(), _injector())
@@ -95,25 +95,25 @@ class Userspace:
             if f"-A {' '.join(jump)}" not in shown.splitlines():
                 command([self._iptables, "-w", "-I", *jump])
 
-    def lines(self, old: Plan | None, new: Plan) -> list[str]:
+    def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
         """Nothing is done by ``tc`` here."""
         return []
 
-    def reads(self, plan: Plan) -> tuple[list[str], list[tuple[str, str]]]:
+    def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
         """Nothing of this is ``tc``'s."""
         return [], []
 
-    def _impairments(self, device: str, plan: Plan, old: Plan | None) -> list[Impairment]:
+    def _impairments(self, device: str, plan: InterfacePlan, old: InterfacePlan | None) -> list[QueueImpairment]:
         before = {line.number: line for line in old.receivers} if old else {}
         # Whether packets' sizes are needed depends on there being a downlink.
         every = old is not None and old.downlink is None and plan.downlink is not None
         return [
-            Impairment(line.number, line.limit, line.link, str(derive(self._seed(), device, line.number)))
+            QueueImpairment(line.number, line.limit, line.link, str(derive(self._seed(), device, line.number)))
             for line in plan.receivers
             if line.queued and (every or before.get(line.number) != line)
         ]
 
-    def differences(self, plan: Plan, shown: Shown) -> list[str]:
+    def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
         """Read back, and say where the kernel holds something else than the plan."""
         problems = receiver.chain_differences(plan, command([self._iptables, "-w", "-S"]))
         served = {row["queue"] for row in kernel_queues()}
@@ -133,7 +133,7 @@ class Userspace:
         return self._line.statistics()
 
     def reset(self) -> None:
-        """Start the lateness figures anew."""
+        """Reset the lateness figures."""
         self._line.reset()
 
 
@@ -175,11 +175,11 @@ class Netem:
         for distribution in get_args(Distribution):
             Path(self._folder.name, f"{distribution}.dist").write_text(netem.table(distribution))
 
-    def problem(self, plan: Plan) -> str | None:
+    def problem(self, plan: InterfacePlan) -> str | None:
         """Say what of a plan netem cannot do, and what would help."""
         return next(filter(None, (netem.problem(line.link, plan.downlink) for line in plan.receivers)), None)
 
-    def apply(self, device: str, old: Plan | None, new: Plan) -> None:
+    def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Make the intermediate devices."""
         if old is None:
             present = interfaces.interface_names()
@@ -193,15 +193,15 @@ class Netem:
             for name in sorted(wanted - interfaces.interface_names()):
                 interfaces.add_ifb(name)
 
-    def lines(self, old: Plan | None, new: Plan) -> list[str]:
+    def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
         """Return what ``tc`` is to do."""
         return netem.build(new) if old is None else netem.change(old, new)
 
-    def reads(self, plan: Plan) -> tuple[list[str], list[tuple[str, str]]]:
+    def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
         """Return what is to be read back: the classes of the shared device, the filters of what arrives."""
         return [netem.IFB], [(plan.interface, "ffff:")]
 
-    def differences(self, plan: Plan, shown: Shown) -> list[str]:
+    def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
         """Say where the kernel holds something else than the plan."""
         return netem.differences(plan, shown.classes, shown.qdiscs, shown.filters[1])
 
@@ -225,7 +225,7 @@ CHOICES = ("auto", "netem", "userspace")
 MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_NFQUEUE and nfnetlink_queue"
 """What a kernel must have for one of the two."""
 
-_TRIAL = Plan(
+_TRIAL = InterfacePlan(
     "trial",
     None,
     None,
@@ -267,7 +267,7 @@ def _reasons(problems: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def hindrances() -> dict[str, str]:
+def backend_problems() -> dict[str, str]:
     """Say of each backend, and of the gate (radio cells, casts), why this kernel cannot serve it, or nothing."""
     found = dict.fromkeys(("netem", "userspace", "gate"), "")
     problems = {}

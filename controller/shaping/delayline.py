@@ -19,7 +19,7 @@ _AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Impairment:
+class QueueImpairment:
     """What one queue does to its packets."""
 
     queue: int
@@ -44,7 +44,7 @@ class DelayLine(Helper):
         """Forget a device; the kernel drops what is still queued for it."""
         self.ask({"do": "close", "device": device})
 
-    def set(self, device: str, impairments: Sequence[Impairment], downlink: tuple[float, int] | None) -> None:
+    def set(self, device: str, impairments: Sequence[QueueImpairment], downlink: tuple[float, int] | None) -> None:
         """Say what becomes of the packets of these queues from now on; raises HostError if the kernel refuses.
 
         ``downlink`` is the rate (bit/s) that all queues of the device share and the packets of each that may wait.
@@ -58,5 +58,5 @@ class DelayLine(Helper):
         return self.ask({"do": "statistics"})
 
     def reset(self) -> None:
-        """Start the lateness figures anew."""
+        """Reset the lateness figures."""
         self.ask({"do": "reset"})

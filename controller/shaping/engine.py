@@ -1,7 +1,7 @@
 """The delay line's process: holds queued packets until they are due; loses, alters and repeats some.
 
 It owns one netfilter socket per device and answers the server's requests on a local socket (`delayline.py` is the
-server's end). What befalls a packet is decided in `impairments.py`; here it is carried out, in time.
+server's end). What happens to a packet is decided in `impairments.py`; here it is carried out, in time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from controller.shaping import nfqueue
 from controller.shaping.bottleneck import Bottleneck
-from controller.shaping.helper import obey, prioritise
-from controller.shaping.lateness import Lateness
+from controller.shaping.helper import prioritise, serve_request
+from controller.shaping.lateness import LatenessHistogram
 from testbed.framing import ETHERNET_HEADER
 from testbed.network import impairments
 from testbed.network.link import Link, link_from
@@ -123,7 +123,7 @@ class Loop:
         self._ties = 0
         self._buffer = bytearray(1 << 17)
         self._arrivals = nfqueue.Stamps()
-        self._lateness = Lateness()
+        self._lateness = LatenessHistogram()
         self._sequence = 0
         self._patience = 0.0
         # Any socket that asks for timestamps makes the kernel note every packet's arrival, so that a packet that
@@ -149,7 +149,7 @@ class Loop:
             emptied = True
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
-                    if not obey(self._control, self._carry_out, 2):
+                    if not serve_request(self._control, self._carry_out, 2):
                         return
                 elif descriptor in self._by_descriptor:
                     emptied &= self._read(self._by_descriptor[descriptor])
@@ -341,7 +341,7 @@ class Loop:
             case "statistics":
                 return self._statistics()
             case "reset":
-                self._lateness = Lateness()
+                self._lateness = LatenessHistogram()
         return None
 
     def _open(self, device: str, opened: socket.socket, injector: socket.socket) -> None:

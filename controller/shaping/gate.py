@@ -13,7 +13,7 @@ from typing import Any
 from controller.shaping import gating, nfqueue
 from controller.shaping.backends import kernel_queues
 from controller.shaping.helper import Helper
-from controller.shaping.medium import Way
+from controller.shaping.medium import Route
 from controller.shaping.namespaces import command
 
 
@@ -24,7 +24,7 @@ class Gate(Helper):
         super().__init__("controller.shaping.gatekeeper", "gate of the medium")
         self._iptables = iptables
 
-    def apply(self, device: str, interface: str, old: Mapping[str, Way] | None, new: Mapping[str, Way]) -> None:
+    def apply(self, device: str, interface: str, old: Mapping[str, Route] | None, new: Mapping[str, Route]) -> None:
         """Let what the device sends to these addresses wait for its turn, and nothing else.
 
         ``old`` is what was applied before in the same namespace, None at first.
@@ -33,17 +33,17 @@ class Gate(Helper):
             with nfqueue.open_socket() as netfilter:
                 self.ask({"do": "open", "device": device}, [netfilter.fileno()])
         # It must be known what becomes of packets before a rule leads them here.
-        self.ask({"do": "set", "device": device, "ways": {address: asdict(way) for address, way in new.items()}})
+        self.ask({"do": "set", "device": device, "routes": {address: asdict(route) for address, route in new.items()}})
         if old is None or gating.rules(old) != gating.rules(new):
             command([f"{self._iptables}-restore", "-w", "--noflush"], gating.restore(new))
         jump = gating.jump(interface)
         if old is None and f"-A {' '.join(jump)}" not in command([self._iptables, "-w", "-S", "OUTPUT"]).splitlines():
             command([self._iptables, "-w", "-I", *jump])
 
-    def differences(self, interface: str, ways: Mapping[str, Way]) -> list[str]:
+    def differences(self, interface: str, routes: Mapping[str, Route]) -> list[str]:
         """Read back, and say where the kernel holds something else."""
-        problems = gating.differences(interface, ways, command([self._iptables, "-w", "-S"]))
-        if ways and gating.QUEUE not in {row["queue"] for row in kernel_queues()}:
+        problems = gating.differences(interface, routes, command([self._iptables, "-w", "-S"]))
+        if routes and gating.QUEUE not in {row["queue"] for row in kernel_queues()}:
             problems.append("the queue of the medium is served by nobody")
         return problems
 
@@ -56,5 +56,5 @@ class Gate(Helper):
         return self.ask({"do": "statistics"})
 
     def reset(self) -> None:
-        """Start the lateness figures anew."""
+        """Reset the lateness figures."""
         self.ask({"do": "reset"})

@@ -17,9 +17,9 @@ from typing import Any
 
 from controller.shaping import nfqueue
 from controller.shaping.gating import QUEUE
-from controller.shaping.helper import obey, prioritise
-from controller.shaping.lateness import Lateness
-from controller.shaping.medium import Media, Way
+from controller.shaping.helper import prioritise, serve_request
+from controller.shaping.lateness import LatenessHistogram
+from controller.shaping.medium import Media, Route
 from testbed.framing import ETHERNET_HEADER
 
 LIMIT = 5000
@@ -38,7 +38,7 @@ class _Loop:
         self._sockets: dict[str, socket.socket] = {}
         self._names: dict[int, str] = {}
         self._media: Media[bytearray] = Media()
-        self._lateness = Lateness()
+        self._lateness = LatenessHistogram()
         self._buffer = bytearray(4096)
         self._accept = nfqueue.verdict_prefix(QUEUE, nfqueue.ACCEPT)
         self._drop = nfqueue.verdict_prefix(QUEUE, nfqueue.DROP)
@@ -53,7 +53,7 @@ class _Loop:
             self._release()
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
-                    if not obey(self._control, self._carry_out, 1):
+                    if not serve_request(self._control, self._carry_out, 1):
                         return
                 elif descriptor in self._names:
                     self._read(self._names[descriptor])
@@ -104,11 +104,11 @@ class _Loop:
             case "close":
                 self._close(request["device"])
             case "set":
-                self._media.set_ways(request["device"], _ways_from(request["ways"]), time.monotonic())
+                self._media.set_routes(request["device"], _routes_from(request["routes"]), time.monotonic())
             case "statistics":
                 return self._statistics()
             case "reset":
-                self._lateness = Lateness()
+                self._lateness = LatenessHistogram()
         return None
 
     def _open(self, device: str, opened: socket.socket) -> None:
@@ -147,8 +147,10 @@ class _Loop:
         }
 
 
-def _ways_from(written: Mapping[str, Any]) -> dict[Hashable, Way]:
-    return {address: Way(tuple(way["channels"]), way["rate"], way["limit"]) for address, way in written.items()}
+def _routes_from(written: Mapping[str, Any]) -> dict[Hashable, Route]:
+    return {
+        address: Route(tuple(route["channels"]), route["rate"], route["limit"]) for address, route in written.items()
+    }
 
 
 def main(descriptor: int) -> None:

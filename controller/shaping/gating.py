@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from controller.shaping.medium import Way
+from controller.shaping.medium import Route
 from controller.shaping.plan import queue_limit
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.cell import Cell, cell_of
@@ -19,14 +19,14 @@ GATED_RATE = 25e6
 above this rate that time is below half a millisecond."""
 
 
-def ways(
+def routes(
     device: str,
     broadcast: str | None,
     peers: Mapping[str, str],
     links: Mapping[Pair, Link],
     cells: Sequence[Cell],
     uplink: float | None = None,
-) -> dict[str, Way]:
+) -> dict[str, Route]:
     """Return, by address, what a device sends over a medium: everything within its cells, and its casts.
 
     ``peers`` maps every device's name to its address. A cast of a device in several cells takes all of them at once.
@@ -37,12 +37,12 @@ def ways(
         cell = cell_of(pair, cells)
         if cell is not None and pair[1] in peers:
             rate = min(cell.rate, link.rate or cell.rate)
-            found[peers[pair[1]]] = Way((_channel(cell),), rate, queue_limit(replace(link, rate=rate)))
+            found[peers[pair[1]]] = Route((_channel(cell),), rate, queue_limit(replace(link, rate=rate)))
     own = [cell for cell in cells if any(cell.carries(pair) for pair in outgoing)]
     slowest = broadcast_rate(outgoing.values(), uplink, *(cell.rate for cell in own))
     if broadcast and outgoing and slowest is not None and (own or slowest <= GATED_RATE):
         channels = tuple(map(_channel, own)) or (f"casts of {device}",)
-        found[broadcast] = Way(channels, slowest, queue_limit(Link(rate=slowest)))
+        found[broadcast] = Route(channels, slowest, queue_limit(Link(rate=slowest)))
     return found
 
 
@@ -50,12 +50,12 @@ def _channel(cell: Cell) -> str:
     return "cell of " + ", ".join(cell.devices)
 
 
-def rules(gated: Mapping[str, Way]) -> list[str]:
+def rules(gated: Mapping[str, Route]) -> list[str]:
     """Return the rules of our chain as ``iptables -S`` prints them."""
     return [f"-A {CHAIN} -d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated]
 
 
-def restore(gated: Mapping[str, Way]) -> str:
+def restore(gated: Mapping[str, Route]) -> str:
     """Return the input for ``iptables-restore --noflush`` that replaces our chain in one step."""
     return "\n".join(["*filter", f":{CHAIN} - [0:0]", *rules(gated), "COMMIT", ""])
 
@@ -65,7 +65,7 @@ def jump(interface: str) -> list[str]:
     return ["OUTPUT", "-o", interface, "-j", CHAIN]
 
 
-def differences(interface: str, gated: Mapping[str, Way], shown: str) -> list[str]:
+def differences(interface: str, gated: Mapping[str, Route], shown: str) -> list[str]:
     """Compare with what ``iptables -S`` says of the filter table."""
     lines = shown.splitlines()
     found = [line for line in lines if line.startswith(f"-A {CHAIN} ")]

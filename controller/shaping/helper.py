@@ -35,7 +35,7 @@ def prioritise() -> str:
     return "real-time"
 
 
-def obey(
+def serve_request(
     control: socket.socket, carry_out: Callable[[dict[str, Any], list[int]], dict[str, Any] | None], descriptors: int
 ) -> bool:
     """Answer one request of the server by what carries it out, given it and so many descriptors at most.

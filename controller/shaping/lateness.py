@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Lateness:
+class LatenessHistogram:
     """How much later than due packets were let go, in bins of 10 us up to 10 ms."""
 
     BIN = 1e-5

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Way:
+class Route:
     """How a station reaches one address: over which channels, all of them at once, and how fast."""
 
     channels: tuple[Hashable, ...]
@@ -49,22 +49,22 @@ class Media(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._ways: dict[Hashable, Mapping[Hashable, Way]] = {}
+        self._routes: dict[Hashable, Mapping[Hashable, Route]] = {}
         self._free: dict[Hashable, float] = {}
         self._order: dict[Transmission[T], None] = {}
         self._ends: list[tuple[float, int, Transmission[T]]] = []
         self._ties = 0
         self._waiting: Counter[tuple[Hashable, Hashable]] = Counter()
 
-    def set_ways(self, station: Hashable, ways: Mapping[Hashable, Way], now: float) -> None:
+    def set_routes(self, station: Hashable, routes: Mapping[Hashable, Route], now: float) -> None:
         """Say how a station reaches whom, from now on; what is on the air stays as it was."""
-        self._ways[station] = ways
+        self._routes[station] = routes
         self._reschedule(now)
 
     def offer(self, station: Hashable, address: Hashable, now: float, size: int, item: T) -> bool:
         """Take a packet that is ready to be transmitted; False when too many wait for the same address."""
-        way = self._ways.get(station, {}).get(address)
-        if way is not None and self._waiting[station, address] >= way.limit:
+        route = self._routes.get(station, {}).get(address)
+        if route is not None and self._waiting[station, address] >= route.limit:
             return False
         self._waiting[station, address] += 1
         made = Transmission(station, address, size, item)
@@ -93,7 +93,7 @@ class Media(Generic[T]):
 
     def forget(self, station: Hashable, now: float) -> None:
         """Forget a station that is gone; what it had not begun to transmit leaves its channels to the others."""
-        self._ways.pop(station, None)
+        self._routes.pop(station, None)
         for made in [each for each in self._order if each.station == station]:
             self._drop(made)
         self._reschedule(now)
@@ -103,17 +103,17 @@ class Media(Generic[T]):
         return sum(count for (name, _), count in self._waiting.items() if name == station)
 
     def _schedule(self, made: Transmission[T], now: float) -> None:
-        way = self._ways.get(made.station, {}).get(made.address)
-        made.channels = way.channels if way else ()
+        route = self._routes.get(made.station, {}).get(made.address)
+        made.channels = route.channels if route else ()
         made.start = max([now, *(self._free.get(channel, now) for channel in made.channels)])
-        made.end = made.start + (made.size * 8 / way.rate if way else 0.0)
+        made.end = made.start + (made.size * 8 / route.rate if route else 0.0)
         for channel in made.channels:
             self._free[channel] = made.end
         self._ties += 1
         heapq.heappush(self._ends, (made.end, self._ties, made))
 
     def _reschedule(self, now: float) -> None:
-        """Give what has not begun its time anew."""
+        """Schedule again what has not begun."""
         on_air = [each for each in self._ends if each[2].start <= now]
         self._free = {channel: end for end, _, made in sorted(on_air) for channel in made.channels}
         self._ends = on_air

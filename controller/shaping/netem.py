@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from controller.shaping.htb import Tree
-from controller.shaping.plan import CEILING, FIRST_PEER_CLASS, Access, Plan, ReceiverLine
+from controller.shaping.plan import CEILING, FIRST_PEER_CLASS, Access, InterfacePlan, ReceiverLine
 from testbed.network.impairments import QUANTILES, chain, quantiles
 from testbed.network.link import Distribution, Link
 
@@ -42,10 +42,10 @@ def table(distribution: Distribution) -> str:
     return "".join(" ".join(map(str, line)) + "\n" for line in lines)
 
 
-def words(line: ReceiverLine) -> str:
+def netem_arguments(line: ReceiverLine) -> str:
     """Return the arguments of ``tc qdisc ... netem`` for one source.
 
-    Changing a netem keeps what is not named: corruption is, even where there is none, and the rest starts anew by
+    Changing a netem keeps what is not named: corruption is, even where there is none, and the rest starts again by
     itself.
     """
     link = line.link
@@ -73,7 +73,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.6f}".rstrip("0").rstrip(".") + "%"
 
 
-def _redirected(plan: Plan) -> dict[int, ReceiverLine]:
+def _redirected(plan: InterfacePlan) -> dict[int, ReceiverLine]:
     return {line.number: line for line in plan.receivers if line.queued or not line.link.up}
 
 
@@ -82,12 +82,12 @@ def device_of(line: ReceiverLine) -> str:
     return f"testbed-ifb{line.number}" if line.link.up and line.link.duplicate else IFB
 
 
-def devices(plan: Plan) -> set[str]:
+def devices(plan: InterfacePlan) -> set[str]:
     """Return the IFBs that a plan needs."""
     return {IFB, *(device_of(line) for line in _redirected(plan).values())}
 
 
-def build(plan: Plan) -> list[str]:
+def build(plan: InterfacePlan) -> list[str]:
     """Return the lines for ``tc -batch`` that lead what arrives through netem, by source; the IFBs are there."""
     return [
         f"qdisc add dev {plan.interface} ingress",
@@ -96,7 +96,7 @@ def build(plan: Plan) -> list[str]:
     ]
 
 
-def change(old: Plan, new: Plan) -> list[str]:
+def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
     """Return the lines that turn one plan's leaves into another's; new IFBs are there already.
 
     A leaf that is not needed any more stays, so that packets under way in it still arrive; only the filter goes
@@ -113,7 +113,7 @@ def change(old: Plan, new: Plan) -> list[str]:
         elif (previous.address, device_of(previous)) != (line.address, device_of(line)):
             lines += [*_leaf(new, line), *_unfilter(old, previous), *_filter(new, line)]
         else:
-            if words(previous) != words(line):
+            if netem_arguments(previous) != netem_arguments(line):
                 lines.append(_netem(line))
             if old.downlink != new.downlink:
                 lines += _queue(new, line)
@@ -129,24 +129,24 @@ def _class(line: ReceiverLine) -> int:
 def _netem(line: ReceiverLine) -> str:
     device, number = device_of(line), _class(line)
     place = f"parent {_TREE.identity(number)}" if device == IFB else "root"
-    return f"qdisc replace dev {device} {place} handle {number:x}: {words(line)}"
+    return f"qdisc replace dev {device} {place} handle {number:x}: {netem_arguments(line)}"
 
 
-def _queue(plan: Plan, line: ReceiverLine) -> list[str]:
+def _queue(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     """Return what makes packets whose delay is over wait for the downlink in a queue of its own length."""
     number = _class(line)
     limit = plan.downlink.limit if plan.downlink else _DRAINING
     return [f"qdisc replace dev {IFB} parent {number:x}:1 handle {_INNER + number:x}: pfifo limit {limit}"]
 
 
-def _leaf(plan: Plan, line: ReceiverLine) -> list[str]:
+def _leaf(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     if device_of(line) != IFB:
         return [_netem(line)]
     queue = _queue(plan, line) if plan.downlink else []
     return [_TREE.leaf("replace", _class(line), CEILING), _netem(line), *queue]
 
 
-def _filter(plan: Plan, line: ReceiverLine) -> list[str]:
+def _filter(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     number, device = _class(line), device_of(line)
     source = f"protocol ip prio 1 handle 800::{number:x} u32 match ip src {line.address}/32"
     leads = [f"filter add dev {IFB} parent {_ROOT} {source} flowid {_TREE.identity(number)}"] if device == IFB else []
@@ -154,18 +154,18 @@ def _filter(plan: Plan, line: ReceiverLine) -> list[str]:
     return [*leads, f"filter add dev {plan.interface} parent ffff: {source} action mirred egress redirect dev {device}"]
 
 
-def _add(plan: Plan, line: ReceiverLine) -> list[str]:
+def _add(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     return [*_leaf(plan, line), *_filter(plan, line)]
 
 
-def _unfilter(plan: Plan, line: ReceiverLine) -> list[str]:
+def _unfilter(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     handle = f"protocol ip prio 1 handle 800::{_class(line):x} u32"
     lines = [f"filter del dev {plan.interface} parent ffff: {handle}"]
     return [*lines, f"filter del dev {IFB} parent {_ROOT} {handle}"] if device_of(line) == IFB else lines
 
 
 def differences(
-    plan: Plan, classes: str, qdiscs: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str, Any]]
+    plan: InterfacePlan, classes: str, qdiscs: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Compare a plan with ``tc class show`` of the IFB, ``tc -j qdisc show``, and the filters at the ingress.
 

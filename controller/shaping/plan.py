@@ -81,7 +81,7 @@ class ReceiverLine:
 
 
 @dataclass(frozen=True)
-class Plan:
+class InterfacePlan:
     """All that the shaper does to one device's data interface."""
 
     interface: str
@@ -100,7 +100,7 @@ def plan(
     peers: Mapping[str, tuple[int, str]],
     links: Mapping[Pair, Link],
     gated: Mapping[str, float] | None = None,
-) -> Plan:
+) -> InterfacePlan:
     """Say what a device's interface has to do.
 
     ``peers`` maps every device's name to its number (from 1, handed out by counting) and its address. A pair
@@ -129,7 +129,7 @@ def plan(
         slowest = min(outgoing, key=lambda link: math.inf if link.rate is None else link.rate)
         slowest = replace(slowest, rate=None) if broadcast in gated else slowest
         senders.insert(0, _sender(BROADCAST_CLASS, (broadcast,), slowest, uplink))
-    return Plan(
+    return InterfacePlan(
         interface,
         _access(uplink, outgoing),
         _access(endpoint.downlink, incoming_links),

@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from controller.shaping import tolerance
-from controller.shaping.medium import Way
+from controller.shaping.medium import Route
 from controller.shaping.namespaces import Namespace
 from controller.shaping.plan import FRAME, burst, queue_limit
 from testbed.network.impairments import expected_loss, longest_delay
@@ -98,7 +98,7 @@ class _Tally:
 
 
 def measure(
-    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Way] | None = None
+    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route] | None = None
 ) -> list[LinkMeasurement]:
     """Measure these links; what is outside its tolerance is measured again, since a host may stumble once.
 
@@ -120,7 +120,7 @@ def measure(
     return [results[pair] for pair in links]
 
 
-def _one_of_each(links: Mapping[Pair, Link], media: Mapping[Pair, Way]) -> list[Pair]:
+def _one_of_each(links: Mapping[Pair, Link], media: Mapping[Pair, Route]) -> list[Pair]:
     """Return the first link of every kind."""
     kinds: dict[tuple[Link, Hashable], Pair] = {}
     for pair, link in links.items():
@@ -129,7 +129,7 @@ def _one_of_each(links: Mapping[Pair, Link], media: Mapping[Pair, Way]) -> list[
 
 
 def _measure_once(
-    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Way], representatives: set[Pair]
+    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route], representatives: set[Pair]
 ) -> list[LinkMeasurement]:
     tallies = []
     crowds = Counter(media[pair].channels for pair in links if pair in media)
@@ -154,14 +154,14 @@ def _measure_once(
     return [tally.measurement() for tally in tallies]
 
 
-def _on_the_way(pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Way]) -> Link:
+def _on_the_way(pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> Link:
     """Return a link with the lowest rate on its way: its own, its channel's, or an access limit of its ends."""
     shared = media[pair].rate if pair in media else None
     limits = (link.rate, sites[pair[0]].uplink, sites[pair[1]].downlink, shared)
     return replace(link, rate=min((rate for rate in limits if rate is not None), default=None))
 
 
-def rounds(pairs: Sequence[Pair], media: Mapping[Pair, Way] | None = None) -> list[set[Pair]]:
+def rounds(pairs: Sequence[Pair], media: Mapping[Pair, Route] | None = None) -> list[set[Pair]]:
     """Split links so that those of one round share no device and no channel."""
     made: list[tuple[set[Pair], set[Hashable]]] = []
     for pair in pairs:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from controller.shaping.plan import Plan
+from controller.shaping.plan import InterfacePlan
 
 CHAIN = "TESTBED"
 
 
-def chain_rules(plan: Plan) -> list[str]:
+def chain_rules(plan: InterfacePlan) -> list[str]:
     """Return the rules of our chain as ``iptables -S`` prints them; links that change nothing have none."""
     rules = []
     for line in plan.receivers:
@@ -18,17 +18,17 @@ def chain_rules(plan: Plan) -> list[str]:
     return rules
 
 
-def restore(plan: Plan) -> str:
+def restore(plan: InterfacePlan) -> str:
     """Return the input for ``iptables-restore --noflush`` that replaces our chain in one step."""
     return "\n".join(["*filter", f":{CHAIN} - [0:0]", *chain_rules(plan), "COMMIT", ""])
 
 
-def jump(plan: Plan) -> list[str]:
+def jump(plan: InterfacePlan) -> list[str]:
     """Return the rule that sends what the data interface receives through our chain."""
     return ["INPUT", "-i", plan.interface, "-j", CHAIN]
 
 
-def chain_differences(plan: Plan, shown: str) -> list[str]:
+def chain_differences(plan: InterfacePlan, shown: str) -> list[str]:
     """Compare a plan with what ``iptables -S`` says of the filter table."""
     found = [line for line in shown.splitlines() if line.startswith(f"-A {CHAIN} ")]
     wanted = chain_rules(plan)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from controller.shaping.htb import Tree
-from controller.shaping.plan import Plan, SenderClass
+from controller.shaping.plan import InterfacePlan, SenderClass
 
 
-def build(plan: Plan) -> list[str]:
+def build(plan: InterfacePlan) -> list[str]:
     """Return the lines for ``tc -batch`` that build the tree on an interface.
 
     What no class claims (ARP, other destinations) passes unimpaired through the default class.
@@ -23,7 +23,7 @@ def build(plan: Plan) -> list[str]:
     ]
 
 
-def change(old: Plan, new: Plan) -> list[str]:
+def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
     """Return the lines that turn one plan's tree into another's, touching only the leaves that differ."""
     device = new.interface
     before = {one.number: one for one in old.senders}
@@ -42,7 +42,7 @@ def change(old: Plan, new: Plan) -> list[str]:
     return lines
 
 
-def _tree(plan: Plan) -> Tree:
+def _tree(plan: InterfacePlan) -> Tree:
     return Tree(plan.interface, 1)
 
 
@@ -88,7 +88,7 @@ def _alter(device: str, old: SenderClass, new: SenderClass) -> list[str]:
 
 
 def differences(
-    plan: Plan, classes: str, qdiscs: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str, Any]]
+    plan: InterfacePlan, classes: str, qdiscs: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Compare a plan with what ``tc class show``, ``tc -j qdisc show`` and ``tc -j filter show`` say."""
     limits = {entry["handle"]: entry["options"].get("limit") for entry in qdiscs if entry.get("kind") == "pfifo"}

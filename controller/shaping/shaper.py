@@ -19,9 +19,9 @@ from controller.shaping import plan as planning
 from controller.shaping.backends import Userspace, choose, kernel_queues, queueing_iptables
 from controller.shaping.gate import Gate
 from controller.shaping.interfaces import Interface, bound_segments, forbid_offloads, interface_of, segments_of
-from controller.shaping.medium import Way
+from controller.shaping.medium import Route
 from controller.shaping.namespaces import Namespace, command
-from controller.shaping.plan import Endpoint, Plan
+from controller.shaping.plan import Endpoint, InterfacePlan
 from controller.shaping.probes import Site, measure
 from testbed.errors import HostError, InputError
 from testbed.network.cell import Cell
@@ -44,9 +44,9 @@ class Attached:
     endpoint: Endpoint
     namespace: Namespace
     interface: Interface
-    plan: Plan | None = None
-    """What was last applied and read back; None before that, or when the last attempt failed half way."""
-    ways: dict[str, Way] | None = None
+    plan: InterfacePlan | None = None
+    """What was last applied and read back; None before that, or when the last attempt failed half route."""
+    routes: dict[str, Route] | None = None
     """What waits for its turn at the gate, by address; None before the gate was needed here."""
 
 
@@ -89,7 +89,7 @@ class Shaping:
     ) -> None:
         """Shape the interfaces of these devices, and adapt those of the others to them.
 
-        A device that is attached already in the same namespace is only changed; one that restarted is built anew.
+        A device that is attached already in the same namespace is only changed; one that restarted is built again.
         ``cells`` replace those there are.
         """
         with self._lock:
@@ -102,7 +102,7 @@ class Shaping:
                 self._numbers.setdefault(name, len(self._numbers) + 1)
                 previous = self._devices.get(name)
                 if previous and previous.namespace.identity == found.namespace.identity:
-                    found.plan, found.ways = previous.plan, previous.ways
+                    found.plan, found.routes = previous.plan, previous.routes
                 elif previous:
                     self._forget(name)
                 if previous:
@@ -180,7 +180,7 @@ class Shaping:
 
     def _have_gate(self) -> None:
         """Start the gate when something has to wait there; where it cannot be, casts go as HTB lets them, cells not."""
-        if self._gate is not None or not any(self._ways(attached) for attached in self._devices.values()):
+        if self._gate is not None or not any(self._routes(attached) for attached in self._devices.values()):
             return
         try:
             self._gate = Gate(queueing_iptables())
@@ -191,36 +191,36 @@ class Shaping:
                 ) from error
             self._ungated = str(error)
 
-    def _ways(self, attached: Attached) -> dict[str, Way]:
+    def _routes(self, attached: Attached) -> dict[str, Route]:
         """Return what a device has to send over a shared medium."""
         if self._ungated:
             return {}
         addresses = {name: other.endpoint.address for name, other in self._devices.items()}
         endpoint, broadcast = attached.endpoint, attached.interface.broadcast
-        return gating.ways(endpoint.name, broadcast, addresses, self._links, self._cells, endpoint.uplink)
+        return gating.routes(endpoint.name, broadcast, addresses, self._links, self._cells, endpoint.uplink)
 
-    def _plan(self, attached: Attached) -> Plan:
+    def _plan(self, attached: Attached) -> InterfacePlan:
         return planning.plan(
             attached.endpoint,
             attached.interface.name,
             attached.interface.broadcast,
             {name: (self._numbers[name], other.endpoint.address) for name, other in self._devices.items()},
             self._links,
-            {address: way.rate for address, way in self._ways(attached).items()},
+            {address: route.rate for address, route in self._routes(attached).items()},
         )
 
     def _apply_one(self, attached: Attached) -> None:
-        wanted, ways = self._plan(attached), self._ways(attached)
-        if attached.plan == wanted and (attached.ways or {}) == ways:
+        wanted, routes = self._plan(attached), self._routes(attached)
+        if attached.plan == wanted and (attached.routes or {}) == routes:
             return
         name, old = attached.endpoint.name, attached.plan
         attached.plan = None
 
         def work() -> list[str]:
-            if self._gate is not None and (ways or attached.ways):
-                before, attached.ways = attached.ways, None
-                self._gate.apply(name, wanted.interface, before, ways)
-                attached.ways = ways
+            if self._gate is not None and (routes or attached.routes):
+                before, attached.routes = attached.routes, None
+                self._gate.apply(name, wanted.interface, before, routes)
+                attached.routes = routes
             if old is None:
                 forbid_offloads(wanted.interface)
             if old is None or old.segments != wanted.segments:
@@ -233,7 +233,7 @@ class Shaping:
             raise HostError(f"links of {name} did not take: {'; '.join(problems)}")
         attached.plan = wanted
 
-    def _differences(self, attached: Attached, plan: Plan, lines: Sequence[str] = ()) -> list[str]:
+    def _differences(self, attached: Attached, plan: InterfacePlan, lines: Sequence[str] = ()) -> list[str]:
         """Carry out lines of ``tc``, and say where the kernel then holds something else than the plan."""
         classes, filters = self._backend.reads(plan)
         shown = tc.run(lines, [plan.interface, *classes], [(plan.interface, "1:"), *filters], self._backend.tables)
@@ -242,7 +242,7 @@ class Shaping:
             *([] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]),
             *sender.differences(plan, shown.classes, shown.qdiscs, shown.filters[0]),
             *self._backend.differences(plan, shown),
-            *(self._gate.differences(plan.interface, attached.ways) if self._gate and attached.ways else []),
+            *(self._gate.differences(plan.interface, attached.routes) if self._gate and attached.routes else []),
         ]
 
     def show(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class Shaping:
     def statistics(self, reset: bool = False) -> dict[str, Any]:
         """Return what bears on trust: drops at queues, and how late packets were let go, by the delay line or the gate.
 
-        ``reset`` starts the lateness anew.
+        ``reset`` resets the lateness.
         """
         with self._lock:
             self.release_the_dead()
@@ -295,7 +295,7 @@ class Shaping:
         """Count, in the device's namespace, the packets that found a queue full."""
         shown = json.loads(command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name]))
         counts = {"sender_drops": sum(entry.get("drops", 0) for entry in shown if entry.get("kind") == "pfifo")}
-        if self._backend.name == Userspace.name or attached.ways:
+        if self._backend.name == Userspace.name or attached.routes:
             rows = kernel_queues()
             counts["queue_dropped"] = sum(row["queue_dropped"] for row in rows)
             counts["user_dropped"] = sum(row["user_dropped"] for row in rows)
@@ -336,8 +336,8 @@ class Shaping:
         with held:
             return measure(links, sites, media) if links else []
 
-    def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Way]:
+    def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
         """Return the shared channels among these links."""
-        ways = {name: self._ways(self._devices[name]) for name in {source for source, _ in pairs}}
+        routes = {name: self._routes(self._devices[name]) for name in {source for source, _ in pairs}}
         address = {name: other.endpoint.address for name, other in self._devices.items()}
-        return {(a, b): ways[a][address[b]] for a, b in pairs if address[b] in ways[a]}
+        return {(a, b): routes[a][address[b]] for a, b in pairs if address[b] in routes[a]}

@@ -5,19 +5,19 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.shaping.medium import Media, Way
+from controller.shaping.medium import Media, Route
 
 CELL = ("cell", 0)
 SECOND = 1000
 """Bytes that take a second."""
 RATE = SECOND * 8.0
-AT_ONCE = {"all": Way((CELL,), RATE, 100)}
+AT_ONCE = {"all": Route((CELL,), RATE, 100)}
 
 
-def media(*stations: str, way: Way = AT_ONCE["all"]) -> Media[str]:
+def media(*stations: str, route: Route = AT_ONCE["all"]) -> Media[str]:
     made: Media[str] = Media()
     for station in stations:
-        made.set_ways(station, {"all": way}, 0.0)
+        made.set_routes(station, {"all": route}, 0.0)
     return made
 
 
@@ -41,8 +41,8 @@ def test_transmissions_of_a_cell_follow_each_other_in_the_order_of_their_sending
 
 def test_channels_are_independent_and_a_gateway_needs_all_of_its_own():
     made = media("a")
-    made.set_ways("b", {"all": Way(("other",), RATE, 100)}, 0.0)
-    made.set_ways("gate", {"all": Way((CELL, "other"), RATE, 100), "wire": Way((), RATE, 100)}, 0.0)
+    made.set_routes("b", {"all": Route(("other",), RATE, 100)}, 0.0)
+    made.set_routes("gate", {"all": Route((CELL, "other"), RATE, 100), "wire": Route((), RATE, 100)}, 0.0)
     made.offer("a", "all", 0.0, SECOND, "a")
     made.offer("b", "all", 0.0, 3 * SECOND, "b")
     made.offer("gate", "all", 0.0, SECOND, "gate")
@@ -55,7 +55,7 @@ def test_another_rate_holds_for_what_has_not_begun():
     made = media("a", "b")
     made.offer("a", "all", 0.0, SECOND, "on air")
     made.offer("a", "all", 0.0, SECOND, "waits")
-    made.set_ways("a", {"all": Way((CELL,), RATE / 4, 100)}, 0.5)
+    made.set_routes("a", {"all": Route((CELL,), RATE / 4, 100)}, 0.5)
     made.offer("b", "all", 0.6, SECOND, "b")
     assert ends(made) == [("on air", 1.0), ("waits", 5.0), ("b", 6.0)]
 
@@ -79,7 +79,7 @@ def test_what_is_for_an_address_without_a_way_leaves_at_once():
 
 
 def test_a_queue_that_is_full_takes_nothing_until_something_has_left():
-    made = media("a", "b", way=Way((CELL,), RATE, 2))
+    made = media("a", "b", route=Route((CELL,), RATE, 2))
     assert [made.offer("a", "all", 0.0, SECOND, str(number)) for number in range(3)] == [True, True, False]
     assert made.offer("b", "all", 0.0, SECOND, "b")
     assert ends(made, 1.0) == [("0", 1.0)]
@@ -96,5 +96,5 @@ def test_no_two_overlap_and_the_channel_never_idles_while_somebody_waits(sends):
         made.offer(station, "all", now, size, str(number))
         free = max(free, now) + size * 8 / RATE
         expected.append((str(number), free))
-        made.set_ways("c", {"all": Way((CELL,), RATE, 100)}, now)  # that nothing changes must change nothing
+        made.set_routes("c", {"all": Route((CELL,), RATE, 100)}, now)  # that nothing changes must change nothing
     assert [(item, round(end, 9)) for item, end in ends(made)] == [(item, round(end, 9)) for item, end in expected]

@@ -8,8 +8,8 @@ import struct
 import pytest
 
 from controller.shaping import netem, nfqueue, receiver, sender, tolerance
-from controller.shaping.lateness import Lateness
-from controller.shaping.plan import Endpoint, Plan, burst, line_limit, plan, queue_limit
+from controller.shaping.lateness import LatenessHistogram
+from controller.shaping.plan import Endpoint, InterfacePlan, burst, line_limit, plan, queue_limit
 from controller.shaping.probes import rounds
 from testbed.network.link import GilbertElliott, Link
 
@@ -17,7 +17,7 @@ A = Endpoint("a", 1, "198.18.0.2")
 PEERS = {"a": (1, "198.18.0.2"), "b": (2, "198.18.0.3"), "c": (3, "198.18.0.4")}
 
 
-def plan_of_a(**outgoing: Link) -> Plan:
+def plan_of_a(**outgoing: Link) -> InterfacePlan:
     links = {("a", peer): link for peer, link in outgoing.items()}
     links |= {("b", "a"): Link(delay=0.02, loss=0.01), ("c", "a"): Link()}
     return plan(A, "eth1", "198.18.255.255", PEERS, links)
@@ -118,13 +118,13 @@ def test_netem_tree_word_for_word() -> None:
     ]
 
 
-def towards_a(link: Link, downlink: float | None = None) -> Plan:
+def towards_a(link: Link, downlink: float | None = None) -> InterfacePlan:
     links = {("b", "a"): link, ("c", "a"): Link(delay=0.001)}
     return plan(Endpoint("a", 1, "198.18.0.2", downlink=downlink), "eth1", None, PEERS, links)
 
 
 @pytest.mark.parametrize(
-    ("link", "words"),
+    ("link", "arguments"),
     [
         (Link(delay=0.02, jitter=0.003), "delay 20000us 3000us distribution normal corrupt 0%"),
         (Link(delay=0.02, reorder=0.25, corrupt=0.001), "delay 20000us reorder 25% corrupt 0.1%"),
@@ -135,9 +135,9 @@ def towards_a(link: Link, downlink: float | None = None) -> Plan:
         (Link(delay=0.01, loss=1e-5), "delay 10000us loss random 0.001% corrupt 0%"),
     ],
 )
-def test_netem_words(link: Link, words: str) -> None:
+def test_netem_arguments(link: Link, arguments: str) -> None:
     line = towards_a(link).receivers[0]
-    assert netem.words(line) == f"netem limit {line.limit} {words}"
+    assert netem.netem_arguments(line) == f"netem limit {line.limit} {arguments}"
 
 
 def test_a_link_that_duplicates_has_a_device_of_its_own() -> None:
@@ -250,13 +250,13 @@ def test_arrival_is_found_wherever_it_stands_in_the_message() -> None:
 
 
 def test_lateness_percentiles() -> None:
-    lateness = Lateness()
+    lateness = LatenessHistogram()
     lateness.add(20e-6, 990)
     lateness.add(0.5, 10)
     summary = lateness.summary()
     assert summary["p50"] == pytest.approx(30e-6)
     assert (summary["p999"], summary["max"]) == (0.5, 0.5)
-    assert Lateness().summary()["p99"] == 0
+    assert LatenessHistogram().summary()["p99"] == 0
 
 
 @pytest.mark.parametrize(
