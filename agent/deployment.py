@@ -12,7 +12,7 @@ from agent.settings import CAST_PORT, DATA_PORT, Address, Settings, address
 from testbed.errors import InputError
 from testbed.methods.base import Method, Plan, Problem
 from testbed.network.link import Link, Pair
-from testbed.prepare import pose
+from testbed.prepare import build_problem
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 
@@ -68,7 +68,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
                 f"this is device '{settings.device}' of run '{settings.run}',"
                 f" not '{document.device}' of '{document.run}'",
             )
-        method, problem = pose(trials(document.scenario)[0])
+        method, problem = build_problem(trials(document.scenario)[0])
         problem.device(settings.device)
         peers = {
             name: Peer(

@@ -43,6 +43,19 @@ class InputError(TestbedError):
 
     exit_code = 2
 
+    def __init__(self, text: str, key: Key = ()) -> None:
+        """Make the error of one value.
+
+        Args:
+            text: what is wrong; what would be right.
+            key: the value, where it is one of a scenario: of its workload, ``("method", "stages")``, or another one,
+                ``("network", "topology")`` or ``("devices", name, "memory")`` with the name of a single device.
+
+        """
+        super().__init__(f"{format_key(key)}: {text}" if key else text)
+        self.text = text
+        self.key = key
+
 
 class HostError(TestbedError):
     """This machine cannot serve: no Docker engine, no way to shape links, no room."""

@@ -5,7 +5,6 @@ Imports no torch and reads no data, so that `testbed validate` and `plan` answer
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +16,18 @@ from testbed.data import catalog as data
 from testbed.data.batches import steps_per_epoch
 from testbed.data.files import find
 from testbed.data.pictures import is_picture
-from testbed.errors import Diagnostic, InputError, Key, parse_key
+from testbed.errors import Diagnostic, InputError, Key
 from testbed.experiment import Experiment
 from testbed.faults import checks
-from testbed.methods.base import Method, Plan
-from testbed.methods.base import Problem as Task
+from testbed.methods.base import Method, Plan, Problem
 from testbed.models import CATALOG, create, weights
 from testbed.models.chain import Model
-from testbed.scenario.expand import no_such_devices, trials
+from testbed.scenario.expand import device_names, no_such_devices, trials
 from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, kind_of, parse_condition
 from testbed.scenario.loading import explain, load, nearest
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
+from testbed.workload import WorkloadPart
 
 DATA_FOLDER = Path("data")
 """Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
@@ -42,7 +41,7 @@ class Prepared:
 
     trial: Trial
     method: Method
-    problem: Task
+    problem: Problem
     plan: Plan
     pretraining: Prepared | None = None
     """What leaves the weights to begin with, where they come from a scenario."""
@@ -70,26 +69,25 @@ def prepare(trial: Trial) -> Prepared:
     if problems:
         # What is left to check follows from a plan, and there is none without a method, a model and its data.
         raise scenario.source.error(problems)
-    method, task = pose(trial)
+    method, problem = build_problem(trial)
     try:
-        plan = method.plan(task)
+        plan = method.plan(problem)
     except InputError as error:
-        raise scenario.source.error([_locate(str(error), trial)]) from None
+        raise scenario.source.error([_locate(error, trial)]) from None
     try:
-        pretraining = _pretraining(scenario, task.model)
+        pretraining = _pretraining(scenario, problem.model)
     except InputError as error:
-        text = str(error).removeprefix("model.weights: ")
-        raise scenario.source.error([Diagnostic(("workload", "model", "weights"), text)]) from None
+        raise scenario.source.error([Diagnostic(("workload", "model", "weights"), error.text)]) from None
     problems = [
         *_memory_problems(trial, plan),
         *_fault_problems(trial, method, plan),
     ]
     if problems:
         raise scenario.source.error(problems)
-    return Prepared(trial, method, task, plan, pretraining)
+    return Prepared(trial, method, problem, plan, pretraining)
 
 
-def pose(trial: Trial) -> tuple[Method, Task]:
+def build_problem(trial: Trial) -> tuple[Method, Problem]:
     """Return the method and the problem that a trial poses it: what a planner and every program look at.
 
     Raises `InputError` where the workload names what does not exist or what does not fit. Needs no data files.
@@ -101,9 +99,9 @@ def pose(trial: Trial) -> tuple[Method, Task]:
         kind = data.describe(workload.data.name)
         model = create(workload.model.name, workload.model.options(), kind.shape, kind.classes)
     except InputError as error:
-        raise scenario.source.error([_locate(str(error), trial)]) from None
+        raise scenario.source.error([_locate(error, trial)]) from None
     options = method.Options.model_validate(workload.method.options())
-    return method, Task(model, experiment.devices, experiment.bounded_links(), workload, options, scenario.seed)
+    return method, Problem(model, experiment.devices, experiment.bounded_links(), workload, options, scenario.seed)
 
 
 def data_folder(scenario: Scenario) -> Path:
@@ -170,8 +168,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         kind = data.describe(name)
     except InputError as error:
         known = name in data.DATASETS or name.startswith("synthetic") or is_picture(name)
-        text = str(error).removeprefix("data.name: ")
-        text = text if known else f"there is no data set '{name}': {nearest(name, data.DATASETS)}"
+        text = error.text if known else f"there is no data set '{name}': {nearest(name, data.DATASETS)}"
         yield Diagnostic((*key, "name"), text)
         return
     if not kind.classes and scenario.workload.task == "train":
@@ -186,7 +183,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 
 
 def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    """Look for the data's files. Not a part of `pose`: devices are sent their data and have no such folder."""
+    """Look for the data's files. Not a part of `build_problem`: devices are sent their data and have no such folder."""
     name = scenario.workload.data.name
     key: Key = ("workload", "data")
     try:
@@ -209,7 +206,7 @@ def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
     """Check the file of the weights, and return what it takes to train them where it is a scenario.
 
-    Not a part of `pose`: devices are sent their weights and have no such file. Raises `InputError`.
+    Not a part of `build_problem`: devices are sent their weights and have no such file. Raises `InputError`.
     """
     file = weights_file(scenario)
     if file is None:
@@ -287,24 +284,17 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
 def _device_key(name: str, scenario: Scenario) -> Key:
     """Return the key of the part of the scenario that makes a device."""
     for part_name, part in scenario.devices.items():
-        if name == part_name or (part.count is not None and re.fullmatch(re.escape(part_name) + r"\d+", name)):
+        if name in device_names(part_name, part):
             part_key: Key = ("devices", part_name)
             return (*part_key, "memory") if part.memory is not None else part_key
     return ("devices",)
 
 
-def _locate(message: str, trial: Trial) -> Diagnostic:
-    """Find the key that a planner's or a model's message is about.
-
-    It may begin with a key of the workload (``method.stages: ...``) or with a device (``worker1 has ...``), or be about
-    a link that is missing.
-    """
-    if match := re.match(r"((?:model|data|method|optimizer)(?:\.[\w.]+)?|batch_size|epochs|steps): ", message):
-        return Diagnostic(("workload", *parse_key(match[1])), message[match.end() :])
-    device = message.partition(" ")[0].strip("'")
-    if " link" in message:
-        return Diagnostic(("network", "topology"), message)
-    if any(device == each.name for each in trial.experiment.devices):
-        return Diagnostic(_device_key(device, trial.scenario), message)
-    subject = "model" if message.startswith("model ") else "method"
-    return Diagnostic(("workload", subject), message)
+def _locate(error: InputError, trial: Trial) -> Diagnostic:
+    """Find the scenario's key for one of the workload, of a device by its name, or of the scenario itself."""
+    key = error.key or ("method",)
+    if key[0] in WorkloadPart.model_fields:
+        return Diagnostic(("workload", *key), error.text)
+    if key[0] == "devices" and len(key) > 1:
+        return Diagnostic(_device_key(str(key[1]), trial.scenario), error.text)
+    return Diagnostic(key, error.text)

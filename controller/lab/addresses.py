@@ -35,13 +35,13 @@ def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network]) -> Ite
         whole = IPv4Network(within)
     except ValueError as error:
         raise InputError(
-            f"network.subnet: '{within}' is not an IPv4 range ({error}): write '{DEFAULT_RANGE}'"
+            f"'{within}' is not an IPv4 range ({error}): write '{DEFAULT_RANGE}'", ("network", "subnet")
         ) from error
     prefix = max(prefix_for(devices), whole.prefixlen)
     if 2 ** (32 - prefix) < devices + _RESERVED:
         raise InputError(
-            f"network.subnet: '{within}' has no room for {devices} devices: "
-            f"write a range of /{prefix_for(devices)} or larger"
+            f"'{within}' has no room for {devices} devices: write a range of /{prefix_for(devices)} or larger",
+            ("network", "subnet"),
         )
     obstacles = [network for network in taken if network.overlaps(whole)]
     for subnet in whole.subnets(new_prefix=prefix):

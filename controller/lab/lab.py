@@ -544,12 +544,15 @@ def _check_devices(experiment: Experiment) -> None:
     for device in experiment.devices:
         if device.memory < MINIMAL_MEMORY:
             raise InputError(
-                f"devices: {device.name} has {format_size(device.memory)} of memory, in which no agent starts: give it "
-                f"{format_size(MINIMAL_MEMORY)} at least, or run it with '--runtime simulate'"
+                f"{device.name} has {format_size(device.memory)} of memory, in which no agent starts: give it "
+                f"{format_size(MINIMAL_MEMORY)} at least, or run it with '--runtime simulate'",
+                ("devices",),
             )
     clash = _NAMES_KEPT_FOR_US & {device.name for device in experiment.devices}
     if clash:
-        raise InputError(f"devices: no device can be called '{clash.pop()}': the testbed has one of its own; rename it")
+        raise InputError(
+            f"no device can be called '{clash.pop()}': the testbed has one of its own; rename it", ("devices",)
+        )
 
 
 def _network_name(run: str, kind: str) -> str:

@@ -241,7 +241,7 @@ def describe(name: str) -> Source:
     if name.startswith("synthetic"):
         shape, classes = synthetic.parse(name)
         return Source(name, DATASETS["synthetic"].summary, shape, classes)
-    raise InputError(f"data.name: there is no data set '{name}'; choose one of {', '.join(DATASETS)}")
+    raise InputError(f"there is no data set '{name}'; choose one of {', '.join(DATASETS)}", ("data", "name"))
 
 
 def load(part: DataPart, folder: Path | None = None) -> Dataset:
@@ -257,11 +257,12 @@ def load(part: DataPart, folder: Path | None = None) -> Dataset:
     place = folder or Path((part.path if source.from_path else part.folder) or "")
     if source.files and folder is None and part.folder is None:
         raise InputError(
-            f"data.folder: {part.name} is read from files: name the folder that holds them; "
-            f"`testbed data fetch {part.name}` downloads them"
+            f"{part.name} is read from files: name the folder that holds them; "
+            f"`testbed data fetch {part.name}` downloads them",
+            ("data", "folder"),
         )
     if source.files and not place.is_dir():
-        raise InputError(f"data.folder: there is no folder {place}; `testbed data fetch {part.name}` makes one")
+        raise InputError(f"there is no folder {place}; `testbed data fetch {part.name}` makes one", ("data", "folder"))
     name, train, test = source.read(source, place)
     chosen = (*_take(name, "train", train, part.train), *_take(name, "test", test, part.test))
     return Dataset(name, source.classes, *chosen)
@@ -273,7 +274,7 @@ def _take(
     """Return the first ``limit`` samples as floats; only those are ever widened to four bytes a pixel."""
     images, labels = samples
     if limit is not None and limit > len(images):
-        raise InputError(f"data.{part}: {name} has {len(images)} samples in this part, not {limit}")
+        raise InputError(f"{name} has {len(images)} samples in this part, not {limit}", ("data", part))
     scaled = images[:limit].astype(np.float32)
     scaled /= 255
     return scaled, labels[:limit].astype(np.int64)

@@ -48,12 +48,14 @@ def parse(name: str) -> tuple[str, tuple[int, int, int]]:
     match = _NAME.match(name)
     if match is None:
         raise InputError(
-            f"data.name: '{name}' is not photos-HEIGHTxWIDTH or image-HEIGHTxWIDTH, such as photos-608x608"
+            f"'{name}' is not photos-HEIGHTxWIDTH or image-HEIGHTxWIDTH, such as photos-608x608",
+            ("data", "name"),
         )
     height, width = (int(match[key] or default) for key, default in zip(("height", "width"), SIZE, strict=True))
     if not (1 <= height <= MOST_PIXELS and 1 <= width <= MOST_PIXELS):
         raise InputError(
-            f"data.name: '{name}' needs sides of 1 to {MOST_PIXELS} pixels, such as {match['kind']}-608x608"
+            f"'{name}' needs sides of 1 to {MOST_PIXELS} pixels, such as {match['kind']}-608x608",
+            ("data", "name"),
         )
     return match["kind"], (3, height, width)
 

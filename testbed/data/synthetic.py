@@ -25,12 +25,12 @@ def parse(name: str) -> tuple[tuple[int, int, int], int]:
     """Return shape and classes of ``synthetic[-CxHxW[-CLASSES]]``; 1x8x8 and 10 where they are left out."""
     match = _NAME.match(name)
     if match is None:
-        raise InputError(f"data.name: '{name}' is not synthetic-CxHxW or synthetic-CxHxW-CLASSES")
+        raise InputError(f"'{name}' is not synthetic-CxHxW or synthetic-CxHxW-CLASSES", ("data", "name"))
     channels, height, width, classes = (
         int(text or default) for text, default in zip(match.groups(), (1, 8, 8, 10), strict=True)
     )
     if min(channels, height, width) < 1 or classes < 2:
-        raise InputError(f"data.name: '{name}' needs sizes of at least 1 and at least 2 classes")
+        raise InputError(f"'{name}' needs sizes of at least 1 and at least 2 classes", ("data", "name"))
     return (channels, height, width), classes
 
 

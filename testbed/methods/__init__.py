@@ -54,5 +54,5 @@ METHODS: Mapping[str, Method] = _Registry()
 def get(name: str) -> Method:
     """Return the method of that name; raises `InputError` naming those there are."""
     if name not in _CLASSES:
-        raise InputError(f"method.name: there is no method '{name}'; choose one of {', '.join(_CLASSES)}")
+        raise InputError(f"there is no method '{name}'; choose one of {', '.join(_CLASSES)}", ("method", "name"))
     return _load(name)

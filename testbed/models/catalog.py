@@ -135,28 +135,30 @@ def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: i
     """
     entry = CATALOG.get(name)
     if entry is None:
-        raise InputError(f"model.name: there is no model '{name}'; choose one of {', '.join(CATALOG)}")
+        raise InputError(f"there is no model '{name}'; choose one of {', '.join(CATALOG)}", ("model", "name"))
     try:
         chosen = entry.Options.model_validate(dict(options))
     except ValidationError as error:
-        raise InputError(_explain(entry, error)) from error
+        raise _explain(entry, error) from error
     if not classes and not entry.classes:
         can = ", ".join(each.name for each in CATALOG.values() if each.classes)
-        raise InputError(f"model {name} needs data with labels, whose classes it tells apart: use such data, or {can}")
+        raise InputError(
+            f"{name} needs data with labels, whose classes it tells apart: use such data, or {can}", ("model",)
+        )
     try:
         return entry.make(chosen, tuple(input_shape), classes or entry.classes)
     except ValueError as error:
         size = "x".join(map(str, input_shape))
-        raise InputError(f"model {name} cannot take inputs of {size}: {error}") from error
+        raise InputError(f"{name} cannot take inputs of {size}: {error}", ("model",)) from error
 
 
-def _explain(entry: Entry, error: ValidationError) -> str:
+def _explain(entry: Entry, error: ValidationError) -> InputError:
     """Say in one line what is wrong with the options."""
     first = error.errors()[0]
-    key = ".".join(map(str, ("model", *first["loc"])))
+    key = ("model", *first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"{key}: model {entry.name} has no such option; it has {', '.join(entry.Options.model_fields)}"
-    return f"{key}: {first['msg']}, not {first['input']!r}"
+        return InputError(f"model {entry.name} has no such option; it has {', '.join(entry.Options.model_fields)}", key)
+    return InputError(f"{first['msg']}, not {first['input']!r}", key)
 
 
 def describe(model: Model) -> dict[str, Any]:

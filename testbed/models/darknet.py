@@ -74,7 +74,9 @@ def convolutions(model: Model) -> Iterator[Convolution]:
                 activated = any(isinstance(later, LeakyReLU) for later in unit.layers[place + 1 :])
                 yield Convolution(f"{index}.{place}", kernel, activated)
             elif isinstance(layer, Conv2d | Linear) or layer.parameters(shape):
-                raise InputError(f"model.weights: Darknet's files are read for yolov2 only, not for {model.name}")
+                raise InputError(
+                    f"Darknet's files are read for yolov2 only, not for {model.name}", ("model", "weights")
+                )
             shape = layer.output(shape)
 
 

@@ -39,9 +39,9 @@ class Costs:
 def check_counts(units: int, stages: int) -> None:
     """Raise `InputError` unless each stage can have a unit."""
     if stages < 1:
-        raise InputError("a partition needs at least one device")
+        raise InputError("a partition needs at least one device", ("devices",))
     if units < stages:
-        raise InputError(f"{stages} stages, but the model has {units} units: use at most {units} devices")
+        raise InputError(f"{stages} stages, but the model has {units} units: use at most {units} devices", ("method",))
 
 
 def even(units: int, stages: int) -> Cuts:

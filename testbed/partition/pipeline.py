@@ -43,7 +43,8 @@ class Chain:
                 if pair not in self.links:
                     raise InputError(
                         f"{pair[0]} and {pair[1]} hold neighbouring stages, but no link leads from {pair[0]} to "
-                        f"{pair[1]}: add one, or list the devices in the order in which they are linked"
+                        f"{pair[1]}: add one, or list the devices in the order in which they are linked",
+                        ("network", "topology"),
                     )
 
     @cached_property
@@ -119,7 +120,8 @@ class Chain:
         names = self.units[first].name + ("" if last == first + 1 else f" to {self.units[last - 1].name}")
         raise InputError(
             f"{device.name} has {_megabytes(device.memory)} of memory, but its part of the model ({names}) needs "
-            f"{_megabytes(need)} at batch_size {self.batch_size}: {self._what_fits()}"
+            f"{_megabytes(need)} at batch_size {self.batch_size}: {self._what_fits()}",
+            ("devices", device.name, "memory"),
         )
 
     def _what_fits(self) -> str:
@@ -221,7 +223,8 @@ class Pipeline(Chain):
         if not 1 <= self.micro_batches <= self.batch_size:
             raise InputError(
                 f"a batch of {self.batch_size} cannot be cut into {self.micro_batches} micro-batches: "
-                f"use 1 to {self.batch_size}"
+                f"use 1 to {self.batch_size}",
+                ("method", "micro_batches"),
             )
 
     @cached_property

@@ -110,7 +110,7 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
             problems.append(Diagnostic((*key, "profile"), text))
             continue
         problems += _device_problems(part, key)
-        names = _members(name, part)
+        names = device_names(name, part)
         if len(names[-1]) > _MAX_NAME:
             problems.append(Diagnostic(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name"))
         for each in names:
@@ -131,7 +131,7 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
     return tuple(devices.values())
 
 
-def _members(name: str, part: DevicePart) -> list[str]:
+def device_names(name: str, part: DevicePart) -> list[str]:
     """Return the devices that one part of the scenario makes."""
     return [name] if part.count is None else [f"{name}{number}" for number in range(1, part.count + 1)]
 
@@ -210,7 +210,7 @@ def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
         members: list[str] = []
         for place, name in enumerate(part.devices):
             if name in scenario.devices:
-                members += _members(name, scenario.devices[name])
+                members += device_names(name, scenario.devices[name])
             elif name in names:
                 members.append(name)
             else:

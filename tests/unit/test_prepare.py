@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from testbed.errors import InputError
+from testbed.methods.pipeline import Pipeline
 from testbed.prepare import batches, data_folder, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -157,6 +158,26 @@ def test_names_line_key_and_remedy(file, old, new, line, said):
     assert old in GOOD
     lines = refusal(file, GOOD.replace(old, new, 1))
     assert lines[0].startswith(f"small.yaml:{line}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        (InputError("a ring over this link budget is too long", ("method", "name")), "14: workload.method.name"),
+        (InputError("a link is worth more than that"), "14: workload.method"),
+        (InputError("model trees are no networks", ("model",)), "12: workload.model"),
+        (InputError("source and others are too many", ("batch_size",)), "15: workload.batch_size"),
+        (InputError("is too small", ("devices", "worker2", "memory")), "7: devices.worker.memory"),
+        (InputError("is too small", ("devices", "source", "memory")), "3: devices.source"),
+        (InputError("lacks a link", ("network", "topology")), "8: network.topology"),
+    ],
+)
+def test_an_error_is_located_by_its_key_and_not_by_its_words(file, monkeypatch, error, place):
+    def refuse(self, problem):
+        raise error
+
+    monkeypatch.setattr(Pipeline, "plan", refuse)
+    assert refusal(file, GOOD) == [f"small.yaml:{place}: {error.text}"]
 
 
 def test_a_task_that_the_method_cannot_do(file):

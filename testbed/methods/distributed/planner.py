@@ -31,14 +31,15 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan:
     names = [device.name for device in problem.devices]
     source = problem.options.source or names[0]
     if source not in names:
-        raise InputError(f"method.source: there is no device '{source}'; choose one of {', '.join(names)}")
+        raise InputError(f"there is no device '{source}'; choose one of {', '.join(names)}", ("method", "source"))
     _check_links(problem, source)
     spread = flow_of(problem, distributed(problem, names))
     options = problem.options
     if options.grid is not None and spread.plan.tiling is None and options.scheme not in ("single", "sequential"):
         raise InputError(
-            f"method.grid: no layer of {problem.model.name} is tiled: leave it out, or tile some of the first layers "
-            "by method.early"
+            f"no layer of {problem.model.name} is tiled: leave it out, or tile some of the first layers "
+            "by method.early",
+            ("method", "grid"),
         )
     return Plan(
         method=method,
@@ -187,5 +188,6 @@ def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
         if (everyone or source in (one, other)) and (one, other) not in problem.links:
             raise InputError(
                 f"{one} and {other} talk to each other in a distributed inference, but no link leads from {one} to "
-                f"{other}: use the topology mesh or add the link"
+                f"{other}: use the topology mesh or add the link",
+                ("network", "topology"),
             )

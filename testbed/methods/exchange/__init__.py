@@ -44,16 +44,16 @@ class Exchange(Method[ExchangeOptions]):
         source = problem.devices[0].name
         if options.cast:
             if options.peer is not None:
-                raise InputError("method.peer: a cast is for all neighbours; leave the peer out")
+                raise InputError("a cast is for all neighbours; leave the peer out", ("method", "peer"))
             if not _neighbours(problem, source):
-                raise InputError(f"network: nobody hears a cast of '{source}', for it has no links")
+                raise InputError(f"nobody hears a cast of '{source}', for it has no links", ("network",))
             ends = [source, *_neighbours(problem, source)]
         else:
             if options.everyone:
-                raise InputError("method.everyone: it goes with casts; write cast: true as well")
+                raise InputError("it goes with casts; write cast: true as well", ("method", "everyone"))
             peer = self._peer(problem)
             if (source, peer) not in problem.links or (peer, source) not in problem.links:
-                raise InputError(f"method.peer: there is no link between '{source}' and '{peer}'")
+                raise InputError(f"there is no link between '{source}' and '{peer}'", ("method", "peer"))
             ends = [source, peer]
         parts = tuple(Assignment(device=name, first=0, last=0, memory=options.payload) for name in ends)
         return Plan(method=self.name, lead=source, assignments=parts)
@@ -94,10 +94,12 @@ class Exchange(Method[ExchangeOptions]):
     def _peer(self, problem: Problem[ExchangeOptions]) -> str:
         names = [device.name for device in problem.devices]
         if len(names) < 2:
-            raise InputError("devices: an exchange needs two of them")
+            raise InputError("an exchange needs two of them", ("devices",))
         peer = problem.options.peer or names[1]
         if peer not in names[1:]:
-            raise InputError(f"method.peer: there is no other device '{peer}'; choose one of {', '.join(names[1:])}")
+            raise InputError(
+                f"there is no other device '{peer}'; choose one of {', '.join(names[1:])}", ("method", "peer")
+            )
         return peer
 
 

@@ -32,13 +32,14 @@ def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
     """
     count = problem.options.stages or len(problem.devices)
     if count > len(problem.devices):
-        raise InputError(f"method.stages: {count} stages need {count} devices, there are {len(problem.devices)}")
+        raise InputError(f"{count} stages need {count} devices, there are {len(problem.devices)}", ("method", "stages"))
     lead, *others = (device.name for device in problem.devices)
     for other in others:
         if (lead, other) not in problem.links or (other, lead) not in problem.links:
             raise InputError(
                 f"{lead} leads the others and needs a link to each and back, but there is none between {lead} and "
-                f"{other}: use the topology mesh or add the link"
+                f"{other}: use the topology mesh or add the link",
+                ("network", "topology"),
             )
     return problem.devices[:count]
 

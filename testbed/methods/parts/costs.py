@@ -56,7 +56,8 @@ def check_memory(device: DeviceSpec, memory: float) -> None:
     if memory > device.memory:
         raise InputError(
             f"{device.name} has {_written(device.memory)} of memory, its part of the model needs "
-            f"{_written(memory)}: use more or larger devices, a smaller model or a smaller batch_size"
+            f"{_written(memory)}: use more or larger devices, a smaller model or a smaller batch_size",
+            ("devices", device.name, "memory"),
         )
 
 

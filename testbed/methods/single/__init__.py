@@ -41,7 +41,7 @@ class Single(Method[SingleOptions]):
         names = [device.name for device in problem.devices]
         chosen = problem.options.device or names[0]
         if chosen not in names:
-            raise InputError(f"method.device: there is no device '{chosen}'; choose one of {', '.join(names)}")
+            raise InputError(f"there is no device '{chosen}'; choose one of {', '.join(names)}", ("method", "device"))
         device, workload, units = problem.device(chosen), problem.workload, problem.model.units
         if workload.task == "train":
             memory = training_bytes(units, workload.batch_size, workload.optimizer.momentum > 0)

@@ -37,9 +37,10 @@ def fused(network: Network, pairs: Collection[Pair], first: int = 0) -> Schemes:
         if other != one + 1 or one < first or not network.fuses(one) or {schemes[one], schemes[other]} != {"lop"}:
             able = ", ".join(f"{index}+{index + 1}" for index in range(first, len(schemes)) if network.fuses(index))
             raise InputError(
-                f"method.fused: layers {one} and {other} of {network.name} cannot be fused: a pair is two layers with "
+                f"layers {one} and {other} of {network.name} cannot be fused: a pair is two layers with "
                 f"weights right after each other, in no other pair, whose output between is needed nowhere else; "
-                f"choose from {able or 'none: this network has no such pair'}"
+                f"choose from {able or 'none: this network has no such pair'}",
+                ("method", "fused"),
             )
         schemes[one], schemes[other] = "fuse1", "fuse2"
     return tuple(schemes)

@@ -34,8 +34,9 @@ def check_early(network: Network, count: int) -> None:
         return
     nearest = max(fewer for fewer in range(min(count, len(network.layers)) + 1) if _can_be(network, fewer))
     raise InputError(
-        f"method.early: the first {count} layers of {network.name} cannot be tiled together, which takes convolutions "
-        f"and pooling in a row, of which only the last one's output is used further on: use {nearest}"
+        f"the first {count} layers of {network.name} cannot be tiled together, which takes convolutions "
+        f"and pooling in a row, of which only the last one's output is used further on: use {nearest}",
+        ("method", "early"),
     )
 
 

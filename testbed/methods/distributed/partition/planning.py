@@ -29,7 +29,8 @@ def plan(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> Distrib
     fullest = found.fullest(devices)
     raise InputError(
         f"{devices[fullest].name} has {_written(devices[fullest].memory)} of memory, but its part of {network.name} by "
-        f"{wish.scheme} needs {_written(found.needs[fullest])}: {_what_fits(network, devices, wish)}"
+        f"{wish.scheme} needs {_written(found.needs[fullest])}: {_what_fits(network, devices, wish)}",
+        ("devices", devices[fullest].name, "memory"),
     )
 
 

@@ -116,7 +116,8 @@ def tile(layers: Sequence[Layer], rows: int, columns: int, speeds: Sequence[floa
     for name, parts, size in (("rows", rows, height), ("columns", columns, width)):
         if not 1 <= parts <= size:
             raise InputError(
-                f"method.grid: a map of {height}x{width} pixels cannot be cut into {parts} {name}: use 1 to {size}"
+                f"a map of {height}x{width} pixels cannot be cut into {parts} {name}: use 1 to {size}",
+                ("method", "grid"),
             )
     grid = _Grid(layers, rows, columns)
     return grid.tiling(grid.owners(speeds, source)[0])
