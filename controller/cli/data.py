@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from controller.cli.options import as_json
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from testbed.data.catalog import Source
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 _SHADES = " .:-=+*#%@"
 """Ten levels from black to white."""
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import click
 
+from controller.cli.options import as_json
 from testbed.errors import HostError
 
 
@@ -14,7 +15,7 @@ from testbed.errors import HostError
 @click.option(
     "--measure", is_flag=True, help="Also measure how fast and how short links can be here: some seconds more."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@as_json
 def doctor(measure: bool, as_json: bool) -> None:
     """Say what the testbed finds on this machine, and what helps where something is missing.
 

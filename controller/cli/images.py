@@ -7,9 +7,11 @@ import secrets
 
 import click
 
+from controller.cli.options import as_json
+
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@as_json
 @click.option("--env", "as_env", is_flag=True, help="Print as variables for compose/, with a new random token.")
 @click.option("--prune", is_flag=True, help="Remove the testbed's images that the present files do not need.")
 @click.option("--remove", is_flag=True, help="Remove all of the testbed's images; build nothing.")

@@ -10,24 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from controller.cli.options import as_json, overrides
+from testbed import formats
 from testbed.errors import InputError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import Console
-    from rich.table import Table
 
     from testbed.network.presets import LinkPreset
     from testbed.prepare import Prepared
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-overrides = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override one key of the scenario, dotted, as in network.link.rate=10mbit. May be repeated.",
-)
 
 
 def _console() -> Console:
@@ -36,34 +28,8 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Make a table in the one style of these commands: no frame, a line under the head."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
 def _dump(value: object) -> None:
     click.echo(json.dumps(value, indent=2, default=str))
-
-
-def _amount(value: float, unit: str = "") -> str:
-    """Write a figure with three digits and a decimal prefix: 1.25 M."""
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value:.3g}{' ' + unit if unit else ''}"
-
-
-def _seconds(value: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
-        if value >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value / 1e-6:.3g} us"
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -165,6 +131,8 @@ def _draw_schedule(prepared: Prepared) -> str | None:
 
 
 def _print_plan(console: Console, described: dict[str, Any]) -> None:
+    from controller.report import tables
+
     point = ", ".join(f"{key}={value}" for key, value in described["point"].items())
     unit = "step" if described["task"] == "train" else "request"
     console.print(
@@ -172,24 +140,24 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
         f"{described['model']} with {described['method']}, {described['batch_size']} samples a {unit}\n"
     )
     numbers = ("parameters", "memory", "of", "FLOP", "time")
-    table = _table("device", "units", *numbers, right=numbers)
+    table = tables.table("device", "units", *numbers, right=numbers)
     for row in described["assignments"]:
         share = row["memory"] / row["memory_available"]
         table.add_row(
             row["device"] + (" *" if row["device"] == described["lead"] else ""),
             _held(row),
-            _amount(row["parameters"]),
-            _amount(row["memory"], "B"),
+            formats.count(row["parameters"]),
+            formats.size(row["memory"]),
             f"{share:.0%}" if share >= 0.01 else "< 1%",
-            _amount(row["flops"]),
-            _seconds(row["compute_time"]),
+            formats.count(row["flops"]),
+            formats.seconds(row["compute_time"]),
         )
     for name in described["idle"]:
         table.add_row(name, "-")
     console.print(table)
     console.print(f"\n[dim]* lead, holds the data; of: the device's memory; FLOP, time: per {unit}[/dim]")
     if described["step_time"] is not None:
-        console.print(f"predicted {unit} time: [bold]{_seconds(described['step_time'])}[/bold]")
+        console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]")
     if described["schedule"]:
         console.print()
         console.print(described["schedule"], soft_wrap=True)
@@ -200,18 +168,20 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
 
 def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:
     """Print what each way takes of the device that it takes most of, and of the network."""
+    from controller.report import tables
+
     numbers = ("weights", "memory", "T", "C", "on the wire", "time")
-    table = _table("scheme", *numbers, "", right=numbers)
+    table = tables.table("scheme", *numbers, "", right=numbers)
     for each in alternatives:
         notes = [] if each["fits"] else ["does not fit"]
         table.add_row(
             each["name"] + (" *" if each["chosen"] else ""),
-            _amount(max(each["weights"].values())),
-            _amount(max(each["memory"].values()), "B"),
-            _amount(each["longest_path"]),
-            _amount(each["communication"]),
-            _amount(each["wire_bytes"], "B"),
-            "-" if each["step_time"] is None else _seconds(each["step_time"]),
+            formats.count(max(each["weights"].values())),
+            formats.size(max(each["memory"].values())),
+            formats.count(each["longest_path"]),
+            formats.count(each["communication"]),
+            formats.size(each["wire_bytes"]),
+            "-" if each["step_time"] is None else formats.seconds(each["step_time"]),
             "; ".join([*notes, *([each["notes"]] if each["notes"] else [])]),
         )
     console.print(table)
@@ -369,6 +339,7 @@ def models(name: str | None, data: str, as_json: bool) -> None:
       testbed models cnn
       testbed models vgg5 --data cifar10
     """
+    from controller.report import tables
     from testbed.data.catalog import describe as describe_data
     from testbed.models.catalog import CATALOG, create, describe
 
@@ -391,17 +362,17 @@ def models(name: str | None, data: str, as_json: bool) -> None:
     console = _console()
     console.print(
         f"[bold]{figures['name']}[/bold] for {data}: {size}, {figures['classes']} classes; "
-        f"{figures['parameters']:,} parameters, {_amount(figures['forward_flops'])}FLOP a forward\n"
+        f"{figures['parameters']:,} parameters, {formats.count(figures['forward_flops'])} FLOP a forward\n"
     )
     numbers = ("parameters", "FLOP", "bytes across")
-    table = _table("", "unit", "output", *numbers, right=("", *numbers))
+    table = tables.table("", "unit", "output", *numbers, right=("", *numbers))
     for unit in figures["units"]:
         table.add_row(
             str(unit["index"]),
             unit["name"],
             "x".join(map(str, unit["output"])),
             f"{unit['parameters']:,}",
-            _amount(unit["forward_flops"]),
+            formats.count(unit["forward_flops"]),
             f"{unit['cut_bytes']:,}",
         )
     console.print(table)
@@ -464,7 +435,7 @@ def profiles(as_json: bool) -> None:
     console = _console()
     console.print("[bold]Devices[/bold]")
     devices = [
-        (each.name, _amount(each.speed, "FLOP/s"), format_size(each.memory), each.basis, each.source)
+        (each.name, formats.speed(each.speed), format_size(each.memory), each.basis, each.source)
         for each in PROFILES.values()
     ]
     _print_sourced(console, devices)

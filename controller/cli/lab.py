@@ -10,13 +10,14 @@ from pathlib import Path
 
 import click
 
+from controller.cli.options import as_json, overrides
 from controller.cli.table import table
 
 
 @click.command()
 @click.argument("scenario", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the scenario.")
-@click.option("--json", "as_json", is_flag=True, help="Print the run as JSON.")
+@overrides
+@as_json
 def up(scenario: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
 
@@ -68,7 +69,7 @@ def down(run: str | None, everything: bool) -> None:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@as_json
 def ps(as_json: bool) -> None:
     """List the containers of every run on the engine."""
     from controller.lab.engine import connect

@@ -11,12 +11,13 @@ import click
 from pydantic import ValidationError
 
 from controller.cli.linkoptions import link_options, read
+from controller.cli.options import as_json
 from controller.cli.table import table
 from controller.lab import runstate
 from controller.lab.lab import Lab
-from controller.report import formats
 from controller.report.grouping import describe
 from controller.running.faults import Conditions
+from testbed import formats
 from testbed.errors import InputError, TestbedError
 from testbed.network import checks
 from testbed.network.link import Link, Pair, link_from
@@ -26,7 +27,6 @@ from testbed.network.presets import PRESETS
 from testbed.scenario.loading import explain
 
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 
 
 @click.group()
@@ -47,7 +47,7 @@ def link() -> None:
 @click.argument("source", required=False)
 @click.argument("destination", required=False)
 @_run_option
-@_json_option
+@as_json
 def show(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
     """Show the links in force, all or those from SOURCE to DESTINATION; exit 1 where the kernel holds another.
 
@@ -127,7 +127,7 @@ def _part(figures: dict[str, Any]) -> LinkPart:
 @click.argument("source", required=False)
 @click.argument("destination", required=False)
 @_run_option
-@_json_option
+@as_json
 def probe(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
     """Measure the links as they are now, all or those from SOURCE to DESTINATION; exit 1 outside tolerance.
 

@@ -32,20 +32,23 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
       testbed report results/quickstart
       testbed report results/quickstart --open yes
     """
+    from controller.report import html, paper
     from controller.report.terminal import show, show_reproduction, show_summary
     from controller.results import reproduction
-    from controller.results.results import load_all, rebuild
+    from controller.results.files import load_all, rebuild
     from controller.results.summary import summarize
 
     runs = load_all(folder)
     for run in runs:
         rebuild(run)
+        html.write(run)
     several = len(runs) > 1 or runs[0].path != folder
     content = summarize(folder) if several else runs[0].metrics
     part = runs[0].trial.scenario.paper
     table = reproduction.reproduce(part, runs) if part else []
     if part:
-        reproduction.write(folder, part, table, runs)
+        reproduction.write(folder, part, table)
+        paper.write(folder, part, table, runs)
     console = Console(highlight=False)
     if as_json:
         click.echo(json.dumps(content, indent=2, default=str))
@@ -77,7 +80,7 @@ def compare(folders: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """
     from controller.report.comparison import render, show
     from controller.results.comparison import compare as put_side_by_side
-    from controller.results.results import load_all
+    from controller.results.files import load_all
     from testbed.errors import InputError
     from testbed.trace.metrics import finite
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from controller.cli.options import overrides
 from controller.running.inputs import InitialWeights, load_data
 from controller.running.live import LiveProgress
 from testbed.errors import ExpectationError, TestbedError
@@ -19,7 +20,7 @@ from testbed.scenario.loading import load
 
 if TYPE_CHECKING:
     from controller.results.reproduction import Row
-    from controller.results.results import Run
+    from controller.results.run import Run
     from testbed.scenario.schema import PaperPart
     from testbed.trace.outcome import Outcome
 
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Results folder.  [default: results/<run>]"
 )
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, e.g. network.link.rate=10mbit."
-)
+@overrides
 @click.option("--seed", type=int, help="Override the scenario's seed.")
 @click.option("--repetitions", type=int, help="Override how often each point is run.")
 @click.option(
@@ -91,7 +90,8 @@ def run(
     os.environ["TESTBED_LINKS"] = links
     console = Console(stderr=as_json, highlight=False)
     if len(prepared) > 1:
-        from controller.results.results import fresh, written
+        from controller.results.publishing import fresh
+        from controller.results.run import value_text
 
         # Runs of one sweep lie together, and never among those of an earlier one.
         out = fresh(out or Path("results") / loaded.name)
@@ -99,7 +99,7 @@ def run(
     runs = []
     for number, each in enumerate(prepared):
         if len(prepared) > 1:
-            point = ", ".join(f"{key}={written(value)}" for key, value in each.trial.point.items())
+            point = ", ".join(f"{key}={value_text(value)}" for key, value in each.trial.point.items())
             console.print(f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.trial.repetition}")
         try:
             outcome = _run_one(each, runtime, initial, console, accept_links=accept_links, keep=keep)
@@ -152,15 +152,16 @@ def _run_one(
 
 
 def _explain(console: Console, error: TestbedError) -> None:
-    from controller.running.verification import LinksError, table
+    from controller.report.measurements import measurements_table
+    from controller.running.verification import LinksError
 
     if isinstance(error, LinksError):
-        console.print(table(error.measurements))
+        console.print(measurements_table(error.measurements))
 
 
 def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:
     """Return where one run's results go: the folder asked for, or inside it where there are several."""
-    from controller.results.results import run_name
+    from controller.results.run import run_name
 
     name = run_name(prepared.trial)
     if single:
@@ -169,15 +170,17 @@ def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:
 
 
 def _keep(prepared: Prepared, outcome: Outcome, folder: Path) -> Run:
-    from controller.report.boxes import pictures
-    from controller.results import results
+    from controller.report import boxes, html
+    from controller.results import files
     from testbed.models.weights import facts
 
     file = weights_file(prepared.scenario)
     weights = None if file is None else facts(file, prepared.problem.model)
-    found = any(event.event == "objects" for event in outcome.events)
-    drawn = pictures(outcome.events, load_data(prepared)) if found else ()
-    return results.load(results.write(folder, prepared.trial, prepared.plan, outcome, weights=weights, pictures=drawn))
+    finished = files.load(files.write(folder, prepared.trial, prepared.plan, outcome, weights=weights))
+    html.write(finished)
+    if any(event.event == "objects" for event in outcome.events):
+        boxes.write(finished.path, outcome.events, load_data(prepared))
+    return finished
 
 
 def _show(console: Console, finished: Run, *, brief: bool) -> None:
@@ -198,12 +201,14 @@ def _summarize(runs: list[Run], console: Console) -> None:
 
 
 def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[Row]:
+    from controller.report import paper
     from controller.report.terminal import show_reproduction
     from controller.results import reproduction
 
     folder = runs[0].path.parent if len(runs) > 1 else runs[0].path
     table = reproduction.reproduce(part, runs)
-    reproduction.write(folder, part, table, runs)
+    reproduction.write(folder, part, table)
+    paper.write(folder, part, table, runs)
     show_reproduction(console, part.source, table, folder)
     return table
 

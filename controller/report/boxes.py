@@ -5,6 +5,7 @@ from __future__ import annotations
 import colorsys
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,12 @@ def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, b
             first.setdefault(event.fields["sample"], event.fields)
     for sample, found in list(first.items())[:MOST]:
         yield f"boxes-{sample}.png", draw(dataset.test_images[sample], found["boxes"])
+
+
+def write(folder: Path, events: Sequence[Event], dataset: Dataset) -> None:
+    """Write the pictures of a run, ``boxes-<sample>.png``, into its folder."""
+    for name, content in pictures(events, dataset):
+        (folder / name).write_bytes(content)
 
 
 def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> bytes:

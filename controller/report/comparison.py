@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from controller.report import formats
 from controller.report.charts import Line, line_chart
+from controller.report.figures import figure
 from controller.report.html import environment
 from controller.report.terminal import VERDICTS
-from controller.results.results import Run
+from controller.results.run import Run
+from testbed import formats
 
 STYLES = ("s0", "s1", "s2", "s3", "s4", "s5")
 """CSS classes of the runs' lines; further runs get none of their own and are left out of the charts."""
@@ -45,7 +46,7 @@ def show(console: Console, compared: Mapping[str, Any]) -> None:
 def _cells(row: Mapping[str, Any]) -> list[Text]:
     cells = []
     for index, (value, ratio) in enumerate(zip(row["values"], row["ratios"], strict=True)):
-        text = Text(formats.figure(row["name"], value))
+        text = Text(figure(row["name"], value))
         if index and ratio is not None:
             text.append(f" {formats.ratio(ratio)}", style="dim")
         cells.append(text)
@@ -75,7 +76,7 @@ def render(runs: Sequence[Run], compared: Mapping[str, Any]) -> str:
                     row["about"],
                     [
                         (
-                            formats.figure(row["name"], value),
+                            figure(row["name"], value),
                             formats.ratio(ratio) if index and ratio is not None else "",
                         )
                         for index, (value, ratio) in enumerate(zip(row["values"], row["ratios"], strict=True))

@@ -11,12 +11,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from controller.report import formats, phases
+from controller.report import phases
 from controller.report.charts import Line, Window, line_chart
 from controller.report.grouping import describe, group_links, measured
 from controller.report.terminal import VERDICTS, figure_rows, found_text, object_rows, recovery_from
 from controller.report.timeline import fault_windows, timeline
-from controller.results.results import Run, scenario_yaml, written
+from controller.results.files import scenario_yaml
+from controller.results.run import Run, value_text
+from testbed import formats
 
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
@@ -47,6 +49,11 @@ def environment() -> Environment:
         "measured": lambda found: measured([found] if found else []),
     }
     return made
+
+
+def write(run: Run) -> None:
+    """Write ``report.html`` into the folder of the run."""
+    (run.path / "report.html").write_text(render(run), encoding="utf-8")
 
 
 def render(run: Run) -> str:
@@ -99,7 +106,7 @@ def _chips(run: Run) -> Iterator[str]:
     yield f"{count} device{'' if count == 1 else 's'}"
     yield f"seed {run.trial.scenario.seed}"
     for key, value in run.trial.point.items():
-        yield f"{key} = {written(value)}"
+        yield f"{key} = {value_text(value)}"
     if run.trial.repetition:
         yield f"repetition {run.trial.repetition + 1}"
 

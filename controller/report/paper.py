@@ -8,18 +8,34 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from controller.report import formats
 from controller.report.charts import Bars, Line, bar_chart, line_chart
 from controller.report.comparison import STYLES, curve
 from controller.report.html import environment
 from controller.report.terminal import VERDICTS
 from controller.results.reproduction import Row
-from controller.results.results import Run, written
+from controller.results.run import Run, value_text
+from testbed import formats
 from testbed.scenario.paper import is_at
 from testbed.scenario.schema import PaperChart, PaperPart, PaperSeries
 
 MOST_MARKS = 12
 """Figures below the x axis, if each point is to have its own."""
+
+
+def write(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> None:
+    """Write ``paper.md`` and ``paper.html`` into the folder of the runs."""
+    (folder / "paper.md").write_text(markdown(part, rows), encoding="utf-8")
+    (folder / "paper.html").write_text(render(folder, part, rows, runs), encoding="utf-8")
+
+
+def markdown(part: PaperPart, rows: Sequence[Row]) -> str:
+    """Return the table as Markdown."""
+    lines = [f"# {part.source}", "", "| | paper | ours | ± | ratio | runs | note |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = [formats.of_kind(row.kind, value) for value in (row.paper, row.ours, row.half_width)]
+        ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
+        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.note])} |")
+    return "\n".join(lines) + "\n"
 
 
 def render(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> str:
@@ -70,7 +86,7 @@ def _cells(row: Row) -> Mapping[str, str | bool | None]:
 
 
 def _name(run: Run) -> str:
-    point = ", ".join(f"{key.rpartition('.')[2]} {written(value)}" for key, value in run.trial.point.items())
+    point = ", ".join(f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in run.trial.point.items())
     again = f"repetition {run.trial.repetition + 1}" if run.trial.repetition else ""
     return ", ".join(part for part in (point, again) if part) or run.path.name
 
@@ -155,7 +171,7 @@ def _bars(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Markup
     if any(half is not None for bars in kinds for half in bars.half_widths):
         note = f"{note} Whiskers: 95 % confidence interval.".strip()
     svg = bar_chart(
-        [written(x) if isinstance(x, str) else f"{x:g}" for x in chart.x],
+        [value_text(x) if isinstance(x, str) else f"{x:g}" for x in chart.x],
         kinds,
         unit=chart.axis,
         title=chart.title,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from controller.report import formats
+from testbed import formats
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from controller.report import formats
+from controller.report import tables
+from controller.report.figures import figure
 from controller.report.grouping import group_links
 from controller.report.phases import Kept, changes, kept, phases
 from controller.results.reproduction import Row
-from controller.results.results import Run, written
+from controller.results.run import Run, value_text
+from testbed import formats
 from testbed.scenario.expect import Expectation, kind_of
 
 WIDE = 100
@@ -37,7 +39,7 @@ def show(console: Console, run: Run) -> None:
 def show_briefly(console: Console, run: Run) -> None:
     """Print one of many runs in a line."""
     found = {name: run.metrics.get(name) for name in SUMMARY_FIGURES}
-    parts = [f"{_heading(name)} {formats.figure(name, value)}" for name, value in found.items() if value is not None]
+    parts = [f"{_heading(name)} {figure(name, value)}" for name, value in found.items() if value is not None]
     sign, colour = VERDICTS[run.metrics["verdict"]["kind"]]
     console.print(Text(f" {sign} ", style=colour).append(", ".join(parts), style="default"))
 
@@ -66,16 +68,12 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     points = summary["points"]
     keys = list(dict.fromkeys(key for point in points for key in point["point"]))
     names = [name for name in SUMMARY_FIGURES if any(name in point["figures"] for point in points)]
-    table = _table()
-    for key in keys:
-        table.add_column(key.rpartition(".")[2], style="bold")
-    table.add_column("Runs", justify="right")
-    for name in names:
-        table.add_column(_heading(name), justify="right")
+    heads, figures = [key.rpartition(".")[2] for key in keys], ["Runs", *map(_heading, names)]
+    table = tables.table(*heads, *figures, bold=heads, right=figures)
     for point in points:
         runs = len(point["runs"])
         trusted = "" if point["trusted"] == runs else f" ({runs - point['trusted']} not trusted)"
-        cells = [Text(written(point["point"].get(key, ""))) for key in keys]
+        cells = [Text(value_text(point["point"].get(key, ""))) for key in keys]
         table.add_row(*cells, f"{runs}{trusted}", *(_mean(name, point["figures"].get(name)) for name in names))
     note = f"{len(points)} points, " if keys else ""
     note += "mean ± half width of the 95 % confidence interval (Student)"
@@ -85,11 +83,8 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
 
 def show_reproduction(console: Console, source: str, rows: Sequence[Row], folder: Path) -> None:
     """Print a publication's figures beside ours."""
-    table = _table()
-    table.add_column("", style="bold")
-    for head in ("Paper", "Ours", "Ours / paper", "Runs"):
-        table.add_column(head, justify="right")
-    table.add_column("Expected")
+    figures = ("Paper", "Ours", "Ours / paper", "Runs")
+    table = tables.table("", *figures, "Expected", bold=[""], right=figures)
     for row in rows:
         ours = Text(formats.of_kind(row.kind, row.ours))
         if row.half_width is not None:
@@ -106,17 +101,13 @@ def show_reproduction(console: Console, source: str, rows: Sequence[Row], folder
     console.print(_where(folder, "paper.html"))
 
 
-def _mean(name: str, figure: Mapping[str, Any] | None) -> Text:
-    if figure is None:
+def _mean(name: str, found: Mapping[str, Any] | None) -> Text:
+    if found is None:
         return Text(formats.NONE, style="dim")
-    text = Text(formats.figure(name, figure["mean"]))
-    if figure["ci95"] is not None:
-        text.append(f" ± {formats.figure(name, figure['ci95'])}", style="dim")
+    text = Text(figure(name, found["mean"]))
+    if found["ci95"] is not None:
+        text.append(f" ± {figure(name, found['ci95'])}", style="dim")
     return text
-
-
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", padding=(0, 1), expand=False)
 
 
 def _titled(title: str, note: str, *parts: RenderableType) -> Group:
@@ -225,13 +216,8 @@ def _devices(devices: Mapping[str, Mapping[str, Any]], width: int) -> Renderable
     if any(row["down"] for row in devices.values()):
         kinds.append("down")
     kinds.append("idle")
-    table = _table()
-    table.add_column("Device", style="bold", overflow="fold")
-    if wide:
-        table.add_column("Profile", no_wrap=True)
-        table.add_column("", no_wrap=True)
-    for kind in kinds:
-        table.add_column(kind.capitalize(), justify="right", no_wrap=True)
+    heads = [kind.capitalize() for kind in kinds]
+    table = tables.table("Device", *(["Profile", ""] if wide else []), *heads, bold=["Device"], right=heads)
     for name, row in list(devices.items())[:MOST_DEVICES]:
         extra: list[RenderableType] = [row["profile"], _bar(row)] if wide else []
         table.add_row(name, *extra, *(_spent(kind, row) for kind in kinds))
@@ -262,14 +248,8 @@ def _bar(row: Mapping[str, Any]) -> Text:
 
 
 def _links(rows: Sequence[Mapping[str, Any]], width: int, backend: str | None, *, measured: bool) -> RenderableType:
-    table = _table()
-    table.add_column("Link", style="bold")
-    table.add_column("Requested")
-    if measured:
-        table.add_column("Measured")
-    table.add_column("Carried", justify="right", no_wrap=True)
-    if width >= WIDE:
-        table.add_column("Used", justify="right", no_wrap=True)
+    heads = ["Link", "Requested", *(["Measured"] if measured else []), "Carried", *(["Used"] if width >= WIDE else [])]
+    table = tables.table(*heads, bold=["Link"], right=["Carried", "Used"])
     for group in group_links(rows):
         cells: list[RenderableType] = [Text(group.name), group.requested]
         if measured:
@@ -284,11 +264,8 @@ def _links(rows: Sequence[Mapping[str, Any]], width: int, backend: str | None, *
 
 
 def _objects(metrics: Mapping[str, Any]) -> RenderableType:
-    table = _table()
-    for heading in ("Picture", "Object"):
-        table.add_column(heading, style="bold", no_wrap=True)
-    for heading in ("Score", "Left", "Top", "Right", "Bottom"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = ("Score", "Left", "Top", "Right", "Bottom")
+    table = tables.table("Picture", "Object", *figures, bold=["Picture", "Object"], right=figures)
     rows = list(object_rows(metrics))
     for row in rows[:MOST_OBJECTS]:
         table.add_row(*row)
@@ -312,10 +289,8 @@ def object_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _faults(metrics: Mapping[str, Any]) -> RenderableType:
-    table = _table()
-    table.add_column("Fault", style="bold")
-    for heading in ("Struck", "Noticed", "Undone", "Resumed", "Recovery"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    moments = ("Struck", "Noticed", "Undone", "Resumed", "Recovery")
+    table = tables.table("Fault", *moments, bold=["Fault"], right=moments)
     for fault in metrics["fault_list"]:
         recovery = recovery_from(fault, metrics)
         table.add_row(
@@ -333,21 +308,16 @@ def _asynchronous(metrics: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Yield what asynchronous training and recovering tell, as far as the run has it."""
     recovered = list(phases(metrics))
     if recovered:
-        table = _table()
-        table.add_column("Missing", style="bold", overflow="fold")
-        for heading in ("Detected", "Repartition", "Redistribution", "First batch", "Moved"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        heads = ("Detected", "Repartition", "Redistribution", "First batch", "Moved")
+        table = tables.table("Missing", *heads, bold=["Missing"], right=heads)
         for row in recovered:
             spans = (row.detection, row.repartition, row.redistribution, row.first_batch)
             table.add_row(Text(row.missing), *(formats.seconds(span) for span in spans), formats.size(row.moved))
         yield _titled("Recoveries", "first batch: from the detection", table)
     changed = list(changes(metrics))
     if changed:
-        table = _table()
-        table.add_column("At", justify="right", no_wrap=True)
-        table.add_column("Units from then on", style="bold", overflow="fold")
-        for heading in ("Pause", "Draining", "Moved"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        heads = ("At", "Units from then on", "Pause", "Draining", "Moved")
+        table = tables.table(*heads, bold=[heads[1]], right=[head for head in heads if head != heads[1]])
         for change in changed:
             pause, draining, moved = formats.seconds(change.pause), formats.seconds(change.draining), change.moved
             table.add_row(formats.moment(change.time), Text(change.partition), pause, draining, formats.size(moved))
@@ -358,10 +328,8 @@ def _asynchronous(metrics: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _versions(rows: Sequence[Kept]) -> RenderableType:
-    table = _table()
-    table.add_column("Stage", style="bold", overflow="fold")
-    for heading in ("In use", "Kept", "Allowed", "Size", "Replicas"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    heads = ("In use", "Kept", "Allowed", "Size", "Replicas")
+    table = tables.table("Stage", *heads, bold=["Stage"], right=heads)
     for row in rows:
         counts = (str(row.in_use), str(row.kept), str(row.allowed))
         table.add_row(Text(f"{row.stage} {row.device}"), *counts, formats.size(row.size), formats.size(row.replicas))
@@ -376,11 +344,7 @@ def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mappi
 
 
 def _expectations(expectations: Sequence[Expectation]) -> RenderableType:
-    table = _table()
-    table.add_column("", no_wrap=True)
-    table.add_column("Figure", style="bold")
-    table.add_column("Condition")
-    table.add_column("Found", justify="right")
+    table = tables.table("", "Figure", "Condition", "Found", bold=["Figure"], right=["Found"])
     for expectation in expectations:
         mark = Text("✔", style="green") if expectation.holds else Text("✘", style="bold red")
         found = found_text(expectation)
@@ -397,7 +361,7 @@ def found_text(expectation: Expectation) -> str:
         return "no such figure"
     if isinstance(value, float) and kind_of(expectation.key) in ("share", "number"):
         return f"{value:.4g}"
-    return formats.figure(expectation.key, value)
+    return figure(expectation.key, value)
 
 
 def _verdict(judged: Mapping[str, Any]) -> Panel:

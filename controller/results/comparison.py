@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from controller.results.results import Run
+from controller.results.run import Run
 from testbed.scenario.expect import FIGURES
 
 COMPARED = (

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from controller.results.results import Run
+from controller.results.run import Run
 from controller.results.summary import CONFIDENCE, interval
-from testbed.scenario.expect import Kind, look_up, parse_condition
+from testbed.formats import Kind
+from testbed.scenario.expect import look_up, parse_condition
 from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
 from testbed.scenario.schema import PaperPart, PaperRow
 
@@ -80,27 +81,11 @@ def figure(run: Run, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def write(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> None:
-    """Write ``paper.json``, ``paper.md`` and ``paper.html`` into the folder of the runs."""
-    from controller.report.paper import render
-
+def write(folder: Path, part: PaperPart, rows: Sequence[Row]) -> None:
+    """Write ``paper.json`` into the folder of the runs."""
     document = {
         "source": part.source,
         "confidence": CONFIDENCE,
         "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
     }
     (folder / "paper.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    (folder / "paper.md").write_text(markdown(part, rows), encoding="utf-8")
-    (folder / "paper.html").write_text(render(folder, part, rows, runs), encoding="utf-8")
-
-
-def markdown(part: PaperPart, rows: Sequence[Row]) -> str:
-    """Return the table as Markdown."""
-    from controller.report.formats import of_kind
-
-    lines = [f"# {part.source}", "", "| | paper | ours | ± | ratio | runs | note |", "|---|---|---|---|---|---|---|"]
-    for row in rows:
-        cells = [of_kind(row.kind, value) for value in (row.paper, row.ours, row.half_width)]
-        ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
-        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.note])} |")
-    return "\n".join(lines) + "\n"

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from controller.results.results import Run, load_all
+from controller.results.files import load_all
+from controller.results.run import Run
 from testbed.scenario.expect import FIGURES
 from testbed.trace.metrics import finite
 

@@ -1,18 +1,10 @@
-"""What is done about links that were measured before a run: it goes on, or stops with a table that says why."""
+"""What is done about links that were measured before a run: it goes on, or stops and says why."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from controller.report.grouping import group_links
 from controller.shaping.tolerance import RATE_LOWEST
 from testbed.errors import HostError
 from testbed.quantities import format_rate
@@ -63,30 +55,3 @@ def _advice(bad: Sequence[LinkMeasurement]) -> str:
 def _too_slow(each: LinkMeasurement) -> bool:
     wanted = each.requested.rate
     return bool(wanted and each.rate and each.rate < RATE_LOWEST * wanted)
-
-
-def table(measurements: Sequence[LinkMeasurement]) -> RenderableType:
-    """Return what was asked of each kind of link and what was found, those outside their tolerance first."""
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", padding=(0, 1), title_justify="left")
-    for heading in ("Link", "Requested", "Measured", "What is wrong"):
-        shown.add_column(heading, style="bold" if heading == "Link" else "")
-    for group in group_links([_row(each) for each in measurements]):
-        problem = Text(group.problem or "", style="red")
-        measured = Text(group.measured, style="red" if group.problem else "")
-        shown.add_row(Text(group.name), Text(group.requested), measured, problem)
-    return shown
-
-
-def _row(each: LinkMeasurement) -> Mapping[str, Any]:
-    """Return a measurement as a row of ``metrics()["links"]``, nothing having been sent yet."""
-    found = {name: value for name, value in asdict(each).items() if name not in ("requested", "problem")}
-    none = all(found[name] is None for name in ("rate", "delay", "loss"))
-    return {
-        "source": each.source,
-        "destination": each.destination,
-        "requested": asdict(each.requested),
-        "measured": None if none else found,
-        "problem": each.problem,
-        "bytes": 0,
-        "used_share": None,
-    }

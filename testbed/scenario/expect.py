@@ -11,11 +11,10 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from testbed.formats import Kind
 from testbed.quantities import parse_duration, parse_fraction, parse_size
-
-Kind = Literal["share", "seconds", "bytes", "number", "truth", "word"]
 
 FIGURES: dict[str, tuple[Kind, str]] = {
     "accuracy": ("share", "of the test data, at the last evaluation"),
@@ -75,8 +74,8 @@ FIGURES: dict[str, tuple[Kind, str]] = {
     "compute_deficit": ("seconds", "by which the host made computations late, over all devices"),
     "deficit_share": ("share", "of the undisturbed steps' time, of the worst device"),
     "host_share": ("share", "of the undisturbed steps' or requests' time, that the host added to their critical paths"),
-    "trusted": ("truth", "whether the verdict holds nothing against the run"),
-    "status": ("word", "finished, failed, timed out or interrupted"),
+    "trusted": ("bool", "whether the verdict holds nothing against the run"),
+    "status": ("text", "finished, failed, timed out or interrupted"),
 }
 """The figures of metrics.json that a condition may name, each with what it is."""
 
@@ -147,13 +146,13 @@ def kind_of(figure: str) -> Kind:
 def parse_condition(text: str, kind: Kind) -> Condition:
     """Read a condition on a figure of that kind; raise ValueError saying what would be right."""
     if match := _TOLERANCE.fullmatch(text.strip()):
-        if kind in ("truth", "word"):
+        if kind in ("bool", "text"):
             raise ValueError(f"'{text}' asks for a tolerance, which this figure cannot have: write '== ...'")
         return Condition("within", parse_target(match[2], kind), parse_fraction(match[1]))
     match = _COMPARISON.fullmatch(text.strip())
     if not match:
         raise ValueError(f"'{text}' is not a condition: write one such as '>= 0.9', '== 1', or 'within 10% of 0.25s'")
-    if kind in ("truth", "word") and match[1] not in ("==", "!="):
+    if kind in ("bool", "text") and match[1] not in ("==", "!="):
         raise ValueError(f"'{text}' compares by size what has none: write '== ...'")
     return Condition(match[1], parse_target(match[2], kind))
 
@@ -165,11 +164,11 @@ def parse_target(text: str, kind: Kind) -> float | str | bool:
         return parse_duration(text)
     if kind == "bytes":
         return parse_size(text)
-    if kind == "truth":
+    if kind == "bool":
         if text not in ("true", "false"):
             raise ValueError(f"'{text}' is neither true nor false")
         return text == "true"
-    if kind == "word":
+    if kind == "text":
         return text
     if kind == "share" and text.endswith("%"):
         return parse_fraction(text)

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from testbed.errors import Diagnostic, Key
-from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, Kind, kind_of, parse_condition, parse_target
+from testbed.formats import Kind
+from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, kind_of, parse_condition, parse_target
 from testbed.scenario.loading import nearest
 from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries
 
@@ -121,7 +122,7 @@ def _figure_problems(row: PaperRow, name: str, key: Key) -> Iterator[Diagnostic]
         text = f"there is no figure '{figure}': {nearest(figure.rpartition('.')[2], [*FIGURES, *DEVICE_FIGURES])}"
         yield Diagnostic((*key, name), f"{text}; what the plan holds is called {PLAN}<key>")
     else:
-        if kind in ("truth", "word"):
+        if kind in ("bool", "text"):
             yield Diagnostic((*key, name), f"'{figure}' is no number: name a figure that can be compared by size")
 
 

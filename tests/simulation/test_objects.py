@@ -10,10 +10,11 @@ from PIL import Image
 from rich.console import Console
 from runs import of, problem_of, run, scenario
 
-from controller.report.boxes import draw, pictures
+from controller.report.boxes import draw
+from controller.report.boxes import write as write_pictures
 from controller.report.html import render
 from controller.report.terminal import show
-from controller.results import results
+from controller.results import files
 from testbed.scenario.expand import trials
 
 WORK = {
@@ -71,8 +72,9 @@ def test_results_hold_boxes_and_pictures_and_say_which_weights(tmp_path):
     from testbed.methods import METHODS
 
     plan = METHODS["single"].plan(problem)
-    place = results.write(tmp_path / "run", trial, plan, outcome, pictures=pictures(outcome.events, data))
-    finished = results.load(place)
+    place = files.write(tmp_path / "run", trial, plan, outcome)
+    write_pictures(place, outcome.events, data)
+    finished = files.load(place)
     boxes = json.loads((place / "boxes.json").read_text())
     assert [len(answer["boxes"]) for answer in boxes] == [len(event["boxes"]) for event in of(outcome, "objects")]
     assert finished.metrics["objects"] == sum(len(answer["boxes"]) for answer in boxes) > 0

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from controller.results import results
+from controller.results import files
 from controller.results.reproduction import Row, reproduce
 from testbed.data import load as load_data
 from testbed.prepare import data_folder, prepare
@@ -25,7 +25,7 @@ def reproduced(
     scenario = load(f"papers/{name}", ["repetitions=1", *overrides])
     data = load_data(scenario.workload.data, data_folder(scenario))
     chosen = [trial for trial in trials(scenario) if among(trial.point)]
-    runs = [results.load(run(folder / str(number), each, data)) for number, each in enumerate(chosen)]
+    runs = [files.load(run(folder / str(number), each, data)) for number, each in enumerate(chosen)]
     assert scenario.paper is not None
     return {row.name: row for row in reproduce(scenario.paper, runs)}
 
@@ -34,7 +34,7 @@ def run(place: Path, trial: Trial, data: Any) -> Path:
     ready = prepare(trial)
     outcome = simulate(ready, data)
     assert outcome.status == "finished", outcome.error
-    return results.write(place, trial, ready.plan, outcome)
+    return files.write(place, trial, ready.plan, outcome)
 
 
 def test_the_worked_example_of_stahl_et_al_is_exact(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from testbed.scenario.expect import FIGURES, evaluate, kind_of, parse_condition
         ("within 10% of 0.25s", "seconds", 0.2251, 0.2749999 + 0.01),
         ("within 10% of 250ms", "seconds", 0.2749, 0.22),
         ("within 50% of 4", "number", 6, 6.1),
-        ("== true", "truth", True, False),
-        ("!= true", "truth", False, True),
-        ("== finished", "word", "finished", "failed"),
-        ("== timed out", "word", "timed out", "failed"),
+        ("== true", "bool", True, False),
+        ("!= true", "bool", False, True),
+        ("== finished", "text", "finished", "failed"),
+        ("== timed out", "text", "timed out", "failed"),
     ],
 )
 def test_conditions(text, kind, holding, failing):
@@ -49,9 +49,9 @@ def test_conditions(text, kind, holding, failing):
         ("< 5m", "seconds", "write 'min'"),
         ("within 0.1 of 3", "number", "write '10%'"),
         ("within 10% of 3", "seconds", "'3' has no unit"),
-        ("== yes", "truth", "'yes' is neither true nor false"),
-        (">= true", "truth", "compares by size what has none"),
-        ("within 1% of finished", "word", "a tolerance, which this figure cannot have"),
+        ("== yes", "bool", "'yes' is neither true nor false"),
+        (">= true", "bool", "compares by size what has none"),
+        ("within 1% of finished", "text", "a tolerance, which this figure cannot have"),
     ],
 )
 def test_wrong_conditions(text, kind, said):
@@ -59,7 +59,7 @@ def test_wrong_conditions(text, kind, said):
         parse_condition(text, kind)
 
 
-@given(st.text(), st.sampled_from(["share", "seconds", "bytes", "number", "truth", "word"]))
+@given(st.text(), st.sampled_from(["share", "seconds", "bytes", "number", "bool", "text"]))
 def test_any_text_is_a_condition_or_a_value_error(text, kind):
     try:
         condition = parse_condition(text, kind)
@@ -70,7 +70,7 @@ def test_any_text_is_a_condition_or_a_value_error(text, kind):
 
 def test_true_is_not_one():
     assert not parse_condition("== 1", "number").holds(True)
-    assert not parse_condition("== true", "truth").holds(1)
+    assert not parse_condition("== true", "bool").holds(1)
 
 
 def test_evaluates_in_the_order_of_the_scenario_and_keeps_what_is_missing():

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from controller.report import formats
+from controller.report.figures import figure
+from testbed import formats
 
 
 @pytest.mark.parametrize(
@@ -39,11 +40,11 @@ def test_shares_keep_apart_a_little_and_nothing() -> None:
 
 
 def test_figures_are_written_as_their_kind() -> None:
-    assert formats.figure("step_time", 0.25) == "250 ms"
-    assert formats.figure("accuracy", 0.5) == "50.0%"
-    assert formats.figure("trusted", True) == "yes"
-    assert formats.figure("devices.a.bytes_sent", 1e6) == "1 MB"
-    assert formats.figure("recoveries", 1) == "1"
-    assert formats.figure("loss", 0.0123456) == "0.0123"
+    assert figure("step_time", 0.25) == "250 ms"
+    assert figure("accuracy", 0.5) == "50.0%"
+    assert figure("trusted", True) == "yes"
+    assert figure("devices.a.bytes_sent", 1e6) == "1 MB"
+    assert figure("recoveries", 1) == "1"
+    assert figure("loss", 0.0123456) == "0.0123"
     assert formats.rate(None) == "unlimited"
     assert formats.rate(49.87e6) == "49.9 mbit"

@@ -13,17 +13,18 @@ import recorded
 from controller.report import html
 from controller.report.charts import Line, line_chart, thin, ticks
 from controller.report.timeline import MOST_BARS, timeline
-from controller.results import results
+from controller.results.manifest import manifest
+from controller.results.run import Run
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 
 
-def run(**changes: Any) -> results.Run:
+def run(**changes: Any) -> Run:
     trial, plan, outcome = recorded.trial(), recorded.plan(), recorded.outcome(**changes)
-    facts = results.manifest(trial, outcome, "testbed run recorded.yaml")
-    return results.Run(Path("somewhere"), trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan))
+    facts = manifest(trial, outcome, "testbed run recorded.yaml")
+    return Run(Path("somewhere"), trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan))
 
 
 class _Tags(HTMLParser):

@@ -14,7 +14,8 @@ import recorded
 from controller.report.charts import WIDTH, Bars, Line, bar_chart, line_chart
 from controller.report.comparison import curve
 from controller.report.paper import draw, render
-from controller.results import reproduction, results
+from controller.results import files, reproduction
+from controller.results.run import Run, run_name
 from testbed.errors import InputError
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -43,13 +44,13 @@ STEPS = {
 }
 
 
-def made(folder: Path) -> list[results.Run]:
+def made(folder: Path) -> list[Run]:
     """Write runs of both schedules, twice each."""
     runs = []
     for schedule, repetition, time in (("gpipe", 0, 1.0), ("gpipe", 1, 3.0), ("1f1b", 0, 1.0), ("1f1b", 1, 1.0)):
         trial = replace(recorded.trial(), point={SCHEDULE: schedule}, repetition=repetition)
-        path = folder / results.run_name(trial)
-        run = results.load(results.write(path, trial, recorded.plan(), recorded.outcome(), command="x"))
+        path = folder / run_name(trial)
+        run = files.load(files.write(path, trial, recorded.plan(), recorded.outcome(), command="x"))
         runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
     return runs
 

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from controller.report import html, phases, terminal
 from controller.report.timeline import fault_windows, interesting
-from controller.results import results
+from controller.results import files
+from controller.results.run import Run
 from testbed.trace.metrics import metrics
 
 RECOVERY = {"struck": 1.0, "detected": 3.0, "resumed": 3.75, "step": 7, "missing": ["b"], "seconds": 2.75}
@@ -28,10 +29,10 @@ CHANGE = {
 VERSIONS = {"device": "b", "stage": 1, "step": 9, "in_use": 1, "kept": 3, "allowed": 2, "bytes": 6e6, "replicas": 1e6}
 
 
-def told(folder: Path, **tables: Any) -> results.Run:
+def told(folder: Path, **tables: Any) -> Run:
     """Return the recorded run, with these tables and figures in its metrics."""
-    path = results.write(folder / "run", recorded.trial(), recorded.plan(), recorded.outcome(), command="x")
-    run = results.load(path)
+    path = files.write(folder / "run", recorded.trial(), recorded.plan(), recorded.outcome(), command="x")
+    run = files.load(path)
     return replace(run, metrics=metrics(run.outcome, run.experiment, run.plan) | tables)
 
 

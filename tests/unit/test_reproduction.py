@@ -12,7 +12,9 @@ import recorded
 from click.testing import CliRunner
 
 from controller.cli.main import testbed as command_line
-from controller.results import reproduction, results
+from controller.report import paper
+from controller.results import files, reproduction
+from controller.results.run import Run, run_name
 from testbed.errors import InputError
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import PaperPart, Scenario
@@ -20,13 +22,13 @@ from testbed.scenario.schema import PaperPart, Scenario
 SWEEP = {"workload.method.schedule": ["gpipe", "1f1b"]}
 
 
-def made(folder: Path, times: dict[tuple[str, int], float]) -> list[results.Run]:
+def made(folder: Path, times: dict[tuple[str, int], float]) -> list[Run]:
     """Write runs whose step times are set: of each schedule and repetition."""
     runs = []
     for (schedule, repetition), time in times.items():
         trial = replace(recorded.trial(), point={"workload.method": {"schedule": schedule}}, repetition=repetition)
-        path = results.write(folder / results.run_name(trial), trial, recorded.plan(), recorded.outcome(), command="x")
-        run = results.load(path)
+        path = files.write(folder / run_name(trial), trial, recorded.plan(), recorded.outcome(), command="x")
+        run = files.load(path)
         runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
     return runs
 
@@ -51,7 +53,8 @@ def test_ratios_are_taken_repetition_by_repetition(tmp_path: Path) -> None:
     assert (ratio.ours, ratio.half_width, ratio.holds) == (2.0, 0.0, False)
     assert predicted.ours == pytest.approx(2.0 / 0.9)
     assert (absent.ours, absent.ratio, absent.runs) == (None, None, 0)
-    reproduction.write(tmp_path, part, [time, ratio, predicted, absent], runs)
+    reproduction.write(tmp_path, part, [time, ratio, predicted, absent])
+    paper.write(tmp_path, part, [time, ratio, predicted, absent], runs)
     assert json.loads((tmp_path / "paper.json").read_text())["rows"][1]["ratio"] == pytest.approx(0.8)
     assert "| row | 2 s | 4 s |" in (tmp_path / "paper.md").read_text()
 

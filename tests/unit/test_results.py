@@ -8,14 +8,15 @@ import pytest
 import recorded
 from ruamel.yaml import YAML
 
-from controller.results import results
+from controller.results import files
+from controller.results.run import run_name
 from testbed.errors import InputError
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 
 
 def test_a_run_leaves_every_file(tmp_path: Path) -> None:
-    place = results.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     assert place == tmp_path / "run"
     assert {path.name for path in place.iterdir()} >= {
         "scenario.yaml",
@@ -25,7 +26,6 @@ def test_a_run_leaves_every_file(tmp_path: Path) -> None:
         "metrics.json",
         "fidelity.json",
         "trace.json",
-        "report.html",
     }
     assert json.loads((place / "metrics.json").read_text())["accuracy"] == 0.95
     assert json.loads((place / "fidelity.json").read_text())["verdict"]["kind"] == "trusted"
@@ -34,14 +34,14 @@ def test_a_run_leaves_every_file(tmp_path: Path) -> None:
 
 
 def test_the_resolved_scenario_loads_back_equal(tmp_path: Path) -> None:
-    place = results.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     text = (place / "scenario.yaml").read_text()
     assert Scenario.model_validate(YAML(typ="safe").load(text)) == recorded.trial().scenario
     assert "time_limit" in text
 
 
 def test_the_manifest_explains_the_run(tmp_path: Path) -> None:
-    place = results.write(
+    place = files.write(
         tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(), command="testbed run x.yaml"
     )
     manifest = json.loads((place / "manifest.json").read_text())
@@ -52,20 +52,20 @@ def test_the_manifest_explains_the_run(tmp_path: Path) -> None:
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
-    places = [results.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()) for _ in range(3)]
+    places = [files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()) for _ in range(3)]
     assert [place.name for place in places] == ["run", "run-2", "run-3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2", "run-3"]
 
 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    assert results.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()).name == "run"
+    assert files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()).name == "run"
 
 
 def test_nothing_half_written_stays(tmp_path: Path) -> None:
     outcome = recorded.outcome(host={"image": object()}, events=[Event(0.0, "a", "log", {"text": object()})])
     with pytest.raises(TypeError):
-        results.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+        files.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,51 +75,51 @@ def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
 
     weight = torch.arange(6.0).reshape(2, 3)
     outcome = recorded.outcome(weights={"0.weight": weight, "1.weight": weight.t()})
-    place = results.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert torch.equal(load_file(place / "weights.safetensors")["1.weight"], weight.t())
 
 
 def test_a_run_that_failed_at_once_is_written(tmp_path: Path) -> None:
     outcome = recorded.outcome(status="failed", error="no image", events=[], links=[], fidelity={})
-    place = results.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert json.loads((place / "metrics.json").read_text())["verdict"]["reasons"]
 
 
 def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    place = results.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
-    run = results.load(place)
+    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    run = files.load(place)
     assert run.outcome == recorded.outcome()
     assert run.plan == recorded.plan()
     assert run.trial.scenario.model_dump() == recorded.trial().scenario.model_dump()
     written = json.loads((place / "metrics.json").read_text())
-    results.rebuild(run)
+    files.rebuild(run)
     assert json.loads((place / "metrics.json").read_text()) == written
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    place = results.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     text = (place / "events.jsonl").read_text()
     (place / "events.jsonl").write_text(text[:-20])
-    assert results.load(place).outcome.events == recorded.events()[:-1]
+    assert files.load(place).outcome.events == recorded.events()[:-1]
 
 
 def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
-    place = results.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     (place / "events.jsonl").write_text('{"time": 1}\n')
     with pytest.raises(InputError, match=r"events\.jsonl:1: is not an event"):
-        results.load(place)
+        files.load(place)
     (place / "plan.json").unlink()
     with pytest.raises(InputError, match=r"plan\.json: is missing"):
-        results.load(place)
+        files.load(place)
     with pytest.raises(InputError, match="holds no run"):
-        results.load(tmp_path)
+        files.load(tmp_path)
     with pytest.raises(InputError, match="holds no run"):
-        results.load_all(tmp_path / "nowhere")
+        files.load_all(tmp_path / "nowhere")
 
 
 def test_names_of_the_runs_of_a_sweep() -> None:
     point = {"network.link.rate": "10mbit", "workload.method.options": "a/b c"}
-    assert results.run_name(replace(recorded.trial(), point=point)) == "recorded,rate=10mbit,options=a_b_c"
+    assert run_name(replace(recorded.trial(), point=point)) == "recorded,rate=10mbit,options=a_b_c"
     point = {"devices.a.profile": "laptop", "devices.b.profile": "laptop"}
-    name = results.run_name(replace(recorded.trial(), point=point, repetition=1))
+    name = run_name(replace(recorded.trial(), point=point, repetition=1))
     assert name == "recorded,devices.a.profile=laptop,devices.b.profile=laptop,repetition=2"

@@ -8,21 +8,22 @@ import pytest
 import recorded
 from rich.console import Console
 
-from controller.report import terminal
+from controller.report import html, terminal
 from controller.report.grouping import group_links
-from controller.results import results
+from controller.results import files
+from controller.results.run import Run
 from controller.results.summary import summary_of
 from controller.running.live import LiveProgress
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 
 
-def run(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> results.Run:
+def run(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
     trial = recorded.trial(**(scenario or {}))
-    return results.load(results.write(folder / "run", trial, recorded.plan(), recorded.outcome(**changes)))
+    return files.load(files.write(folder / "run", trial, recorded.plan(), recorded.outcome(**changes)))
 
 
-def printed(shown: results.Run, width: int) -> str:
+def printed(shown: Run, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
     terminal.show(console, shown)
     assert isinstance(console.file, io.StringIO)
@@ -30,7 +31,8 @@ def printed(shown: results.Run, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_end_of_a_run_at_either_width(tmp_path: Path, width: int) -> None:
+def test_the_end_of_a_run_at_either_width(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the place is shown as seen from here, whatever the length of the whole path
     text = printed(run(tmp_path, {"expect": {"accuracy": ">= 0.9", "recoveries": "== 2"}}), width)
     assert max(len(line) for line in text.splitlines()) <= width
     for part in ("Accuracy", "95.0%", "1.68 s", "kill b", "8 mbit, 10 ms", "7.8–7.9 mbit", "✔ trusted"):
@@ -51,7 +53,7 @@ def test_reasons_against_a_run_stand_in_its_verdict(tmp_path: Path) -> None:
 def test_what_shaped_the_links_is_named(tmp_path: Path) -> None:
     shaped = run(tmp_path, fidelity={"backend": "userspace"})
     assert "shaped by userspace" in printed(shaped, 100)
-    assert "shaped by userspace" in (shaped.path / "report.html").read_text()
+    assert "shaped by userspace" in html.render(shaped)
 
 
 def test_a_run_in_which_nothing_happened_prints(tmp_path: Path) -> None:

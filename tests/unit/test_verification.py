@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from controller.running.verification import LinksError, check, nearest_rate, table
+from controller.report.measurements import measurements_table
+from controller.running.verification import LinksError, check, nearest_rate
 from testbed.network.link import Link
 from testbed.trace.outcome import LinkMeasurement
 
@@ -40,7 +41,7 @@ def test_other_problems_blame_the_load() -> None:
 def test_the_table_shows_what_is_wrong_first() -> None:
     console = Console(width=140, record=True, file=None, quiet=False)
     with console.capture() as captured:
-        console.print(table([*FINE, SLOW]))
+        console.print(measurements_table([*FINE, SLOW]))
     lines = [line.strip() for line in captured.get().splitlines() if line.strip()]
     assert lines[0].split() == ["Link", "Requested", "Measured", "What", "is", "wrong"]
     assert lines[2].startswith("a → c")

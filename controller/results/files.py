@@ -1,39 +1,30 @@
 """What a run leaves on disk, and reading it back.
 
 One folder a run: ``scenario.yaml`` (resolved), ``plan.json``, ``manifest.json``, ``events.jsonl``, ``metrics.json``,
-``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any, ``report.html``;
-of a network that finds objects ``boxes.json`` and the pictures with them, ``boxes-<sample>.png``.
+``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any; of a network
+that finds objects ``boxes.json``. The pages that show a run are `controller.report`'s.
 A sweep or repeated run is a folder of such folders with ``summary.json`` and ``summary.csv``.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import io
 import json
-import os
-import platform
 import re
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-import testbed
+from controller.results.manifest import manifest
+from controller.results.publishing import publish
+from controller.results.run import Run
 from testbed.errors import InputError
-from testbed.experiment import Experiment
 from testbed.methods.base import Plan
 from testbed.network.link import link_from
 from testbed.scenario.expand import trials
-from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.loading import load as load_scenario
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
@@ -42,31 +33,6 @@ from testbed.trace.gantt import run_end
 from testbed.trace.metrics import finite, metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
 from testbed.trace.perfetto import trace
-
-RECORDED_PACKAGES = ("torch", "numpy", "flask", "cheroot", "requests", "pydantic", "docker", "pyroute2")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run as it lies on disk."""
-
-    path: Path
-    trial: Trial
-    plan: Plan
-    outcome: Outcome
-    """Without its weights."""
-    manifest: dict[str, Any]
-    metrics: dict[str, Any]
-
-    @property
-    def experiment(self) -> Experiment:
-        """The same as a runtime needs it."""
-        return self.trial.experiment
-
-    @property
-    def expectations(self) -> list[Expectation]:
-        """What the scenario expects, and whether it came about."""
-        return evaluate(self.trial.scenario.expect, self.metrics)
 
 
 def write(
@@ -77,23 +43,17 @@ def write(
     *,
     command: str | None = None,
     weights: Mapping[str, Any] | None = None,
-    pictures: Iterable[tuple[str, bytes]] = (),
 ) -> Path:
     """Write a run to ``folder``, or beside it with a number when that exists, and return where it is.
 
     Nothing is to be seen at the final place until all of it is there. ``command`` is what reproduces the run; the
-    command line of this process unless given. ``weights`` says which file they were read from, if any;
-    ``pictures`` are files to lie beside, by name.
+    command line of this process unless given. ``weights`` says which file they were read from, if any.
     Raises OSError where the place cannot be written.
     """
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
     facts = manifest(trial, outcome, command, weights)
     run = Run(folder, trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan))
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        # mkdtemp makes the folder private; results are to be read by whoever may read the parent.
-        draft.chmod(0o777 & ~_umask())
+
+    def fill(draft: Path) -> None:
         (draft / "scenario.yaml").write_text(scenario_yaml(trial.scenario), encoding="utf-8")
         _write_json(draft / "plan.json", plan.model_dump(mode="json"))
         _write_json(draft / "manifest.json", facts)
@@ -101,17 +61,13 @@ def write(
             lines.writelines(event.to_json() + "\n" for event in outcome.events)
         if outcome.weights:
             _write_weights(draft / "weights.safetensors", outcome.weights)
-        for name, content in pictures:
-            (draft / name).write_bytes(content)
         _write_computed(draft, run)
-        return _publish(draft, folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+
+    return publish(folder, fill)
 
 
 def load(folder: Path) -> Run:
-    """Read a run back, its figures computed anew from its events; raise `InputError` where there is none.
+    """Read a run back, its figures computed again from its events; raise `InputError` where there is none.
 
     Survives what a crash leaves: a last line of events that was cut off, no fidelity.
     """
@@ -147,41 +103,13 @@ def load_all(folder: Path) -> list[Run]:
 
 
 def rebuild(run: Run) -> None:
-    """Write anew everything in a run's folder that is computed: figures, verdict, trace and report."""
+    """Write again everything in a run's folder that is computed: figures, verdict and trace."""
     _write_computed(run.path, run)
-
-
-def run_name(trial: Trial) -> str:
-    """Return the name of a run's folder, such as ``quickstart`` or ``quickstart,rate=10mbit,repetition=2``."""
-    short = [key.rpartition(".")[2] for key in trial.point]
-    keys = short if len(set(short)) == len(short) else list(trial.point)
-    parts = [f"{key}={written(value)}" for key, value in zip(keys, trial.point.values(), strict=True)]
-    if trial.repetition:
-        parts.append(f"repetition={trial.repetition + 1}")
-    text = ",".join([trial.scenario.name, *parts])
-    return "".join(character if character.isalnum() or character in "=,.-_" else "_" for character in text)[:200]
-
-
-def written(value: object) -> str:
-    """Write the value of a swept key; of a mapping such as a method with its options the values, and what they are."""
-    if not isinstance(value, Mapping):
-        return str(value)
-    return " ".join(written(inner) if key == "name" else f"{key} {written(inner)}" for key, inner in value.items())
 
 
 def _natural(path: Path) -> list[tuple[bool, float, str]]:
     parts = re.split(r"(\d+(?:\.\d+)?)", path.name)
     return [(index % 2 == 0, float(part) if index % 2 else 0.0, part) for index, part in enumerate(parts)]
-
-
-def fresh(folder: Path) -> Path:
-    """Return ``folder``, or with a number the first such name that does not exist or is empty."""
-    number = 1
-    place = folder
-    while place.exists() and not _is_empty(place):
-        number += 1
-        place = folder.with_name(f"{folder.name}-{number}")
-    return place
 
 
 def scenario_yaml(scenario: Scenario) -> str:
@@ -194,35 +122,6 @@ def scenario_yaml(scenario: Scenario) -> str:
     return text.getvalue()
 
 
-def manifest(
-    trial: Trial, outcome: Outcome, command: str | None = None, weights: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return what somebody needs to know to run the same again and to explain a difference."""
-    return {
-        "scenario": trial.scenario.name,
-        "seed": trial.scenario.seed,
-        "point": trial.point,
-        "repetition": trial.repetition,
-        "runtime": outcome.runtime,
-        "status": outcome.status,
-        "error": outcome.error,
-        "wall_seconds": outcome.wall_seconds,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "weights": weights or "random, drawn from the seed",
-        "command": command if command is not None else shlex.join(["testbed", *sys.argv[1:]]),
-        "revision": _revision(),
-        "versions": {
-            "testbed": testbed.__version__,
-            "python": platform.python_version(),
-            **{name: _version(name) for name in RECORDED_PACKAGES},
-        },
-        "kernel": platform.release(),
-        "machine": platform.machine(),
-        "processors": os.cpu_count(),
-        "host": outcome.host,
-    }
-
-
 def _write_computed(folder: Path, run: Run) -> None:
     end = run_end(run.outcome.events, run.plan.lead)
     expected = [asdict(expectation) for expectation in run.expectations]
@@ -232,33 +131,6 @@ def _write_computed(folder: Path, run: Run) -> None:
         _write_json(folder / "boxes.json", run.metrics["series"]["objects"])
     content = trace(run.outcome.events, end, run.trial.scenario.name)
     (folder / "trace.json").write_text(json.dumps(content), encoding="utf-8")
-    from controller.report.html import render
-
-    (folder / "report.html").write_text(render(run), encoding="utf-8")
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
-def _publish(draft: Path, folder: Path) -> Path:
-    """Rename the finished draft to the first free name."""
-    while True:
-        place = fresh(folder)
-        try:
-            # Replaces an empty folder, fails on one that somebody filled since we looked.
-            draft.rename(place)
-        except OSError:
-            if not place.exists():
-                raise
-            continue
-        return place
-
-
-def _is_empty(place: Path) -> bool:
-    return place.is_dir() and not any(place.iterdir())
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -306,27 +178,3 @@ def _read_events(path: Path) -> list[Event]:
                 if line.endswith("\n"):
                     raise InputError(f"{path}:{number}: is not an event: the file is damaged") from None
     return events
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _revision() -> str | None:
-    """Return the git revision of this code, with a mark when it was changed since; None outside a checkout."""
-    home = Path(testbed.__file__).resolve().parent.parent
-    if not (home / ".git").exists():
-        return None
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from testbed.scenario.expect import Kind, kind_of
+from typing import Literal
 
 NONE = "–"
+
+Kind = Literal["share", "seconds", "bytes", "number", "bool", "text"]
+"""What a figure is measured in."""
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
@@ -39,6 +40,11 @@ def number(value: float | None) -> str:
     if value is None:
         return NONE
     return f"{value:,}" if isinstance(value, int) else _digits(value)
+
+
+def count(value: float) -> str:
+    """Write a large count with a decimal prefix."""
+    return _scaled(value, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))).rstrip()
 
 
 def seconds(value: float | None) -> str:
@@ -95,23 +101,12 @@ def whole_share(value: float) -> str:
     return "<1%" if 0 < value < 0.005 else f"{value * 100:.0f}%"
 
 
-def figure(name: str, value: Any) -> str:
-    """Write a figure of metrics.json as its kind asks for."""
-    if value is None:
-        return NONE
+def of_kind(kind: Kind, value: float | bool | str | None) -> str:
+    """Write a figure of that kind."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
-    try:
-        kind = kind_of(name)
-    except KeyError:
-        kind = "number"
-    return of_kind(kind, value)
-
-
-def of_kind(kind: Kind, value: float | None) -> str:
-    """Write a figure of that kind."""
     writers = {"seconds": seconds, "bytes": size, "share": share}
     return writers.get(kind, number)(value)
 

@@ -1,0 +1,22 @@
+"""Tables on the terminal, all in one style: no frame, a line under the head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+
+def table(*columns: str, bold: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
+    """Return an empty table with these columns; those on the right hold figures, and are never wrapped."""
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", padding=(0, 1), expand=False)
+    for column in columns:
+        made.add_column(
+            column,
+            style="bold" if column in bold else "",
+            justify="right" if column in right else "left",
+            no_wrap=column in right,
+            overflow="fold",
+        )
+    return made

@@ -1,0 +1,57 @@
+"""A finished run as plain facts, and what it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testbed.experiment import Experiment
+from testbed.methods.base import Plan
+from testbed.scenario.expect import Expectation, evaluate
+from testbed.scenario.trial import Trial
+from testbed.trace.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it lies on disk."""
+
+    path: Path
+    trial: Trial
+    plan: Plan
+    outcome: Outcome
+    """Without its weights."""
+    manifest: dict[str, Any]
+    metrics: dict[str, Any]
+
+    @property
+    def experiment(self) -> Experiment:
+        """The same as a runtime needs it."""
+        return self.trial.experiment
+
+    @property
+    def expectations(self) -> list[Expectation]:
+        """What the scenario expects, and whether it came about."""
+        return evaluate(self.trial.scenario.expect, self.metrics)
+
+
+def run_name(trial: Trial) -> str:
+    """Return the name of a run's folder, such as ``quickstart`` or ``quickstart,rate=10mbit,repetition=2``."""
+    short = [key.rpartition(".")[2] for key in trial.point]
+    keys = short if len(set(short)) == len(short) else list(trial.point)
+    parts = [f"{key}={value_text(value)}" for key, value in zip(keys, trial.point.values(), strict=True)]
+    if trial.repetition:
+        parts.append(f"repetition={trial.repetition + 1}")
+    text = ",".join([trial.scenario.name, *parts])
+    return "".join(character if character.isalnum() or character in "=,.-_" else "_" for character in text)[:200]
+
+
+def value_text(value: object) -> str:
+    """Write the value of a swept key; of a mapping such as a method with its options, names and values."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    return " ".join(
+        value_text(inner) if key == "name" else f"{key} {value_text(inner)}" for key, inner in value.items()
+    )
