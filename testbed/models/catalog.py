@@ -11,9 +11,10 @@ from pydantic import Field, ValidationError
 from testbed.errors import InputError
 from testbed.models import imagenet, mobilenet
 from testbed.models import yolov2 as yolo
-from testbed.models.chain import Layer, Model, Shape, chain
-from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
+from testbed.models.chain import Model, chain
+from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU
 from testbed.models.options import Options, Width
+from testbed.models.shapes import Shape
 
 
 class MlpOptions(Options):

@@ -8,58 +8,21 @@ never imports torch; only ``build`` does. All figures are per sample and float32
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from testbed.models.layers import Layer, sequence, shapes
+from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
+from testbed.seeds import derive
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from testbed.models.detection import Detector
     from testbed.models.modules import Segment
 
-Shape = tuple[int, ...]
-"""Without the batch dimension: (channels, height, width) or (features,)."""
-
-Made = tuple[int, Shape]
-"""The output of a unit, by the unit's index and its shape; index `INPUT` is what enters the model."""
-
-INPUT = -1
-BYTES_PER_VALUE = 4
 BACKWARD_OVER_FORWARD = 2.0
 """Backward computes the gradient of the input and of the weights: two products for each one of forward."""
-
-
-class Layer(Protocol):
-    """A plain, frozen description of one layer."""
-
-    def output(self, shape: Shape) -> Shape:
-        """Shape after the layer; raises ValueError when the input does not fit."""
-
-    def parameters(self, shape: Shape) -> int:
-        """Number of trained values."""
-
-    def weights(self, shape: Shape) -> int:
-        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
-
-    def flops(self, shape: Shape) -> float:
-        """Forward floating-point operations for one sample, multiply and add counted as two."""
-
-    def activations(self, shape: Shape) -> int:
-        """Values of all outputs made within the layer for one sample, its own output among them."""
-
-    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module, its initial weights drawn from ``generator`` and nothing else."""
-
-
-def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
-    """Return the shape that enters the first layer, then the one that leaves each; raises ValueError as they do."""
-    found = [shape]
-    for layer in layers:
-        found.append(layer.output(found[-1]))
-    return found
 
 
 @dataclass(frozen=True)
@@ -72,8 +35,6 @@ class Unit:
     """Of what it reads, one after the other along the first axis."""
     reads: tuple[int, ...] = ()
     """The units whose outputs it reads, in this order; empty: the one before it."""
-    bypassing: tuple[Made, ...] = ()
-    """What else crosses a cut right before the unit, in the order of the units: read by later ones, not by this."""
 
     @cached_property
     def _entering(self) -> list[tuple[Layer, Shape]]:
@@ -121,11 +82,6 @@ class Unit:
         return BYTES_PER_VALUE * math.prod(self.input)
 
     @property
-    def cut_bytes(self) -> int:
-        """Bytes of one sample that cross a cut right before the unit."""
-        return self.input_bytes + BYTES_PER_VALUE * sum(math.prod(shape) for _, shape in self.bypassing)
-
-    @property
     def output_bytes(self) -> int:
         """Bytes of one sample leaving the unit."""
         return BYTES_PER_VALUE * math.prod(self.output)
@@ -153,8 +109,6 @@ class Model:
             arriving = _joined([self.made(read) for read in self.reads(index)])
             if unit.input != arriving:
                 raise ValueError(f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives")
-            if unit.bypassing != _bypassing(index, [self.reads(each) for each in range(len(self.units))], self.made):
-                raise ValueError(f"unit '{unit.name}' does not say what bypasses it: make the model with `chain`")
         expected = (self.classes,) if self.detector is None else self.detector.channels(self.classes)
         if self.output[:1] != expected or (self.detector is None and len(self.output) > 1):
             raise ValueError(
@@ -181,10 +135,17 @@ class Model:
 
         Before the first unit that is the model's input, behind the last its output.
         """
-        if cut == len(self.units):
-            return ((cut - 1, self.output),)
-        read = [(index, self.made(index)) for index in self.reads(cut)]
-        return tuple(sorted([*read, *self.units[cut].bypassing]))
+        return self._crossing[cut]
+
+    @cached_property
+    def _crossing(self) -> tuple[tuple[Made, ...], ...]:
+        """By cut: what was made before it and is read behind it."""
+        found: list[tuple[Made, ...]] = [((len(self.units) - 1, self.output),)]
+        later: set[int] = set()
+        for index in reversed(range(len(self.units))):
+            later = {read for read in later if read < index} | {*self.reads(index)}
+            found.append(tuple((read, self.made(read)) for read in sorted(later)))
+        return tuple(reversed(found))
 
     def cut_bytes(self, cut: int) -> int:
         """Return the bytes of one sample that cross the cut before unit ``cut``."""
@@ -221,8 +182,7 @@ class Model:
         """
         import torch
 
-        from testbed.models.modules import Segment, sequence
-        from testbed.seeds import derive
+        from testbed.models.modules import Segment
 
         if not 0 <= first <= last <= len(self.units):
             raise ValueError(f"{self.name} has units 0 to {len(self.units)}, not {first} to {last}")
@@ -242,12 +202,6 @@ def _joined(parts: Sequence[Shape]) -> Shape:
     return (sum(part[0] for part in parts), *parts[0][1:])
 
 
-def _bypassing(index: int, reads: Sequence[Sequence[int]], made: Callable[[int], Shape]) -> tuple[Made, ...]:
-    """Return what was made before unit ``index`` and is read by later ones, but not by it."""
-    later = {read for each in reads[index + 1 :] for read in each if read < index}
-    return tuple((each, made(each)) for each in sorted(later - set(reads[index])))
-
-
 def chain(
     name: str,
     shape: Shape,
@@ -265,12 +219,10 @@ def chain(
     for index, wanted in routes.items():
         if not wanted or len(set(wanted)) < len(wanted) or not all(INPUT <= read < index for read in wanted):
             raise ValueError(f"unit {index} reads {wanted}: name different units before it")
-    reads = [routes.get(index, (index - 1,)) for index in range(len(layers))]
     made = {INPUT: tuple(shape)}
     units: list[Unit] = []
     for index, (unit_name, run) in enumerate(layers):
-        entering = _joined([made[read] for read in reads[index]])
-        bypassing = _bypassing(index, reads, made.__getitem__)
-        units.append(Unit(unit_name, tuple(run), entering, routes.get(index, ()), bypassing))
+        entering = _joined([made[read] for read in routes.get(index, (index - 1,))])
+        units.append(Unit(unit_name, tuple(run), entering, routes.get(index, ())))
         made[index] = units[-1].output
     return Model(name, made[INPUT], classes, tuple(units), detector)

@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.errors import InputError
-from testbed.models.chain import BYTES_PER_VALUE, Model
+from testbed.models.chain import Model
 from testbed.models.layers import Conv2d, LeakyReLU, Linear
+from testbed.models.shapes import BYTES_PER_VALUE
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from testbed.models.chain import Layer, Model, Shape, chain
-from testbed.models.layers import Conv2d, Flatten, Linear, MaxPool2d, ReLU
+from testbed.models.chain import Model, chain
+from testbed.models.layers import Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU
 from testbed.models.options import Options, Width
+from testbed.models.shapes import Shape
 
 CLASSES = 1000
 """Of ImageNet: for data without labels."""

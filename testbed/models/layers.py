@@ -8,14 +8,53 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from testbed.models.chain import Layer, Shape, shapes
+from testbed.models.shapes import Shape
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+class Layer(Protocol):
+    """A plain, frozen description of one layer."""
+
+    def output(self, shape: Shape) -> Shape:
+        """Shape after the layer; raises ValueError when the input does not fit."""
+
+    def parameters(self, shape: Shape) -> int:
+        """Number of trained values."""
+
+    def weights(self, shape: Shape) -> int:
+        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
+
+    def flops(self, shape: Shape) -> float:
+        """Forward floating-point operations for one sample, multiply and add counted as two."""
+
+    def activations(self, shape: Shape) -> int:
+        """Values of all outputs made within the layer for one sample, its own output among them."""
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module, its initial weights drawn from ``generator`` and nothing else."""
+
+
+def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
+    """Return the shape that enters the first layer, then the one that leaves each; raises ValueError as they do."""
+    found = [shape]
+    for layer in layers:
+        found.append(layer.output(found[-1]))
+    return found
+
+
+def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:
+    """Build layers one after the other, their weights drawn in that order."""
+    from torch import nn
+
+    entering = shapes(layers, shape)[:-1]
+    return nn.Sequential(*(layer.build(size, generator) for layer, size in zip(layers, entering, strict=True)))
 
 
 def _image(shape: Shape, layer: str) -> tuple[int, int, int]:
@@ -127,9 +166,9 @@ class Reorganise(Plain):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from testbed.models import modules
+        from testbed.models.modules import DarknetReorganise
 
-        return modules.Reorganise(self.stride)
+        return DarknetReorganise(self.stride)
 
 
 @dataclass(frozen=True)
@@ -354,7 +393,7 @@ class Residual:
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module, with children ``block`` and ``shortcut``."""
-        from testbed.models.modules import Sum, sequence
+        from testbed.models.modules import Sum
 
         self.output(shape)
         block, shortcut = (sequence(path, shape, generator) for path in (self.block, self.shortcut))

@@ -11,9 +11,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.models.chain import Layer, Model, Shape, chain
-from testbed.models.layers import BatchNorm2d, Conv2d, Dropout, GlobalAveragePool2d, Linear, ReLU, Residual
+from testbed.models.chain import Model, chain
+from testbed.models.layers import BatchNorm2d, Conv2d, Dropout, GlobalAveragePool2d, Layer, Linear, ReLU, Residual
 from testbed.models.options import Options
+from testbed.models.shapes import Shape
 
 GROUPS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 """(expansion, channels, blocks, stride of the first block): the paper's t, c, n and s."""

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from testbed.models.chain import Layer, Made, Shape, shapes
+from testbed.models.shapes import Made
 
 
 class Sum(nn.Sequential):
@@ -25,7 +25,7 @@ class Sum(nn.Sequential):
         return total
 
 
-class Reorganise(nn.Module):
+class DarknetReorganise(nn.Module):
     """Darknet's reorganisation: (C, H, W) to (C s^2, H/s, W/s).
 
     Darknet reads the C channels as C/s^2 images of s times the height and width, takes every s-th pixel of those, and
@@ -92,9 +92,3 @@ class ChannelMean(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Module
         """Map (samples, channels, height, width) to (samples, channels)."""
         return input.mean((2, 3))
-
-
-def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:
-    """Build layers one after the other, their weights drawn in that order."""
-    entering = shapes(layers, shape)[:-1]
-    return nn.Sequential(*(layer.build(size, generator) for layer, size in zip(layers, entering, strict=True)))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from testbed.models.chain import Layer, Model, Shape, chain
+from testbed.models.chain import Model, chain
 from testbed.models.detection import Detector
-from testbed.models.layers import Conv2d, LeakyReLU, MaxPool2d, Reorganise
+from testbed.models.layers import Conv2d, Layer, LeakyReLU, MaxPool2d, Reorganise
 from testbed.models.options import Options
+from testbed.models.shapes import Shape
 
 CLASSES = 80
 """Of COCO: for data without labels."""

@@ -77,9 +77,8 @@ class Asynchronous(Chain):
         stages = len(self.devices)
         samples = in_flight(stages, stage, self.window) * self.batch_size
         versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
-        return asynchronous_bytes(self.units[first:last], samples, versions, self.momentum) + self.extra(
-            stage, first, last
-        )
+        own = asynchronous_bytes(self.model, range(first, last), samples, versions, self.momentum)
+        return own + self.extra(stage, first, last)
 
     def _with_batch(self, batch_size: int) -> Chain:
         return replace(self, batch_size=batch_size)

@@ -15,24 +15,23 @@ whose gradient is being computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from testbed.models.chain import Unit
+from testbed.models.chain import Model
 
 
-def training_bytes(units: Sequence[Unit], samples: int, momentum: bool) -> float:
-    """Return the bytes a training stage needs with so many samples in flight."""
-    return asynchronous_bytes(units, samples, 1, momentum)
+def training_bytes(model: Model, units: range, samples: int, momentum: bool) -> float:
+    """Return the bytes that a training stage of these units needs with ``samples`` samples in flight."""
+    return asynchronous_bytes(model, units, samples, 1, momentum)
 
 
-def asynchronous_bytes(units: Sequence[Unit], samples: int, versions: int, momentum: bool) -> float:
-    """Return the bytes a stage needs that keeps so many samples in flight and so many versions of its weights."""
+def asynchronous_bytes(model: Model, units: range, samples: int, versions: int, momentum: bool) -> float:
+    """Return the bytes that a stage needs with ``samples`` samples in flight and ``versions`` of its weights."""
     copies = versions + (2 if momentum else 1)
-    kept = sum(unit.activation_bytes for unit in units) + (units[0].cut_bytes if units else 0)
-    return float(copies * sum(unit.weight_bytes for unit in units) + samples * kept)
+    kept = sum(model.units[index].activation_bytes for index in units)
+    entering = model.cut_bytes(units.start) if units else 0
+    return float(copies * sum(model.units[index].weight_bytes for index in units) + samples * (kept + entering))
 
 
-def inference_bytes(units: Sequence[Unit], samples: int) -> float:
-    """Return the bytes an inference stage needs with so many samples at once."""
-    widest = max((unit.cut_bytes + unit.activation_bytes for unit in units), default=0)
-    return float(sum(unit.weight_bytes for unit in units) + samples * widest)
+def inference_bytes(model: Model, units: range, samples: int) -> float:
+    """Return the bytes that an inference stage of these units needs with ``samples`` samples at once."""
+    widest = max((model.cut_bytes(index) + model.units[index].activation_bytes for index in units), default=0)
+    return float(sum(model.units[index].weight_bytes for index in units) + samples * widest)

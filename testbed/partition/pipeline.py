@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from testbed.data.batches import micro_batches
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.models.chain import Unit
+from testbed.models.chain import Model, Unit
 from testbed.network.link import Link, Pair
 from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
@@ -30,7 +30,7 @@ from testbed.wire import size_around
 class Chain:
     """The units of a model over devices in a row, one stage each; what a batch meets on its way."""
 
-    units: tuple[Unit, ...]
+    model: Model
     devices: tuple[DeviceSpec, ...]
     """In the order of the stages."""
     links: Mapping[Pair, Link]
@@ -46,6 +46,11 @@ class Chain:
                         f"{pair[1]}: add one, or list the devices in the order in which they are linked",
                         ("network", "topology"),
                     )
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What is divided."""
+        return self.model.units
 
     @cached_property
     def _forward(self) -> list[float]:
@@ -70,11 +75,11 @@ class Chain:
     def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
         """Return the seconds a link is busy with what crosses a cut, and its delay; activation and gradient alike."""
         link = self.links[self.devices[source].name, self.devices[target].name]
-        return link.transmission_time(size_around(samples * self.units[cut].cut_bytes)), link.delay
+        return link.transmission_time(size_around(samples * self.model.cut_bytes(cut))), link.delay
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
-        return inference_bytes(self.units[first:last], self.batch_size)
+        return inference_bytes(self.model, range(first, last), self.batch_size)
 
     @cached_property
     def _memory(self) -> Callable[[int, int, int], float]:
@@ -239,10 +244,11 @@ class Pipeline(Chain):
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
-        units, samples = self.units[first:last], self._in_flight[stage]
+        units, samples = range(first, last), self._in_flight[stage]
         if self._recomputes(stage):
-            return training_bytes(units, self._sizes[0], self.momentum) + units[0].input_bytes * samples
-        return training_bytes(units, samples, self.momentum)
+            inputs = self.units[first].input_bytes * samples
+            return training_bytes(self.model, units, self._sizes[0], self.momentum) + inputs
+        return training_bytes(self.model, units, samples, self.momentum)
 
     def _recomputes(self, stage: int) -> bool:
         return self.recompute and stage + 1 < len(self.devices)

@@ -15,7 +15,7 @@ from testbed.errors import InputError
 from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
 from testbed.models import create
-from testbed.models.chain import Unit
+from testbed.models.chain import Model, chain
 from testbed.models.layers import Linear
 from testbed.network.link import Link
 from testbed.partition import Chain, Pipeline
@@ -39,10 +39,15 @@ def mesh(found: tuple[DeviceSpec, ...], link: Link) -> dict[tuple[str, str], Lin
     return {(one.name, other.name): link for one in found for other in found if one != other}
 
 
+def linear(*sizes: int, bias: bool = True) -> Model:
+    """Make a model of fully connected units; ``sizes`` are those of the input and of each one's output."""
+    return chain("linear", sizes[:1], sizes[-1], [(f"u{n}", [Linear(size, bias)]) for n, size in enumerate(sizes[1:])])
+
+
 def pipeline(*speeds: float, link: Link | None = None, memory: float = 1e9, **other: Any) -> Pipeline:
     row = devices(*speeds, memory=memory)
     settings: dict[str, Any] = {
-        "units": CNN.units,
+        "model": CNN,
         "batch_size": 16,
         "micro_batches": 4,
         "schedule": SCHEDULES["1f1b"],
@@ -101,8 +106,7 @@ def test_the_dynamic_programs_equal_brute_force(case: tuple[int, int, Costs, Cos
 @st.composite
 def random_pipelines(draw: st.DrawFn) -> Pipeline:
     sizes = draw(st.lists(st.integers(1, 40), min_size=2, max_size=6))
-    units = tuple(Unit(f"u{index}", (Linear(out),), (into,)) for index, (into, out) in enumerate(pairwise(sizes)))
-    count = draw(st.integers(1, len(units)))
+    count = draw(st.integers(1, len(sizes) - 1))
     speeds = draw(st.lists(st.sampled_from([1e3, 3e3, 1e4]), min_size=count, max_size=count))
     row = tuple(
         DeviceSpec(f"d{index}", speed, draw(st.sampled_from([3e3, 1e4, 1e9]))) for index, speed in enumerate(speeds)
@@ -113,7 +117,7 @@ def random_pipelines(draw: st.DrawFn) -> Pipeline:
     }
     batch = draw(st.integers(1, 9))
     schedule = SCHEDULES[draw(st.sampled_from(sorted(SCHEDULES)))]
-    return Pipeline(units, row, links, batch, draw(st.integers(1, batch)), schedule, draw(st.booleans()))
+    return Pipeline(linear(*sizes), row, links, batch, draw(st.integers(1, batch)), schedule, draw(st.booleans()))
 
 
 @given(random_pipelines())
@@ -156,28 +160,27 @@ def test_even_cuts_differ_by_one_unit_at_most() -> None:
 
 def test_even_against_optimal_on_speeds_1_1_tenth_nears_seven() -> None:
     # A finely divisible chain without communication: a third on the slow device takes 10/3 against 1/2.1.
-    units = tuple(Unit(f"u{index}", (Linear(8),), (8,)) for index in range(210))
-    found = pipeline(10.0, 10.0, 1.0, units=units)
+    found = pipeline(10.0, 10.0, 1.0, model=linear(*[8] * 211))
     ratio = found.bottleneck(found.even()) / found.bottleneck(found.least_bottleneck())
     assert found.least_bottleneck() == (0, 100, 200, 210)
     assert ratio == pytest.approx(7.0)
 
 
 def test_training_memory_is_weights_gradients_momentum_and_what_is_in_flight() -> None:
-    units = CNN.units[3:5]
+    units, within = CNN.units[3:5], range(3, 5)
     parameters = sum(unit.parameters for unit in units)
     kept = units[0].input_bytes + sum(unit.activation_bytes for unit in units)
-    assert training_bytes(units, 7, momentum=True) == 12 * parameters + 7 * kept
-    assert training_bytes(units, 7, momentum=False) == 8 * parameters + 7 * kept
-    assert training_bytes((), 7, momentum=True) == 0
-    assert inference_bytes(units, 7) == 4 * parameters + 7 * (units[0].input_bytes + units[0].activation_bytes)
+    assert training_bytes(CNN, within, 7, momentum=True) == 12 * parameters + 7 * kept
+    assert training_bytes(CNN, within, 7, momentum=False) == 8 * parameters + 7 * kept
+    assert training_bytes(CNN, range(0), 7, momentum=True) == 0
+    assert inference_bytes(CNN, within, 7) == 4 * parameters + 7 * (units[0].input_bytes + units[0].activation_bytes)
 
 
 def test_memory_counts_the_micro_batches_that_the_schedule_keeps() -> None:
     # 10 samples in 4 micro-batches are 3, 3, 2, 2; of three stages the first keeps three of them under 1F1B.
     kept = {
         name: [
-            (found.memory(stage, 2, 3) - training_bytes(CNN.units[2:3], 0, momentum=False))
+            (found.memory(stage, 2, 3) - training_bytes(CNN, range(2, 3), 0, momentum=False))
             / (CNN.units[2].input_bytes + CNN.units[2].activation_bytes)
             for stage in range(3)
         ]
@@ -194,8 +197,7 @@ def test_step_time_of_one_device_is_its_work() -> None:
 
 
 def test_step_time_of_even_stages_is_the_pipelines_formula() -> None:
-    units = tuple(Unit(f"u{index}", (Linear(10, bias=False),), (10,)) for index in range(3))
-    found = pipeline(100.0, 100.0, 100.0, units=units, update_flops=0.0)
+    found = pipeline(100.0, 100.0, 100.0, model=linear(10, 10, 10, 10, bias=False), update_flops=0.0)
     forward = 4 * 200 / 100.0
     for name, slots in {"gpipe": 4 + 2, "1f1b": 4 + 2, "model-parallelism": 4 * 3}.items():
         assert replace(found, schedule=SCHEDULES[name]).step_time((0, 1, 2, 3)) == pytest.approx(3 * forward * slots)
@@ -252,7 +254,7 @@ def test_a_plan_that_does_not_fit_says_what_would() -> None:
 
 def test_even_cuts_that_do_not_fit_point_to_the_optimal_ones() -> None:
     row = (DeviceSpec("small", 1e6, 200e3), DeviceSpec("large", 1e6, 1e9))
-    found = Chain(CNN.units, row, mesh(row, Link()), 8)
+    found = Chain(CNN, row, mesh(row, Link()), 8)
     with pytest.raises(
         InputError, match=r"small has 200.0 kB .* \(conv1 to conv3\) needs .*: an optimal partition would fit"
     ):
@@ -268,7 +270,7 @@ def test_nothing_fits() -> None:
 def test_stages_that_are_not_linked_or_have_no_unit() -> None:
     row = devices(1.0, 1.0)
     with pytest.raises(InputError, match="no link leads from d1 to d0"):
-        Chain(CNN.units, row, {("d0", "d1"): Link()}, 1)
+        Chain(CNN, row, {("d0", "d1"): Link()}, 1)
     with pytest.raises(InputError, match="7 stages, but the model has 6 units"):
         pipeline(*[1.0] * 7)
     with pytest.raises(InputError, match="a batch of 16 cannot be cut into 17 micro-batches: use 1 to 16"):

@@ -15,7 +15,7 @@ from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
 from testbed.methods.parts.aggregation import mean
 from testbed.models import create
-from testbed.models.chain import Unit
+from testbed.models.chain import Model, chain
 from testbed.models.layers import Linear
 from testbed.network.link import Link
 from testbed.partition.asynchronous import Asynchronous, Profile, capacities, divisible_limit, measured
@@ -34,12 +34,17 @@ def row(*speeds: float, memory: float = 64e9) -> tuple[DeviceSpec, ...]:
     return tuple(DeviceSpec(f"d{index}", 1e9 * speed, memory) for index, speed in enumerate(speeds))
 
 
-def chain(units: tuple[Unit, ...], speeds: tuple[float, ...], rate: float | None = None, **other: Any) -> Asynchronous:
+def linear(*sizes: int, bias: bool = True) -> Model:
+    """Make a model of fully connected units; ``sizes`` are those of the input and of each one's output."""
+    return chain("linear", sizes[:1], sizes[-1], [(f"u{n}", [Linear(size, bias)]) for n, size in enumerate(sizes[1:])])
+
+
+def row_of(model: Model, speeds: tuple[float, ...], rate: float | None = None, **other: Any) -> Asynchronous:
     devices = row(*speeds, memory=other.pop("memory", 64e9))
     batch = other.pop("batch_size", 256)
     links = {(one.name, two.name): Link(rate) for one in devices for two in devices if one != two}
-    profile = Profile.by_formula(units, batch, devices[0].speed, update_flops=6)
-    return Asynchronous(units, devices, links, batch, profile, capacities(devices), momentum=True, **other)
+    profile = Profile.by_formula(model.units, batch, devices[0].speed, update_flops=6)
+    return Asynchronous(model, devices, links, batch, profile, capacities(devices), momentum=True, **other)
 
 
 def all_cuts(units: int, stages: int) -> list[Cuts]:
@@ -49,15 +54,15 @@ def all_cuts(units: int, stages: int) -> list[Cuts]:
 @st.composite
 def random_chains(draw: st.DrawFn) -> Asynchronous:
     sizes = draw(st.lists(st.integers(1, 40), min_size=2, max_size=7))
-    units = tuple(Unit(f"u{index}", (Linear(out),), (into,)) for index, (into, out) in enumerate(pairwise(sizes)))
-    count = draw(st.integers(1, min(len(units), 4)))
+    units = len(sizes) - 1
+    count = draw(st.integers(1, min(units, 4)))
     devices = tuple(DeviceSpec(f"d{stage}", 1e6, draw(st.sampled_from([5e3, 2e4, 1e9]))) for stage in range(count))
     rates = st.sampled_from([1e4, 1e5, math.inf])
     links = measured({(one.name, two.name): draw(rates) for one in devices for two in devices if one != two})
     time = st.floats(0.01, 1.0)
-    profile = Profile(*(tuple(draw(time) for _ in units) for _ in range(3)))
+    profile = Profile(*(tuple(draw(time) for _ in range(units)) for _ in range(3)))
     scale = (1.0, *(draw(st.sampled_from([0.5, 1.0, 3.0, 10.0])) for _ in range(count - 1)))
-    return Asynchronous(units, devices, links, 4, profile, scale, half_duplex=draw(st.booleans()))
+    return Asynchronous(linear(*sizes), devices, links, 4, profile, scale, half_duplex=draw(st.booleans()))
 
 
 def recursion(found: Asynchronous) -> float:
@@ -113,7 +118,7 @@ def test_the_partition_is_that_of_the_papers_recursion_and_of_brute_force(found:
 
 
 def test_the_factor_2_is_for_links_that_carry_one_way_at_a_time() -> None:
-    shared, two_way = (chain(MOBILENET.units, PAPER, 1e4, half_duplex=half) for half in (True, False))
+    shared, two_way = (row_of(MOBILENET, PAPER, 1e4, half_duplex=half) for half in (True, False))
     cuts = (0, 5, 10, 20)
     seconds = 8 * wire_bytes(256 * MOBILENET.units[5].input_bytes + ENVELOPE) / 1e4
     assert two_way.bottleneck_costs.boundary(0, 5) == pytest.approx(seconds)
@@ -125,7 +130,7 @@ def test_seven_times_is_the_limit_of_a_finely_divisible_chain() -> None:
     assert divisible_limit(PAPER) == pytest.approx(7.0)
     assert divisible_limit((1, 1, 1)) == 1
     # Speeds add up to 2.1, so 42 equal units of next to no weights divide as finely as these devices need.
-    fine = tuple(Unit(f"u{index}", (Linear(4, bias=False),), (4,)) for index in range(42))
+    fine = linear(*[4] * 43, bias=False)
     devices = row(*PAPER)
     links = {(one.name, two.name): Link() for one in devices for two in devices if one != two}
     profile = Profile((0.1,) * 42, (0.2,) * 42, (0.0,) * 42)
@@ -147,21 +152,21 @@ def test_what_the_units_of_mobilenet_permit(
     shape: tuple[int, ...], width: float, speeds: tuple[float, ...], even: Cuts, optimal: Cuts, ratio: float
 ) -> None:
     """More than 7.0 where the even partition is not balanced itself."""
-    found = chain(create("mobilenetv2", {"width": width}, shape, 10).units, speeds).without_links()
+    found = row_of(create("mobilenetv2", {"width": width}, shape, 10), speeds).without_links()
     assert (found.homogeneous(), found.least_bottleneck()) == (even, optimal)
     assert found.slowest_stage(even) / found.slowest_stage(optimal) == pytest.approx(ratio, abs=0.01)
     assert found.batch_time(even) / found.batch_time(optimal) == pytest.approx(ratio, abs=0.01)
 
 
 def test_links_move_the_cut_to_where_less_crosses() -> None:
-    fast, slow = chain(MOBILENET.units, (1, 1)), chain(MOBILENET.units, (1, 1), rate=5e5)
+    fast, slow = row_of(MOBILENET, (1, 1)), row_of(MOBILENET, (1, 1), rate=5e5)
     at = {name: found.least_bottleneck()[1] for name, found in (("fast", fast), ("slow", slow))}
     assert MOBILENET.units[at["slow"]].input_bytes < MOBILENET.units[at["fast"]].input_bytes
     assert slow.bottleneck(slow.least_bottleneck()) < slow.bottleneck(fast.least_bottleneck())
 
 
 def test_what_does_not_fit_goes_elsewhere_or_is_refused() -> None:
-    roomy = chain(MOBILENET.units, PAPER, batch_size=8)
+    roomy = row_of(MOBILENET, PAPER, batch_size=8)
     cuts = roomy.least_bottleneck()
     need = max(roomy.memory(stage, *ends) for stage, ends in enumerate(pairwise(cuts)))
     tight = replace(roomy, devices=row(*PAPER, memory=need * 0.95))
@@ -174,7 +179,7 @@ def test_what_does_not_fit_goes_elsewhere_or_is_refused() -> None:
 
 
 def test_a_wrong_number_of_figures_is_refused() -> None:
-    found = chain(MOBILENET.units, PAPER)
+    found = row_of(MOBILENET, PAPER)
     with pytest.raises(ValueError, match="3 devices need as many capacities"):
         replace(found, capacities=(1.0, 2.0))
     with pytest.raises(ValueError, match="20 units, but a profile of 1"):
@@ -182,7 +187,7 @@ def test_a_wrong_number_of_figures_is_refused() -> None:
 
 
 def test_memory_counts_versions_and_batches_in_flight() -> None:
-    found = chain(MOBILENET.units, (1, 1, 1), batch_size=8)
+    found = row_of(MOBILENET, (1, 1, 1), batch_size=8)
     part = MOBILENET.units[4:9]
     weights = sum(unit.weight_bytes for unit in part)
     activations = sum(unit.activation_bytes for unit in part) + part[0].input_bytes
@@ -190,11 +195,11 @@ def test_memory_counts_versions_and_batches_in_flight() -> None:
         flying = (3 - stage) * 8 * activations
         assert found.memory(stage, 4, 9) == (3 + 2) * weights + flying
         assert replace(found, vertical_sync=False).memory(stage, 4, 9) == (3 - stage + 2) * weights + flying
-    assert asynchronous_bytes(part, 16, 1, momentum=True) == training_bytes(part, 16, momentum=True)
+    assert asynchronous_bytes(MOBILENET, range(4, 9), 16, 1, True) == training_bytes(MOBILENET, range(4, 9), 16, True)
 
 
 def test_the_order_is_1f1b_and_one_batch_at_a_time_where_the_window_is_one() -> None:
-    found = chain(MOBILENET.units, (1, 1, 1))
+    found = row_of(MOBILENET, (1, 1, 1))
     cuts = found.least_bottleneck()
     played: list[list[Action]] = [[], [], []]
     for slot in found.timeline(cuts, 7):

@@ -20,8 +20,8 @@ from testbed.methods.distributed.partition.plan import Range, Tile
 from testbed.methods.distributed.partition.slices import Slice
 from testbed.methods.distributed.partition.tiles import padding
 from testbed.methods.distributed.weights import NORMALISATION
-from testbed.models.chain import Model, shapes
-from testbed.models.layers import AveragePool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d
+from testbed.models.chain import Model
+from testbed.models.layers import AveragePool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, shapes
 
 Weights = Mapping[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from testbed.methods.distributed.partition.planning import plan as planned
 from testbed.methods.distributed.partition.resources import multiplications, parameters
 from testbed.methods.distributed.partition.timing import interval, phases
 from testbed.methods.distributed.partition.traffic import transfers
-from testbed.models.chain import BYTES_PER_VALUE
+from testbed.models.shapes import BYTES_PER_VALUE
 
 
 def plan(method: str, problem: Problem[DistributedOptions]) -> Plan:

@@ -10,7 +10,7 @@ from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.partition.flow import Origin
 from testbed.methods.distributed.partition.pieces import common
 from testbed.methods.distributed.partition.plan import Range, Region
-from testbed.models.chain import Shape
+from testbed.models.shapes import Shape
 
 if TYPE_CHECKING:
     import torch

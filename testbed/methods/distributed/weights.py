@@ -10,8 +10,8 @@ from testbed.methods.distributed.partition.flow import Flow
 from testbed.methods.distributed.partition.network import Layer
 from testbed.methods.distributed.partition.plan import Range
 from testbed.methods.distributed.partition.slices import Slice, slices
-from testbed.models.chain import Model, shapes
-from testbed.models.layers import BatchNorm2d, Conv2d, Linear, bound
+from testbed.models.chain import Model
+from testbed.models.layers import BatchNorm2d, Conv2d, Linear, bound, shapes
 from testbed.seeds import derive
 
 if TYPE_CHECKING:

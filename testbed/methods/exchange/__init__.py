@@ -5,7 +5,7 @@ from __future__ import annotations
 from testbed.device import Device
 from testbed.errors import InputError
 from testbed.methods.base import Assignment, Job, Method, Options, Plan, Problem
-from testbed.models.chain import BYTES_PER_VALUE
+from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.quantities import Size
 from testbed.wire import Message
 

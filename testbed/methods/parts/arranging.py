@@ -72,7 +72,7 @@ def pipeline_over(
         return points * costs.state_bytes(units[0 if chain else start : end], workload.optimizer)
 
     return Asynchronous(
-        units=units,
+        model=problem.model,
         devices=tuple(problem.device(name) for name in names),
         links=problem.links,
         batch_size=workload.batch_size,

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.models.chain import BYTES_PER_VALUE, Unit
+from testbed.models.chain import Unit
+from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.workload import OptimizerPart
 
 

@@ -51,7 +51,7 @@ def stages_over(problem: Problem[PipelineOptions], there: Collection[str]) -> tu
 def _cut(problem: Problem[PipelineOptions], devices: Sequence[DeviceSpec]) -> tuple[LedPipeline, Cuts]:
     options, workload, units = problem.options, problem.workload, problem.model.units
     pipeline = LedPipeline(
-        units=units,
+        model=problem.model,
         devices=tuple(devices),
         links=problem.links,
         batch_size=workload.batch_size,

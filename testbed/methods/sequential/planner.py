@@ -68,6 +68,6 @@ def stages_over(problem: Problem[SequentialOptions], there: Collection[str]) -> 
 
 
 def _cut(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:
-    chain = InferenceChain(problem.model.units, tuple(devices), problem.links, problem.workload.batch_size)
+    chain = InferenceChain(problem.model, tuple(devices), problem.links, problem.workload.batch_size)
     cut = {"even": chain.even, "latency": chain.least_latency, "bottleneck": chain.least_bottleneck}
     return chain, cut[problem.options.partition]()

@@ -42,16 +42,17 @@ class Single(Method[SingleOptions]):
         chosen = problem.options.device or names[0]
         if chosen not in names:
             raise InputError(f"there is no device '{chosen}'; choose one of {', '.join(names)}", ("method", "device"))
-        device, workload, units = problem.device(chosen), problem.workload, problem.model.units
+        device, workload, model = problem.device(chosen), problem.workload, problem.model
+        units = model.units
         if workload.task == "train":
-            memory = training_bytes(units, workload.batch_size, workload.optimizer.momentum > 0)
+            memory = training_bytes(model, range(len(units)), workload.batch_size, workload.optimizer.momentum > 0)
             work = [
                 costs.forward(units, workload.batch_size),
                 costs.backward(units, workload.batch_size),
                 costs.update(units, workload.optimizer),
             ]
         else:
-            memory = inference_bytes(units, workload.batch_size)
+            memory = inference_bytes(model, range(len(units)), workload.batch_size)
             work = [costs.forward(units, workload.batch_size)]
         costs.check_memory(device, memory)
         return Plan(

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from testbed.methods.distributed.partition.network import Layer, Network, Place
-from testbed.models import chain
-from testbed.models.chain import Model, Shape, Unit
+from testbed.models import layers
+from testbed.models.chain import Model, Unit
 from testbed.models.layers import (
     AveragePool2d,
     BatchNorm2d,
@@ -21,6 +21,7 @@ from testbed.models.layers import (
     ReLU,
     Reorganise,
 )
+from testbed.models.shapes import INPUT, Shape
 
 _ELEMENTWISE = (ReLU, LeakyReLU, Dropout, BatchNorm2d)
 _NORMALISATION = 4
@@ -34,7 +35,7 @@ def network_of(model: Model) -> Network:
     several others begins with a route, and one without layers is one.
     """
     found: list[Layer] = []
-    made: dict[int, int] = {chain.INPUT: -1}
+    made: dict[int, int] = {INPUT: -1}
     for index, unit in enumerate(model.units):
         sources = tuple(made[read] for read in model.reads(index))
         found += _described(index, unit, sources, len(found), found[sources[0]].output if sources[0] >= 0 else None)
@@ -84,7 +85,7 @@ def _described(index: int, unit: Unit, sources: tuple[int, ...], first: int, arr
     yield from row.layers
 
 
-def _plain(layer: chain.Layer, shape: Shape, place: Place) -> Layer:
+def _plain(layer: layers.Layer, shape: Shape, place: Place) -> Layer:
     """Describe one layer that stands by itself; its name and sources are filled in by the row."""
     if isinstance(layer, Linear):
         weights = layer.weights((math.prod(shape),))

@@ -21,7 +21,7 @@ from testbed.methods.distributed.partition.plan import Tiling
 from testbed.methods.distributed.partition.resources import divided_weights
 from testbed.methods.distributed.partition.shares import proportional
 from testbed.methods.distributed.partition.tiles import best_tiling, tile
-from testbed.models.chain import BYTES_PER_VALUE
+from testbed.models.shapes import BYTES_PER_VALUE
 
 Name = Literal["single", "sequential", "lop", "lip", "fuse", "optimal"]
 NAMES: tuple[Name, ...] = ("single", "sequential", "lop", "lip", "fuse", "optimal")

@@ -18,7 +18,7 @@ from testbed.methods.distributed.partition.pieces import Pieces, both, common, h
 from testbed.methods.distributed.partition.plan import DistributedPlan, Range, Tile
 from testbed.methods.distributed.partition.roles import IDLE, Role, Way, by_chunks, is_alias, pixels, roles_of
 from testbed.methods.distributed.partition.shares import evenly
-from testbed.models.chain import BYTES_PER_VALUE
+from testbed.models.shapes import BYTES_PER_VALUE
 
 Homes = Mapping[int, tuple[Range, ...]]
 

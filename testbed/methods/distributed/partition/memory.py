@@ -13,7 +13,7 @@ from testbed.methods.distributed.partition.pieces import common, size
 from testbed.methods.distributed.partition.plan import Range, Tile
 from testbed.methods.distributed.partition.resources import parameters
 from testbed.methods.distributed.partition.roles import by_chunks, pixels
-from testbed.models.chain import BYTES_PER_VALUE
+from testbed.models.shapes import BYTES_PER_VALUE
 
 
 def memory(flow: Flow) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from testbed.models.chain import Shape
+from testbed.models.shapes import Shape
 
 Kind = Literal["fc", "conv", "pool", "route", "reorg", "other"]
 """``route`` concatenates the channels of its sources, ``reorg`` moves pixels into channels. ``other`` is whatever a

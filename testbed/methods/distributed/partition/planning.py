@@ -10,7 +10,7 @@ from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.partition.drafts import Name, Wish, draft
 from testbed.methods.distributed.partition.network import Network
 from testbed.methods.distributed.partition.plan import DistributedPlan
-from testbed.models.chain import BYTES_PER_VALUE
+from testbed.models.shapes import BYTES_PER_VALUE
 
 _PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)
 """Numbers of devices that are tried in the search for one that would do."""

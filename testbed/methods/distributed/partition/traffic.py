@@ -12,7 +12,7 @@ from testbed.methods.distributed.partition.network import IMAGE
 from testbed.methods.distributed.partition.pieces import Pieces, common
 from testbed.methods.distributed.partition.plan import Range
 from testbed.methods.distributed.partition.roles import pixels
-from testbed.models.chain import BYTES_PER_VALUE
+from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.wire import size_around
 
 
