@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from testbed.errors import InputError
-from testbed.models import imagenet, mobilenet
+from testbed.models import imagenet, mobilenet, resnet
 from testbed.models import yolov2 as yolo
 from testbed.models.chain import Model, chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU
@@ -124,6 +124,12 @@ CATALOG: dict[str, Entry] = {
             "MobileNetV2, 2.2 million parameters for 10 classes; a unit for each block, a stem for small images",
             mobilenet.MobileNetV2Options,
             mobilenet.mobilenetv2,
+        ),
+        Entry(
+            "resnet18",
+            "ResNet18 for small images, 11 million parameters, as in PipeLearn's Table II; a unit for each block",
+            resnet.Resnet18Options,
+            resnet.resnet18,
         ),
     )
 }

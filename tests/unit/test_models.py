@@ -44,6 +44,7 @@ MODELS = [
     create("vgg5", {}, (3, 32, 32), 10),
     create("vgg5", {"batch_norm": False}, (1, 28, 28), 10),
     create("mobilenetv2", {"width": 0.35, "dropout": 0}, (1, 8, 8), 10),
+    create("resnet18", {"batch_norm": False}, (1, 8, 8), 10),
     RESIDUAL,
 ]
 every_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.name}-{model.input}")
@@ -191,6 +192,20 @@ def test_mobilenetv2_has_a_stem_for_small_images(shape: tuple[int, ...], pixels:
     assert model.units[17].output == (320, pixels, pixels)
     assert model.parameters == 2_223_872 + 10 * 1281 - (3 - shape[0]) * 9 * 32
     assert sum(isinstance(unit.layers[0], Residual) for unit in model.units) == 10
+
+
+def test_resnet18_has_the_ten_layers_of_pipelearns_table_2() -> None:
+    model = create("resnet18", {}, (3, 32, 32), 10)
+    assert model.parameters == 11_181_642  # torchvision's resnet18 with ten classes
+    assert [unit.output for unit in model.units] == [
+        *[(64, 8, 8)] * 3,
+        *[(128, 4, 4)] * 2,
+        *[(256, 2, 2)] * 2,
+        *[(512, 1, 1), (512,)],
+        (10,),
+    ]
+    assert all(isinstance(unit.layers[0], Residual) for unit in model.units[1:-1])
+    assert model.cut_bytes(1) * 10_000 * 8 / 10e6 < 203.6  # seconds on 4G, of the paper's whole epoch
 
 
 @pytest.mark.parametrize(

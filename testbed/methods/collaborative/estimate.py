@@ -1,0 +1,184 @@
+"""Phases 1 and 2 of PipeLearn's optimisation (Zhang et al., III-C): what an epoch takes, by formula.
+
+The times are those that the testbed charges: FLOPs over the speed, bytes on the wire over the link's rate, the link's
+delay. The paper gives a mini-batch 1/N of the time of a batch of B; here it has floor(B/N) samples and their time,
+which is the same where N divides B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from testbed.hardware import DeviceSpec
+from testbed.methods.collaborative.stages import Kind, iteration_time
+from testbed.methods.parts import costs
+from testbed.models.chain import BYTES_PER_VALUE, Model
+from testbed.network.link import Link
+from testbed.wire import size_around
+from testbed.workload import OptimizerPart
+
+BYTES_PER_LABEL = 8
+AGGREGATION_FLOPS = 2.0
+"""That an average is charged for each parameter of each model in it: a multiply and an add."""
+
+
+def mini_batch(batch_size: int, parallel: int) -> int:
+    """Return B' = floor(B/N), equation (2); raises ValueError for more mini-batches than samples."""
+    if not 1 <= parallel <= batch_size:
+        raise ValueError(f"a batch of {batch_size} cannot be cut into {parallel} mini-batches: take 1 to {batch_size}")
+    return batch_size // parallel
+
+
+def iterations(samples: int, batch_size: int, parallel: int) -> int:
+    """Return the iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3."""
+    return max(1, samples // (mini_batch(batch_size, parallel) * parallel))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """P and N of one device."""
+
+    split: int
+    """P: the layers 1..P are the device's, all others the server's."""
+    parallel: int = 1
+    """N: the mini-batches of an iteration."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What profiling finds of a layer on one machine, in seconds; forward and backward for one sample."""
+
+    forward: float
+    backward: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What Phase 1 finds for one device and the server; layers q = 1..Q in their order."""
+
+    device: tuple[Layer, ...]
+    server: tuple[Layer, ...]
+    volumes: tuple[int, ...]
+    """Bytes of one sample that leave layer q, forward; the gradient that comes back is as large."""
+    states: tuple[int, ...]
+    """Bytes of the weights of layer q."""
+    up: Link
+    """From the device to the server."""
+    down: Link
+
+    @property
+    def depth(self) -> int:
+        """Q."""
+        return len(self.device)
+
+    def durations(self, split: int, samples: int) -> dict[Kind, float]:
+        """Return t(r) of each kind of stage for a mini-batch of so many samples: equations (5) to (10)."""
+        mine, theirs = self.device[:split], self.server[split:]
+        activation = samples * (self.volumes[split - 1] + BYTES_PER_LABEL)
+        gradient = samples * self.volumes[split - 1]
+        return {
+            "forward": samples * sum(layer.forward for layer in mine),  # (5)
+            "server forward": samples * sum(layer.forward for layer in theirs),  # (6)
+            "backward": samples * sum(layer.backward for layer in mine),  # (7)
+            "server backward": samples * sum(layer.backward for layer in theirs),  # (8)
+            "upload": transfer(self.up, activation),  # (9), with the labels
+            "download": transfer(self.down, gradient),  # (10)
+        }
+
+    def iteration(self, choice: Choice, batch_size: int) -> float:
+        """Return the seconds of one iteration: T(b_N) and the device's update. The server's goes on meanwhile."""
+        durations = self.durations(choice.split, mini_batch(batch_size, choice.parallel))
+        answers: dict[Kind, float] = {"upload": self.down.delay, "download": self.up.delay}
+        update = sum(layer.update for layer in self.device[: choice.split])
+        return iteration_time(durations, choice.parallel, answers) + update
+
+    def training(self, choice: Choice, samples: int, batch_size: int) -> float:
+        """Return the seconds that a device with so many samples trains in an epoch, without exchanging models."""
+        return iterations(samples, batch_size, choice.parallel) * self.iteration(choice, batch_size)
+
+    def local_training(self, samples: int, batch_size: int) -> float:
+        """Return the seconds of an epoch of the whole model on the device alone."""
+        step = sum(batch_size * (layer.forward + layer.backward) + layer.update for layer in self.device)
+        return iterations(samples, batch_size, 1) * step
+
+    def exchange(self, split: int) -> float:
+        """Return the seconds that the device's layers take to the server and, averaged, back."""
+        state = sum(self.states[:split])
+        return transfer(self.up, state) + transfer(self.down, state)
+
+
+def transfer(link: Link, content: float) -> float:
+    """Return the seconds from the first byte that leaves to the last one that arrives."""
+    return link.transmission_time(size_around(content)) + link.delay
+
+
+def profile(
+    model: Model,
+    optimizer: OptimizerPart,
+    device: DeviceSpec,
+    server: DeviceSpec,
+    up: Link,
+    down: Link,
+    at_once: int = 1,
+) -> Profile:
+    """Return the profile of a device and the server by formula.
+
+    ``at_once`` devices keep the server busy at the same time: each finds it so many times slower.
+    """
+
+    def layers(speed: float) -> tuple[Layer, ...]:
+        update = costs.update_flops(optimizer)
+        return tuple(
+            Layer(unit.forward_flops / speed, unit.backward_flops / speed, update * unit.parameters / speed)
+            for unit in model.units
+        )
+
+    return Profile(
+        device=layers(device.speed),
+        server=layers(server.speed / at_once),
+        volumes=tuple(model.cut_bytes(index + 1) for index in range(len(model.units))),
+        states=tuple(BYTES_PER_VALUE * unit.parameters for unit in model.units),
+        up=up,
+        down=down,
+    )
+
+
+@dataclass(frozen=True)
+class Member:
+    """A device as the estimates of a whole epoch see it."""
+
+    profile: Profile
+    samples: int
+    """|D^k|, of its share of the data."""
+
+
+def federated_epoch(members: Sequence[Member], batch_size: int, aggregation: float) -> float:
+    """Return the seconds of an epoch of federated learning, with its exchange of models; ``aggregation`` of FedAvg."""
+    return aggregation + max(
+        member.profile.local_training(member.samples, batch_size) + member.profile.exchange(member.profile.depth)
+        for member in members
+    )
+
+
+def pipelined_epoch(members: Sequence[Member], choices: Sequence[Choice], batch_size: int, aggregation: float) -> float:
+    """Return the seconds of an epoch of PipeLearn; with N = 1 everywhere, of split-federated learning."""
+    return aggregation + max(_epochs(members, choices, batch_size))
+
+
+def split_epoch(members: Sequence[Member], choices: Sequence[Choice], batch_size: int) -> float:
+    """Return the seconds of an epoch of split learning: one device after the other."""
+    return sum(_epochs(members, choices, batch_size))
+
+
+def _epochs(members: Sequence[Member], choices: Sequence[Choice], batch_size: int) -> list[float]:
+    return [
+        member.profile.training(choice, member.samples, batch_size) + member.profile.exchange(choice.split)
+        for member, choice in zip(members, choices, strict=True)
+    ]
+
+
+def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
+    """Return the seconds that the server averages so many models in."""
+    return AGGREGATION_FLOPS * model.parameters * devices / server.speed
