@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from testbed.models.chain import Layer, Model, Shape, chain
-from testbed.models.layers import BatchNorm2d, Conv2d, GlobalAveragePool2d, Linear, MaxPool2d, ReLU, Residual
+from testbed.models.chain import Model, chain
+from testbed.models.layers import BatchNorm2d, Conv2d, GlobalAveragePool2d, Layer, Linear, MaxPool2d, ReLU, Residual
 from testbed.models.options import Options
+from testbed.models.shapes import Shape
 
 GROUPS = ((64, 1), (128, 2), (256, 2), (512, 2))
 """(channels, stride of the first block), two blocks each."""

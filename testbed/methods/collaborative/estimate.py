@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from testbed.hardware import DeviceSpec
 from testbed.methods.collaborative.stages import Kind, iteration_time
 from testbed.methods.parts import costs
-from testbed.models.chain import BYTES_PER_VALUE, Model
+from testbed.models.chain import Model
+from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.network.link import Link
 from testbed.wire import size_around
 from testbed.workload import OptimizerPart
