@@ -96,4 +96,4 @@ class Device(Protocol):
         """Write an event to the run's log; see ``testbed.trace.events`` for the ones with a meaning."""
 
     def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Say where the weights held right now are to be had: whoever asks the device for them calls this."""
+        """Name the function that returns the weights held now; the runtime calls it when asked for them."""

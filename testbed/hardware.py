@@ -18,7 +18,7 @@ class DeviceSpec:
     """CFS quota for workloads that are not ours; None leaves pacing alone to set the speed."""
     profile: str = ""
     slowdown: float | None = None
-    """Where given, work takes so many times the processor time that the host needs for it, whatever its FLOPs;
+    """Where given, work takes this multiple of the processor time that the host needs for it, whatever its FLOPs;
     ``speed`` is then what planning goes by."""
     uplink: float | None = None
     """bit/s on the wire that the device sends to all others together; None is no limit beside the links' own."""

@@ -33,8 +33,8 @@ class DataPart(Part):
         None, description="where its files lie, relative to the scenario file; default: data/<name> where one works"
     )
     path: str | None = Field(None, description="for `image`: the picture's file, relative to the scenario file")
-    train: int | None = Field(None, ge=1, description="use only so many training samples")
-    test: int | None = Field(None, ge=1, description="use only so many test samples")
+    train: int | None = Field(None, ge=1, description="use only the first N training samples")
+    test: int | None = Field(None, ge=1, description="use only the first N test samples")
 
 
 class OptimizerPart(Part):

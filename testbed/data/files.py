@@ -41,7 +41,7 @@ def _content(path: Path) -> bytes:
 
 
 def read_idx(path: Path, axes: int) -> Bytes:
-    """Read an IDX file of unsigned bytes with so many axes."""
+    """Read an IDX file of unsigned bytes with this number of axes."""
     content = _content(path)
     header = 4 + 4 * axes
     magic = bytes([0, 0, _UNSIGNED_BYTE, axes])

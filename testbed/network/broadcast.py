@@ -1,4 +1,4 @@
-"""Casts: at which rate one goes out, and who hears it."""
+"""Broadcasts (casts): the rate of one, and which devices receive it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def broadcast_rate(links: Iterable[Link], *limits: float | None) -> float | None
 def heard(seed: int, sender: str, receiver: str, number: int, message_loss: float) -> bool:
     """Return whether a receiver gets the sender's cast of this number (from 0, since the sender booted) whole.
 
-    The draw depends on nothing else, so that whoever runs the scenario, on whichever clock, loses the same casts.
+    The draw depends on nothing else, so every run of a scenario, on either clock, loses the same casts.
     """
     return derive(seed, "cast", sender, receiver, number) / _DRAWS >= message_loss
 

@@ -1,4 +1,4 @@
-"""What may befall packets on their way over a link, as seeded random processes. Pure.
+"""What can happen to packets on a link, as seeded random processes. Pure.
 
 The backends and the simulator share these definitions: the delay line and the simulator run them, netem is given the
 same tables and the same chain.

@@ -22,15 +22,17 @@ class DevicePart(Part):
     """One device, or ``count`` alike ones named ``<name>1`` ... ``<name>N``."""
 
     profile: str = Field("laptop", description="one of `testbed profiles`")
-    count: int | None = Field(None, ge=1, le=1000, description="so many, named <name>1 to <name>N")
+    count: int | None = Field(
+        None, ge=1, le=1000, description="make this number of alike devices, named <name>1 to <name>N"
+    )
     speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed")
     memory: Size | None = Field(None, gt=0, description="overrides the profile's memory")
     cpus: float | None = Field(None, gt=0, description="CFS quota, for workloads that do not pace themselves")
     slowdown: float | None = Field(
         None,
         ge=1,
-        description="pace by the host: take so many times what it needs. `speed` must say what plans and the simulator "
-        "reckon with",
+        description="pace by the host: take this multiple of what the host needs. Plans and the simulator use `speed`, "
+        "which must be given",
     )
     uplink: Rate | None = Field(None, description="of all that the device sends, beside the rates of its links")
     downlink: Rate | None = Field(None, description="of all that the device receives, beside the rates of its links")
