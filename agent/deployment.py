@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent.http import Refused
-from agent.settings import CAST_PORT, DATA_PORT, Address, Settings, address
+from agent.settings import Address, Settings, address
 from testbed.errors import InputError
 from testbed.methods.base import Method, Plan, Problem
 from testbed.network.link import Link, Pair
+from testbed.ports import CAST_PORT, DATA_PORT
 from testbed.prepare import build_problem
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario

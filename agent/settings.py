@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-CONTROL_PORT = 8700
-DATA_PORT = 8701
-CAST_PORT = 8702
+from testbed.ports import CAST_PORT, CONTROL_PORT, DATA_PORT
 
 Address = tuple[str, int]
 

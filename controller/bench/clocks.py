@@ -26,7 +26,7 @@ def measure() -> Iterator[Figure]:
     prepared = prepare(trials(load("quickstart"))[0])
     dataset = load_data(prepared.scenario.workload.data)
     predicted = simulate(prepared, dataset)
-    measured = emulate(prepared, lambda: dataset, accept_links=True)
+    measured = emulate(prepared, dataset, accept_links=True)
     step = {
         outcome.runtime: metrics(outcome, prepared.experiment, prepared.plan)["step_time"]
         for outcome in (predicted, measured)

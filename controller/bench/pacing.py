@@ -11,41 +11,13 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from controller.bench.figure import Figure
+from controller.lab.places import CHECKOUT
 from testbed.trace.metrics import percentile
 
 DEVICES = 4
 SECONDS = 3.0
 CHARGES = (0.005, 0.02, 0.05)
 TOLERANCE = 0.02
-
-_PROGRAM = """
-import json, sys, threading, time
-from agent.pacing import Processor, fixed
-
-def work(seconds):
-    # Holds the processor as torch does for small layers: a tenth of what is charged.
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
-
-processor, over = Processor(), threading.Event()
-charges, until, found = json.loads(sys.argv[1]), time.monotonic() + float(sys.argv[2]), []
-
-def put(number, ready):
-    charge = charges[number % len(charges)]
-
-    def end(_result, _failure, how):
-        found.append([charge, how.duration, how.late, how.deficit])
-        ended = how.start + how.duration
-        put(number + 1, ended) if ended < until else over.set()
-
-    processor.put(lambda: work(charge / 10), fixed(charge), lambda _: True, end, ready)
-
-began = time.monotonic()
-put(0, began)
-over.wait()
-print(json.dumps({"spans": found, "wall": time.monotonic() - began}))
-"""
 
 
 @dataclass(frozen=True)
@@ -78,9 +50,9 @@ class Series:
 
 
 def pace(devices: int = DEVICES, seconds: float = SECONDS) -> list[Series]:
-    """Pace as many processes at once as there are devices, each with the agent's own processor."""
-    command = [sys.executable, "-c", _PROGRAM, json.dumps(CHARGES), str(seconds)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(devices)]
+    """Have as many processes of the agent as there are devices pace work at once."""
+    command = [sys.executable, "-m", "agent.pace", json.dumps(CHARGES), str(seconds)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=CHECKOUT) for _ in range(devices)]
     said = [json.loads(process.communicate()[0]) for process in running]
     return [Series([Paced(*span) for span in each["spans"]], each["wall"]) for each in said]
 

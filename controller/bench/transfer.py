@@ -42,7 +42,7 @@ def exchange_scenario(payload: str, requests: int, rate: str | None, delay: str 
 def exchange(scenario: Scenario) -> Outcome:
     """Run such a scenario in containers and return what happened."""
     prepared = prepare(trials(scenario)[0])
-    return emulate(prepared, lambda: load_data(scenario.workload.data), accept_links=True)
+    return emulate(prepared, load_data(scenario.workload.data), accept_links=True)
 
 
 def _own(events: list[Event], kind: str, device: str) -> list[Event]:

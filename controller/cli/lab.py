@@ -7,18 +7,23 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from controller.cli.options import as_json, overrides
+from controller.cli.options import as_json, links, overrides
 from controller.cli.table import table
+
+if TYPE_CHECKING:
+    from controller.lab.lab import Backend
 
 
 @click.command()
 @click.argument("scenario", type=click.Path(path_type=Path))
 @overrides
+@links
 @as_json
-def up(scenario: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+def up(scenario: Path, overrides: tuple[str, ...], links: Backend, as_json: bool) -> None:
     """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
 
     Of a sweep the first point is taken. `testbed fault`, `link`, `ps` and `logs` work on it; `testbed down` ends it.
@@ -28,7 +33,7 @@ def up(scenario: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from testbed.scenario.loading import load
 
     trial = trials(load(scenario, overrides))[0]
-    lab = Lab.create(trial, progress=_say)
+    lab = Lab.create(trial, links=links, progress=_say)
     if as_json:
         devices = [asdict(device) for device in lab.devices.values()]
         click.echo(json.dumps({"run": lab.run_id, "subnet": str(lab.subnet), "devices": devices}, indent=2))
@@ -72,8 +77,8 @@ def down(run: str | None, everything: bool) -> None:
 @as_json
 def ps(as_json: bool) -> None:
     """List the containers of every run on the engine."""
+    from controller.lab.containers import running_labs
     from controller.lab.engine import connect
-    from controller.lab.lab import running_labs
 
     labs = running_labs(connect())
     if as_json:
@@ -100,8 +105,8 @@ def ps(as_json: bool) -> None:
 def logs(device: str, run: str | None, follow: bool) -> None:
     """Print what the program of DEVICE has written (`shaper` for the one that shapes the links)."""
     from controller.lab import runstate
+    from controller.lab.containers import container_logs
     from controller.lab.engine import connect
-    from controller.lab.lab import container_logs
 
     for piece in container_logs(connect(), runstate.choose(run), device, follow=follow):
         sys.stdout.buffer.write(piece)

@@ -12,3 +12,12 @@ overrides = click.option(
     metavar="KEY=VALUE",
     help="Override one key of the scenario, dotted, as in network.link.rate=10mbit. May be repeated.",
 )
+links = click.option(
+    "--links",
+    type=click.Choice(["auto", "netem", "userspace"]),
+    default="auto",
+    show_default=True,
+    envvar="TESTBED_LINKS",
+    show_envvar=True,
+    help="What shapes the links; auto takes netem where the kernel has it.",
+)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from controller.cli.options import overrides
+from controller.cli.options import links, overrides
 from controller.running.inputs import InitialWeights, load_data
 from controller.running.live import LiveProgress
 from testbed.errors import ExpectationError, TestbedError
@@ -19,6 +18,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
 if TYPE_CHECKING:
+    from controller.lab.lab import Backend
     from controller.results.reproduction import Row
     from controller.results.run import Run
     from testbed.scenario.schema import PaperPart
@@ -40,13 +40,7 @@ if TYPE_CHECKING:
 @overrides
 @click.option("--seed", type=int, help="Override the scenario's seed.")
 @click.option("--repetitions", type=int, help="Override how often each point is run.")
-@click.option(
-    "--links",
-    type=click.Choice(["auto", "netem", "userspace"]),
-    default="auto",
-    show_default=True,
-    help="What shapes the links; auto takes netem where the kernel has it.",
-)
+@links
 @click.option("--accept-links", is_flag=True, help="Run even if a link is outside its tolerance (the verdict says so).")
 @click.option(
     "--weights",
@@ -63,7 +57,7 @@ def run(
     overrides: tuple[str, ...],
     seed: int | None,
     repetitions: int | None,
-    links: str,
+    links: Backend,
     accept_links: bool,
     weights: Path | None,
     keep: bool,
@@ -86,8 +80,6 @@ def run(
         extra.append(f"workload.model.weights={json.dumps(str(weights.absolute()))}")
     loaded = load(scenario, [*overrides, *extra])
     prepared = [prepare(trial) for trial in trials(loaded)]
-    # The engine hands the choice on to the shaper.
-    os.environ["TESTBED_LINKS"] = links
     console = Console(stderr=as_json, highlight=False)
     if len(prepared) > 1:
         from controller.results.publishing import fresh
@@ -102,7 +94,7 @@ def run(
             point = ", ".join(f"{key}={value_text(value)}" for key, value in each.trial.point.items())
             console.print(f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.trial.repetition}")
         try:
-            outcome = _run_one(each, runtime, initial, console, accept_links=accept_links, keep=keep)
+            outcome = _run_one(each, runtime, initial, console, links=links, accept_links=accept_links, keep=keep)
         except TestbedError as error:
             _explain(console, error)
             raise
@@ -125,30 +117,20 @@ def _run_one(
     runtime: str,
     initial: InitialWeights,
     console: Console,
-    *,
-    accept_links: bool,
-    keep: bool,
+    **lab_options: Any,
 ) -> Outcome:
     scenario = prepared.scenario
-    weights = initial.of(prepared)
+    weights, dataset = initial.of(prepared), load_data(prepared)
     unit = "steps" if scenario.workload.task == "train" else "requests"
     with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
         if runtime == "simulate":
             from testbed.simulation import simulate
 
             live.stage("simulating")
-            return simulate(prepared, load_data(prepared), live.event, weights)
+            return simulate(prepared, dataset, live.event, weights)
         from controller.running.emulation import emulate
 
-        return emulate(
-            prepared,
-            lambda: load_data(prepared),
-            on_event=live.event,
-            on_stage=live.stage,
-            weights=weights,
-            accept_links=accept_links,
-            keep=keep,
-        )
+        return emulate(prepared, dataset, live.event, weights, on_stage=live.stage, **lab_options)
 
 
 def _explain(console: Console, error: TestbedError) -> None:

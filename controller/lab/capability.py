@@ -13,8 +13,8 @@ from typing import Any
 import docker
 from docker.errors import APIError, ContainerError
 
+from controller.lab.containers import SHAPER_CAPABILITIES
 from controller.lab.images import names
-from controller.lab.lab import SHAPER_CAPABILITIES
 from controller.lab.removal import RUN, remove_run
 from controller.shaping.capability import Capability
 from testbed.errors import HostError, InputError

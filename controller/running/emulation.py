@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from controller.lab import capability
 from controller.lab.agents import AgentGone
-from controller.lab.lab import Lab
+from controller.lab.lab import Backend, Lab
 from controller.lab.reaper import guard
 from controller.running import faults, verification
 from controller.running.fidelity import HostMonitor, since
@@ -82,17 +81,19 @@ class _Starved:
 
 def emulate(
     prepared: Prepared,
-    load_data: Callable[[], Dataset],
-    *,
+    dataset: Dataset,
     on_event: Callable[[Event], None] = lambda _event: None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    *,
     on_stage: Callable[[str], None] = lambda _text: None,
-    weights: dict[str, torch.Tensor] | None = None,
+    links: Backend = "auto",
     accept_links: bool = False,
     keep: bool = False,
 ) -> Outcome:
     """Create the lab, verify its links, run the method on it with its faults, and remove it.
 
-    ``load_data`` is called while containers start. With ``keep`` the lab stays up afterwards.
+    The first four arguments are those of `testbed.simulation.simulate`. ``links`` says what shapes the links. With
+    ``keep`` the lab stays up afterwards.
 
     Raises:
         HostError: the lab cannot be had; `LinksError` (of `verification`) when a link is outside its tolerance
@@ -102,32 +103,30 @@ def emulate(
     """
     began = time.monotonic()
     if not accept_links:
-        capability.check(prepared.experiment, os.environ.get("TESTBED_LINKS") or "auto")
-    with ThreadPoolExecutor(1, "data") as loader:
-        dataset = loader.submit(load_data)
-        with _lab(prepared, on_stage, keep) as lab:
-            on_stage("measuring the links")
-            links = lab.shaper.probe(list(prepared.experiment.links))
-            verification.check(links, accept_links)
-            on_stage("handing out the work")
-            execution = _Execution(lab, prepared, dataset.result(), weights, on_event)
-            before = lab.shaper.statistics(reset=True)
-            outcome = execution.run(on_stage)
-            outcome.links = links
-            outcome.host = lab.facts()
-            outcome.fidelity |= since(before, lab.shaper.statistics())
-            if keep:
-                on_stage(f"the lab stays up: testbed down {lab.run_id}")
+        capability.check(prepared.experiment, links)
+    with _lab(prepared, links, on_stage, keep=keep) as lab:
+        on_stage("measuring the links")
+        measured = lab.shaper.probe(list(prepared.experiment.links))
+        verification.check(measured, accept_links)
+        on_stage("handing out the work")
+        execution = _Execution(lab, prepared, dataset, weights, on_event)
+        before = lab.shaper.statistics(reset=True)
+        outcome = execution.run(on_stage)
+        outcome.links = measured
+        outcome.host = lab.facts()
+        outcome.fidelity |= since(before, lab.shaper.statistics())
+        if keep:
+            on_stage(f"the lab stays up: testbed down {lab.run_id}")
     outcome.wall_seconds = time.monotonic() - began
     return outcome
 
 
 @contextmanager
-def _lab(prepared: Prepared, on_stage: Callable[[str], None], keep: bool) -> Iterator[Lab]:
+def _lab(prepared: Prepared, links: Backend, on_stage: Callable[[str], None], *, keep: bool) -> Iterator[Lab]:
     """Have a lab for the time of the run, guarded against the death of this process."""
     run_id = Lab.new_run_id(prepared.scenario.name)
     with guard(run_id, keep=keep):
-        lab = Lab.create(prepared.trial, run_id, progress=on_stage)
+        lab = Lab.create(prepared.trial, run_id, links=links, progress=on_stage)
         try:
             yield lab
         finally:
@@ -156,7 +155,7 @@ class _Execution:
         lab: Lab,
         prepared: Prepared,
         dataset: Dataset,
-        weights: dict[str, torch.Tensor] | None,
+        weights: Mapping[str, torch.Tensor] | None,
         on_event: Callable[[Event], None],
     ) -> None:
         self._lab = lab
@@ -229,7 +228,7 @@ class _Execution:
             try:
                 act(name)
             except AgentGone as error:
-                if why := self._lab.starved(name, DEATH_SECONDS):
+                if why := self._lab.health.starved(name, DEATH_SECONDS):
                     raise TestbedError(why) from error
                 if name == self._lead:
                     raise TestbedError(f"{name} leads the run and went down before its start: {error}") from error
@@ -267,7 +266,7 @@ class _Execution:
                 return
             if self._followers.get(name) is not threading.current_thread():
                 return  # it has been booted again, and somebody else listens to that
-            if not silent and (why := self._lab.starved(name, DEATH_SECONDS)):
+            if not silent and (why := self._lab.health.starved(name, DEATH_SECONDS)):
                 self._inbox.put(_Starved(why))
                 return
             silent = True

@@ -10,6 +10,7 @@ import sys
 from controller.shaping import server
 from controller.shaping.shaper import Shaping
 from testbed.errors import TestbedError
+from testbed.ports import CONTROL_PORT
 
 
 def main() -> int:
@@ -27,9 +28,8 @@ def main() -> int:
     except TestbedError as error:
         print(f"shaper: {error}", file=sys.stderr)
         return error.exit_code
-    server.serve(
-        shaping, token, os.environ.get("TESTBED_HOST", "0.0.0.0"), int(os.environ.get("TESTBED_PORT", server.PORT))
-    )
+    host, port = os.environ.get("TESTBED_HOST", "0.0.0.0"), int(os.environ.get("TESTBED_PORT") or CONTROL_PORT)
+    server.serve(shaping, token, host, port)
     return 0
 
 

@@ -18,7 +18,6 @@ from testbed.errors import InputError, TestbedError
 from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair, link_from
 
-PORT = 8700
 _LARGEST_REQUEST = 16 << 20
 
 

@@ -17,9 +17,10 @@ import pytest
 import requests
 
 from controller.lab import runstate
+from controller.lab.containers import container_name
 from controller.lab.engine import connect
 from controller.lab.images import Images
-from controller.lab.lab import Lab, container_name
+from controller.lab.lab import Lab
 from controller.lab.removal import RUN
 from testbed.errors import HostError, InputError, TestbedError
 from testbed.hardware import DeviceSpec

@@ -1,0 +1,53 @@
+"""``python -m agent.pace CHARGES SECONDS``: how exactly this host paces work, as JSON.
+
+``CHARGES`` is a JSON list of seconds. Work is charged with one after the other until ``SECONDS`` are over, each as
+soon as the one before is done. Prints ``spans`` (charge, duration, late, deficit; seconds) and ``wall`` (seconds).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+from agent.pacing import Processor, fixed
+
+LOAD = 0.1
+"""Share of its charge for which work really computes, as torch does for small layers."""
+
+
+def spin(seconds: float) -> None:
+    """Hold the processor."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def measure(charges: list[float], seconds: float) -> dict[str, Any]:
+    """Return ``spans`` and ``wall``."""
+    processor, over = Processor(), threading.Event()
+    spans: list[list[float]] = []
+    began = time.monotonic()
+
+    def put(number: int, ready: float) -> None:
+        charge = charges[number % len(charges)]
+
+        def end(_result: Any, _failure: Any, how: Any) -> None:
+            spans.append([charge, how.duration, how.late, how.deficit])
+            ended = how.start + how.duration
+            if ended < began + seconds:
+                put(number + 1, ended)
+            else:
+                over.set()
+
+        processor.put(lambda: spin(charge * LOAD), fixed(charge), lambda _: True, end, ready)
+
+    put(0, began)
+    over.wait()
+    return {"spans": spans, "wall": time.monotonic() - began}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]), float(sys.argv[2]))))
