@@ -124,6 +124,11 @@ def make_device(
     client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec, address: str
 ) -> DeviceContainer:
     """Make and start a device's container at its address of the data network."""
+    return _make(client, state.run, spec.name, device_settings(client, state, image, spec), address)
+
+
+def device_settings(client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec) -> dict[str, Any]:
+    """Return what the engine is told of a device's container."""
     memory = int(spec.memory)
     settings = _settings(
         client,
@@ -139,7 +144,7 @@ def make_device(
         nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
         sysctls=_SYSCTLS,
     )
-    return _make(client, state.run, spec.name, {**settings, "hostname": spec.name, "user": "device"}, address)
+    return {**settings, "hostname": spec.name, "user": "device"}
 
 
 def make_shaper(client: docker.DockerClient, state: RunState, image: str, links: str) -> DeviceContainer:

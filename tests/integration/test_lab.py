@@ -16,12 +16,12 @@ import docker
 import pytest
 import requests
 
-from controller.lab import runstate
+from controller.lab import containers, runstate
 from controller.lab.containers import container_name
 from controller.lab.engine import connect
-from controller.lab.images import Images
 from controller.lab.lab import Lab
 from controller.lab.removal import RUN
+from controller.lab.runstate import RunState
 from testbed.errors import HostError, InputError, TestbedError
 from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
@@ -227,7 +227,7 @@ def test_ctrl_c_while_a_lab_is_made_leaves_nothing(client: docker.DockerClient, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Lab.create(trial("lab-interrupted"), run, progress)
+        Lab.create(trial("lab-interrupted"), run, progress=progress)
     assert left_of(client, run) == []
     assert run not in runstate.runs()
 
@@ -255,13 +255,14 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
     client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Lab.new_run_id("lab-broken")
-    whole = Lab._device_settings
+    whole = containers.device_settings
 
-    def broken(lab: Lab, images: Images, spec: DeviceSpec) -> dict[str, Any]:
+    def broken(client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec) -> dict[str, Any]:
         said = "import sys; sys.exit('no power')"
-        return whole(lab, images, spec) | ({"command": ["python3", "-c", said]} if spec.name == "worker2" else {})
+        changed = {"command": ["python3", "-c", said]} if spec.name == "worker2" else {}
+        return whole(client, state, image, spec) | changed
 
-    monkeypatch.setattr(Lab, "_device_settings", broken)
+    monkeypatch.setattr(containers, "device_settings", broken)
     with pytest.raises(HostError, match="worker2 ended with status 1; the last it said: no power"):
         Lab.create(trial("lab-broken"), run)
     assert left_of(client, run) == []
@@ -271,8 +272,8 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
 
 CONTROLLER = """
 import json, sys, time
-from controller.lab import Lab
-from controller.reaper import guard
+from controller.lab.lab import Lab
+from controller.lab.reaper import guard
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 
