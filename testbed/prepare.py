@@ -19,6 +19,8 @@ from testbed.data.pictures import is_picture
 from testbed.errors import Diagnostic, InputError, Key
 from testbed.experiment import Experiment
 from testbed.faults import checks
+from testbed.faults.replay import traced_links
+from testbed.faults.setting import Setting
 from testbed.methods.base import Method, Plan, Problem
 from testbed.models import CATALOG, create, weights
 from testbed.models.chain import Model
@@ -273,9 +275,11 @@ def _memory_problems(trial: Trial, plan: Plan) -> Iterator[Diagnostic]:
 
 def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic]:
     experiment = trial.experiment
+    links = experiment.links
+    traced = [(pair, link) for _, pair, link in traced_links(links, experiment.changes, experiment.devices[0].name)]
     return checks.problems(
         experiment.faults,
-        checks.Setting(experiment.devices, experiment.links, experiment.changes, experiment.time_limit),
+        Setting(experiment.devices, links, traced, experiment.time_limit),
         lambda device: method.spans(plan, device),
         batches(trial.scenario),
     )

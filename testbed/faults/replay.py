@@ -1,24 +1,20 @@
 """Links and speeds that change over time as a trace says, replayed by either runtime.
 
-The runtime asks `TraceScript.next_deadline`, takes the changes that are `due`, and lays each over its `NetworkState` or
-its `Speeds`. All instants count from the start of the workload: a late change makes no later one late.
+The runtime asks `TraceScript.next_deadline`, takes the changes that are `due` and carries them out. All instants count
+from the start of the workload: a late change makes no later one late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from testbed.faults.parts import DegradePart, ThrottlePart
-from testbed.faults.speeds import slowed
+from testbed.faults.actions.throttle import ThrottlePart
+from testbed.faults.conditions import Conditions
 from testbed.network.link import Link, Pair
 from testbed.network.overlay import overlay
 from testbed.network.parts import LinkPart
-
-if TYPE_CHECKING:
-    from testbed.faults.network_state import NetworkState
-    from testbed.faults.speeds import Speeds
 
 
 @dataclass(frozen=True)
@@ -37,24 +33,50 @@ class Change:
     speed: ThrottlePart | None = None
     """The device and its speed, or how much slower than its own speed it is from then on."""
 
-    def on_links(self, state: NetworkState) -> NetworkState:
-        """Return the links after it."""
-        return state if self.link is None else state.set(self.pairs, self.link)
+    @property
+    def switches(self) -> bool:
+        """Whether it changes the state of a device: never."""
+        return False
 
-    def on_speeds(self, state: Speeds) -> Speeds:
-        """Return the speeds after it."""
-        if self.speed is None:
-            return state
-        return state.set(self.speed.device, slowed(1.0, self.speed, state.own[self.speed.device]))
+    def apply(self, now: Conditions) -> Conditions:
+        """Return the conditions after it."""
+        if self.link is not None:
+            part = self.link
+            now = now.set_figures({p: overlay(now.own_link(p), part, now.from_first(p)) for p in self.pairs})
+        if self.speed is not None:
+            device = self.speed.device
+            now = now.set_speed(device, self.speed.slowed(1.0, now.speeds[device]))
+        return now
 
-    def parts(self) -> list[DegradePart]:
-        """Return the same as parts of a scenario, one for each direction, for who keeps them written down."""
-        given = {} if self.link is None else self.link.model_dump(mode="json", exclude_none=True)
-        return [DegradePart.model_validate({"from": source, "to": target, **given}) for source, target in self.pairs]
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the ``trace`` event that records it."""
+        return [("trace", {"what": self.what, "value": self.value, "intended": self.time})]
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the ``trace`` event."""
-        return {"what": self.what, "value": self.value, "intended": self.time}
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes that are due together, as one step."""
+
+    changes: Sequence[Change]
+
+    def __str__(self) -> str:
+        """Return what they change."""
+        return f"the trace's '{', '.join(change.what for change in self.changes)}'"
+
+    @property
+    def switches(self) -> bool:
+        """Whether they change the state of a device: never."""
+        return False
+
+    def apply(self, now: Conditions) -> Conditions:
+        """Return the conditions after all of them."""
+        for change in self.changes:
+            now = change.apply(now)
+        return now
+
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return an event for each."""
+        return [event for change in self.changes for event in change.events()]
 
 
 class TraceScript:

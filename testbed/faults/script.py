@@ -1,97 +1,55 @@
 """When which fault strikes and is undone: a pure state machine that either runtime executes.
 
-The runtime asks `FaultScript.next_deadline`, takes what is `due`, shows it every event (`observe`), does what each
-`Strike` says and reports it `done`. Whatever counts from another fault (``after``, ``for``) counts from the
-instant at which that one really took effect.
+The runtime asks `FaultScript.next_deadline`, takes what is `due`, shows it every event (`observe`), carries out each
+`Operation` and reports it `done`. Whatever counts from another fault (``after``, ``for``) counts from the instant at
+which that one really took effect.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from testbed.faults.parts import FaultPart, FlapPart, TriggerPart
+from testbed.faults.actions.flap import Flap
+from testbed.faults.conditions import Action, Conditions
+from testbed.faults.parts import FaultPart, TriggerPart
 
 Phase = Literal["strike", "undo"]
-UNDOING = {"kill": "restart", "pause": "resume"}
-"""What takes back a fault of a device; partitions, degradations, flaps and throttles are undone by their handle."""
-
-
-def target(part: FaultPart) -> str:
-    """Say what a fault strikes: a device, the groups of a partition, a link, or all."""
-    if part.partition is not None:
-        return " | ".join(",".join(group) for group in part.partition)
-    if (links := part.degrade or part.flap) is not None:
-        return links.target()
-    return part.throttle.device if part.throttle is not None else str(getattr(part, part.action))
 
 
 @dataclass(frozen=True)
-class Strike:
-    """One thing for the runtime to do now."""
+class Operation:
+    """An action to apply or to undo."""
 
-    index: int
-    """Position of the fault in the script."""
-    part: FaultPart
-    phase: Phase
-    intended: float
+    action: Action[Any]
+    handle: str
+    """The name by which it is undone; unique among all that happens to a run."""
+    phase: Phase = "strike"
+    intended: float = 0.0
     """Seconds since the workload started."""
 
-    @property
-    def handle(self) -> str:
-        """Name of the fault, by which its partition, degradation, outage or throttle is undone."""
-        return f"fault-{self.index}"
+    def __str__(self) -> str:
+        """Return what is to be done."""
+        undo = "" if self.phase == "strike" else "undo "
+        return f"the fault '{undo}{self.action.name} {self.action.target}'"
 
     @property
-    def action(self) -> str:
-        """The fault's action as the scenario calls it, also when it is being undone."""
-        return self.part.action
+    def switches(self) -> bool:
+        """Whether it changes the state of a device and nothing else."""
+        return self.action.switches
 
-    @property
-    def operation(self) -> str:
-        """What to do: kill, restart, pause, resume, partition, degrade, flap (the links go down), heal, throttle,
-        unthrottle (all throttles of the device), or undo (by the handle; for a flap the links come up).
-        """
-        return self.action if self.phase == "strike" else UNDOING.get(self.action, "undo")
+    def apply(self, now: Conditions) -> Conditions:
+        """Return the conditions after it; raise ValueError when the handle is in use."""
+        change = self.action.apply if self.phase == "strike" else self.action.undo
+        return change(now, self.handle)
 
-    def fields(self, detail: str | None = None) -> dict[str, Any]:
-        """Return the fields of the ``fault`` event."""
-        fields = {"action": self.action, "target": target(self.part), "phase": self.phase, "intended": self.intended}
-        return fields if detail is None else {**fields, "detail": detail}
-
-
-@dataclass(frozen=True)
-class FaultRecord:
-    """What became of one fault; instants are None where it did not come to it."""
-
-    index: int
-    action: str
-    target: str
-    intended: float | None = None
-    actual: float | None = None
-    undo_intended: float | None = None
-    undo_actual: float | None = None
-
-
-@dataclass(frozen=True)
-class _Flap:
-    """How far a flap has come. Its turns count from its first, so they do not drift."""
-
-    part: FlapPart
-    began: float
-    ends: float
-    turns: int = 0
-
-    def comes_up(self) -> float:
-        return min(self.ends, self.began + self.turns * (self.part.down + self.part.up) + self.part.down)
-
-    def goes_down(self) -> float | None:
-        """Return when the present turn begins; None when there are no more."""
-        when = self.began + self.turns * (self.part.down + self.part.up)
-        over = when >= self.ends or (self.part.times is not None and self.turns >= self.part.times)
-        return None if over else when
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the ``fault`` event that records it."""
+        fields = {"action": self.action.name, "target": self.action.target, "phase": self.phase}
+        return [("fault", {**fields, "intended": self.intended})]
 
 
 def _matches(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) -> bool:
@@ -114,59 +72,36 @@ class FaultScript:
     """The faults of a scenario, in the order of its file, and how far they have come."""
 
     def __init__(self, faults: Sequence[FaultPart] = ()) -> None:
-        self._parts: list[FaultPart] = []
-        self._records: list[FaultRecord] = []
-        self._deadlines: list[tuple[float, int, int, Strike]] = []
+        self._faults = [(part, part.action) for part in faults]
+        self._index = {_handle(index): index for index in range(len(faults))}
+        self._struck: set[int] = set()
+        self._deadlines: list[tuple[float, int, bool, Operation]] = []
         self._triggers: dict[int, TriggerPart] = {}
-        self._flaps: dict[int, _Flap] = {}
-        for part in faults:
-            self.append(part)
-
-    def append(self, part: FaultPart) -> int:
-        """Add a fault at the end, as somebody at a running lab does; return its index."""
-        index = len(self._parts)
-        self._parts.append(part)
-        self._records.append(FaultRecord(index, part.action, target(part)))
-        if part.when is not None:
-            self._triggers[index] = part.when
-        elif part.at is not None:
-            self._schedule(index, "strike", part.at)
-        elif index == 0:
-            self._schedule(index, "strike", part.after or 0.0)
-        elif (before := self._records[index - 1].actual) is not None:
-            self._schedule(index, "strike", before + (part.after or 0.0))
-        return index
-
-    def _schedule(self, index: int, phase: Phase, when: float) -> None:
-        strike = Strike(index, self._parts[index], phase, when)
-        heapq.heappush(self._deadlines, (when, index, phase == "undo", strike))
-        self._intend(strike)
-
-    def _intend(self, strike: Strike) -> None:
-        record = self._records[strike.index]
-        if strike.phase == "strike":
-            if record.actual is None:
-                self._records[strike.index] = replace(record, intended=strike.intended)
-        else:
-            self._records[strike.index] = replace(record, undo_intended=strike.intended)
+        self._flaps: dict[int, Iterator[tuple[Phase, float]]] = {}
+        """What is still to come of the flaps that have begun."""
+        for index, part in enumerate(faults):
+            if part.when is not None:
+                self._triggers[index] = part.when
+            elif part.at is not None:
+                self._schedule(index, "strike", part.at)
 
     def next_deadline(self) -> float | None:
         """Return the next instant at which something is due, as far as is known by now."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def due(self, now: float) -> list[Strike]:
+    def due(self, now: float) -> list[Operation]:
         """Take what is due: in the order of intended instants, equal ones in the order of the file."""
-        strikes = []
+        operations = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            strikes.append(heapq.heappop(self._deadlines)[-1])
-        return strikes
+            operations.append(heapq.heappop(self._deadlines)[-1])
+        return operations
 
     @property
     def watched(self) -> frozenset[str]:
         """Devices whose events still matter: `observe` ignores those of others."""
         return frozenset(trigger.device for trigger in self._triggers.values())
 
-    def observe(self, time: float, device: str, event: str, fields: Mapping[str, Any]) -> list[Strike]:
+    def observe(self, time: float, device: str, event: str, fields: Mapping[str, Any]) -> list[Operation]:
         """Take what an event triggers, to be done at once; each trigger fires once."""
         if not self._triggers:
             return []
@@ -175,48 +110,50 @@ class FaultScript:
             for index, trigger in self._triggers.items()
             if trigger.device == device and _matches(trigger, event, fields)
         ]
-        strikes = []
         for index in fired:
             del self._triggers[index]
-            strike = Strike(index, self._parts[index], "strike", time)
-            self._intend(strike)
-            strikes.append(strike)
-        return strikes
+        return [self._operation(index, "strike", time) for index in fired]
 
-    def done(self, strike: Strike, actual: float) -> None:
-        """Note that a strike has taken effect, and schedule what counts from it."""
-        index = strike.index
-        if strike.part.flap is not None:
-            self._turn(strike, strike.part.flap, actual)
-        if strike.phase == "undo":
-            self._records[index] = replace(self._records[index], undo_actual=actual)
+    def done(self, operation: Operation, actual: float) -> None:
+        """Note that an operation has taken effect, and schedule what counts from it."""
+        index = self._index[operation.handle]
+        part, action = self._faults[index]
+        first = operation.phase == "strike" and index not in self._struck
+        if isinstance(action, Flap):
+            self._turn(index, action, operation.phase, actual)
+        elif first and part.for_ is not None:
+            self._schedule(index, "undo", actual + part.for_)
+        if not first:
             return
-        if self._records[index].actual is not None:
-            return  # a further turn of a flap
-        self._records[index] = replace(self._records[index], actual=actual)
-        if strike.part.for_ is not None and strike.part.flap is None:
-            self._schedule(index, "undo", actual + strike.part.for_)
-        if strike.part.heal is not None:
-            self._flaps = {key: replace(flap, ends=actual) for key, flap in self._flaps.items()}
-            self._deadlines = [each for each in self._deadlines if each[1] not in self._flaps]
-            heapq.heapify(self._deadlines)
-        if index + 1 < len(self._parts) and (wait := self._parts[index + 1].after) is not None:
+        self._struck.add(index)
+        if Flap.name in action.undoes:
+            self._end_flaps()
+        if index + 1 < len(self._faults) and (wait := self._faults[index + 1][0].after) is not None:
             self._schedule(index + 1, "strike", actual + wait)
 
-    def _turn(self, strike: Strike, part: FlapPart, actual: float) -> None:
-        """Schedule what follows as the links of a flap have gone down or come up."""
-        index = strike.index
-        if index not in self._flaps:
-            ends = float("inf") if strike.part.for_ is None else actual + strike.part.for_
-            self._flaps[index] = _Flap(part, actual, ends)
-        flap = self._flaps[index]
-        if strike.phase == "strike":
-            self._schedule(index, "undo", flap.comes_up())
-            return
-        flap = self._flaps[index] = replace(flap, turns=flap.turns + 1)
-        if (when := flap.goes_down()) is not None:
-            self._schedule(index, "strike", when)
+    def _operation(self, index: int, phase: Phase, when: float) -> Operation:
+        return Operation(self._faults[index][1], _handle(index), phase, when)
 
-    def records(self) -> list[FaultRecord]:
-        """Return what was intended and what happened, in the order of the file."""
-        return list(self._records)
+    def _schedule(self, index: int, phase: Phase, when: float) -> None:
+        heapq.heappush(self._deadlines, (when, index, phase == "undo", self._operation(index, phase, when)))
+
+    def _turn(self, index: int, flap: Flap, phase: Phase, actual: float) -> None:
+        """Schedule what follows as the links of a flap have gone down or come up."""
+        if index not in self._flaps:
+            lasts = self._faults[index][0].for_
+            self._flaps[index] = flap.turns(actual, math.inf if lasts is None else actual + lasts)
+            next(self._flaps[index], None)
+        # Links that went down while something else ended the flap come up at once.
+        following = next(self._flaps[index], ("undo", actual) if phase == "strike" else None)
+        if following is not None:
+            self._schedule(index, *following)
+
+    def _end_flaps(self) -> None:
+        """Let no flap that has begun go on."""
+        self._flaps = dict.fromkeys(self._flaps, iter(()))
+        self._deadlines = [each for each in self._deadlines if each[1] not in self._flaps]
+        heapq.heapify(self._deadlines)
+
+
+def _handle(index: int) -> str:
+    return f"fault-{index}"

@@ -16,9 +16,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from testbed.errors import Diagnostic, Key
-from testbed.faults.parts import ThrottlePart
+from testbed.faults.actions.throttle import MIN_FACTOR, ThrottlePart
 from testbed.faults.replay import Change, traced_links
-from testbed.faults.speeds import MIN_FACTOR, slowed
 from testbed.hardware import DeviceSpec
 from testbed.network import checks
 from testbed.network.link import Link, Pair
@@ -120,7 +119,7 @@ def _unknown(
     texts = [text for name in sorted(names) if (text := no_such_device(name)) is not None]
     if texts:
         return texts
-    if change.speed is not None and slowed(1.0, change.speed, own[change.speed.device]) < MIN_FACTOR:
+    if change.speed is not None and change.speed.slowed(1.0, own[change.speed.device]) < MIN_FACTOR:
         return ["is less than a millionth of the device's own speed: use more"]
     return [f"there is no link from '{pair[0]}' to '{pair[1]}'" for pair in change.pairs if pair not in links][:1]
 

@@ -1,16 +1,35 @@
-"""Strikes of a `FaultScript` on a simulated world."""
+"""Faults and traces on a simulated world: each step is carried out at the very instant that its script says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from testbed.faults.script import FaultScript, Strike
+from testbed.faults.machines import RecordedStep, carry_out
+from testbed.faults.replay import TraceScript
+from testbed.faults.script import FaultScript, Operation
 from testbed.simulation.world import World
 from testbed.trace.events import Event
 
 
+class TraceExecution:
+    """Makes the changes of a trace."""
+
+    def __init__(self, world: World, script: TraceScript) -> None:
+        self._world = world
+        self._script = script
+
+    def start(self) -> None:
+        """Make the changes of the first instant, before any device is on, and schedule the rest."""
+        self._change(None)
+
+    def _change(self, _nothing: None) -> None:
+        for change in self._script.due(self._world.loop.now):
+            _record_and_carry_out(change, self._world)
+        deadline = self._script.next_deadline()
+        if deadline is not None:
+            self._world.loop.at(deadline, self._change, None)
+
+
 class FaultExecution:
-    """Does what the script says, at the very instant that it says it."""
+    """Lets the faults of a scenario strike, and undoes them."""
 
     def __init__(self, world: World, script: FaultScript) -> None:
         self._world = world
@@ -26,48 +45,26 @@ class FaultExecution:
     def _schedule(self) -> None:
         deadline = self._script.next_deadline()
         if deadline is not None:
-            self._world.loop.at(deadline, self._strike_due, None)
+            self._world.loop.at(deadline, self._operate_due, None)
 
-    def _strike_due(self, _nothing: None) -> None:
-        for strike in self._script.due(self._world.loop.now):
-            self._strike(strike)
+    def _operate_due(self, _nothing: None) -> None:
+        for operation in self._script.due(self._world.loop.now):
+            self._operate(operation)
 
     def _observe(self, event: Event) -> None:
         if event.device not in self._watched:
             return
-        for strike in self._script.observe(event.time, event.device, event.event, event.fields):
+        for operation in self._script.observe(event.time, event.device, event.event, event.fields):
             self._watched = self._script.watched
-            self._strike(strike)
+            self._operate(operation)
 
-    def _strike(self, strike: Strike) -> None:
-        self._world.record("fault", **strike.fields())
-        self._operate(strike)
-        self._script.done(strike, self._world.loop.now)
+    def _operate(self, operation: Operation) -> None:
+        _record_and_carry_out(operation, self._world)
+        self._script.done(operation, self._world.loop.now)
         self._schedule()
 
-    def _operate(self, strike: Strike) -> None:
-        world, part = self._world, strike.part
-        on_device: dict[str, Callable[[str], None]] = {
-            "kill": world.kill,
-            "restart": world.restart,
-            "pause": world.pause,
-            "resume": world.resume,
-        }
-        if strike.operation in on_device:
-            on_device[strike.operation](str(getattr(part, part.action)))
-        elif strike.operation == "partition" and part.partition is not None:
-            world.set_network(world.network.partition(part.partition, strike.handle))
-        elif strike.operation == "degrade" and part.degrade is not None:
-            world.set_network(world.network.degrade(part.degrade, strike.handle))
-        elif strike.operation == "flap" and part.flap is not None:
-            world.set_network(world.network.cut(part.flap, strike.handle))
-        elif strike.operation == "heal":
-            world.set_network(world.network.heal())
-        elif strike.operation == "throttle" and part.throttle is not None:
-            world.set_speeds(world.speeds.throttle(part.throttle, strike.handle))
-        elif strike.operation == "unthrottle" and part.unthrottle is not None:
-            world.set_speeds(world.speeds.unthrottle(part.unthrottle))
-        elif part.throttle is not None:
-            world.set_speeds(world.speeds.undo(strike.handle))
-        else:
-            world.set_network(world.network.undo(strike.handle))
+
+def _record_and_carry_out(step: RecordedStep, world: World) -> None:
+    for event, fields in step.events():
+        world.record(event, **fields)
+    carry_out(step, world)

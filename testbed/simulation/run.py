@@ -14,9 +14,8 @@ from testbed.methods.base import Job
 from testbed.prepare import Prepared
 from testbed.seeds import derive
 from testbed.simulation.device import SimulatedDevice
-from testbed.simulation.faults import FaultExecution
+from testbed.simulation.faults import FaultExecution, TraceExecution
 from testbed.simulation.loop import Stillness, TimeLimit
-from testbed.simulation.replay import Replay
 from testbed.simulation.world import ProgramError, World
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome
@@ -69,7 +68,7 @@ def simulate(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(problem.seed, "torch"))
             try:
-                Replay(world, TraceScript(experiment.changes)).start()
+                TraceExecution(world, TraceScript(experiment.changes)).start()
                 world.start()
                 faults.start()
                 world.run()

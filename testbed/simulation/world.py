@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
-from testbed.faults.network_state import NetworkState
-from testbed.faults.speeds import Speeds
+from testbed.faults.conditions import Changed, Conditions, State
 from testbed.hardware import DeviceSpec
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.cell import Cell
@@ -67,8 +67,8 @@ class World:
         self.loop.set_task_factory(_own)  # type: ignore[arg-type]  # typeshed knows no options
         self.loop.set_exception_handler(self._lost_error)
         self.hosts = {spec.name: Host(spec.name, spec) for spec in devices}
-        self.network = NetworkState(links, first=next(iter(self.hosts)))
-        self.speeds = Speeds.of(host.spec for host in self.hosts.values())
+        self.shown = Conditions.of((host.spec for host in self.hosts.values()), links)
+        """Of links and speeds what is in force; the states of the devices are those of their hosts."""
         self.events: list[Event] = []
         self.watch: Callable[[Event], None] | None = None
         """Sees every event right after it is written, and may strike at once."""
@@ -104,7 +104,7 @@ class World:
             return known
         pairs = ((source, target), (target, source))
         for pair in pairs:
-            if pair not in self.network.links:
+            if pair not in self.shown.links:
                 raise ValueError(f"there is no link from {pair[0]} to {pair[1]}")
         there, back = (self._make_channel(pair) for pair in pairs)
         Channel.connect(there, back)
@@ -113,7 +113,7 @@ class World:
 
     def _make_channel(self, pair: Pair) -> Channel:
         source, target = pair
-        between = (self.loop, self.hosts[source], self.hosts[target], self.network.effective(pair), self._seed)
+        between = (self.loop, self.hosts[source], self.hosts[target], self.shown.link(pair), self._seed)
         limits = (self._uplinks.get(source), self._downlinks.get(target))
         shareds = [shared for shared in limits if shared is not None]
         cell = next((each.shared for each in self._cells if each.cell.carries(pair)), None)
@@ -130,7 +130,7 @@ class World:
     def cast_rate(self, name: str) -> float | None:
         """Return the bit/s at which a device casts, right now."""
         if name not in self._cast_rates:
-            links = [self.network.effective(pair) for pair in self.network.links if pair[0] == name]
+            links = [self.shown.link(pair) for pair in self.shown.links if pair[0] == name]
             cells = [each.cell.rate for each in self._cells if name in each.cell.devices]
             self._cast_rates[name] = broadcast_rate(links, self.hosts[name].spec.uplink, *cells)
         return self._cast_rates[name]
@@ -212,29 +212,29 @@ class World:
             if source == name:
                 channel.refresh()
 
-    def set_network(self, state: NetworkState) -> None:
-        """Change the links at once, and log those that change."""
-        changed = state.changed(self.network)
-        self.network = state
+    def conditions(self) -> Conditions:
+        """Return states, links and speeds as they are."""
+        return replace(self.shown, devices={name: _state(host) for name, host in self.hosts.items()})
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Do nothing: nobody else changes anything meanwhile."""
+        return nullcontext()
+
+    def show(self, now: Conditions, changed: Changed) -> None:
+        """Change links and speeds at once, also for what is under way, and log those that change."""
+        self.shown = now
         self._cast_rates.clear()
-        for (source, target), link in changed.items():
-            self.record(
-                "link",
-                **link_fields(source, target, link),
-            )
+        for (source, target), link in changed.links.items():
+            self.record("link", **link_fields(source, target, link))
             if (source, target) in self._channels:
                 self._channels[source, target].refresh(link)
-
-    def set_speeds(self, state: Speeds) -> None:
-        """Change the devices' speeds at once, also for what they are computing, and log those that change."""
-        changed = state.changed(self.speeds)
-        self.speeds = state
-        for name, factor in changed.items():
-            self.record("speed", target=name, factor=factor, speed=state.speed(name))
+        for name, factor in changed.speeds.items():
+            speed = now.speed(name)
+            self.record("speed", target=name, factor=factor, speed=speed)
             host = self.hosts[name]
-            before, host.speed = host.speed, state.speed(name)
+            before, host.speed = host.speed, speed
             if host.device is not None:
-                host.device.change_speed(host.speed / before)
+                host.device.change_speed(speed / before)
 
     def why_still(self) -> str:
         """Say what each device waits for."""
@@ -292,6 +292,12 @@ class World:
             self._fail(owner, error)
         else:
             loop.default_exception_handler(context)
+
+
+def _state(host: Host) -> State:
+    if host.device is None and host.booting is None:
+        return "down"
+    return "paused" if host.paused else "up"
 
 
 @contextmanager

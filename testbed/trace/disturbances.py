@@ -6,15 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from testbed.faults.actions import mending
 from testbed.trace.events import Event
-
-MENDING = {
-    "restart": ("kill",),
-    "resume": ("pause",),
-    "heal": ("partition", "degrade", "flap"),
-    "unthrottle": ("throttle",),
-}
-"""Faults that undo others, with what they undo."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +25,7 @@ class Strike:
     @property
     def mends(self) -> bool:
         """Whether this repairs something instead of breaking it."""
-        return self.action in MENDING
+        return mending(self.action, self.target) is not None
 
     @property
     def end(self) -> float | None:
@@ -86,10 +79,8 @@ def _names(value: Any) -> tuple[str, ...]:
 def _undoes(event: Event, action: str, target: str) -> bool:
     if event.fields.get("phase") == "undo":
         return event.fields.get("action") == action and str(event.fields.get("target")) == target
-    mended = MENDING.get(str(event.fields.get("action")), ())
-    if action not in mended:
-        return False
-    return event.fields["action"] == "heal" or str(event.fields.get("target")) == target
+    mends = mending(str(event.fields.get("action")), str(event.fields.get("target")))
+    return mends is not None and mends.mends(action, target)
 
 
 def _bare_strikes(events: Sequence[Event]) -> list[Strike]:

@@ -159,7 +159,7 @@ def _record(outcome: Outcome, experiment: Experiment, plan: Plan) -> Check:
 
 
 def _faults(experiment: Experiment, struck: Sequence[Strike]) -> list[Check]:
-    wanted = Counter(fault.action for fault in experiment.faults)
+    wanted = Counter(fault.action.name for fault in experiment.faults)
     if not wanted and not struck:
         return []
     absent = wanted - Counter(strike.action for strike in struck)

@@ -30,7 +30,7 @@ def casting(count: int, padding: int = 100, peers=DEVICES):
 
 def lay(made, pair, link):
     """Give one link of a world figures of its own before anything is sent."""
-    made.network.links[pair] = link
+    made.shown.links[pair] = link
 
 
 def interval(count: int, chance: float) -> float:

@@ -10,8 +10,7 @@ from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.scenario.trace import parse
-from testbed.simulation.faults import FaultExecution
-from testbed.simulation.replay import Replay
+from testbed.simulation.faults import FaultExecution, TraceExecution
 from testbed.simulation.world import World
 
 LINK = Link(rate=8e6, delay=0.01)
@@ -46,7 +45,7 @@ def world(
     links = {(a, b): link for a in names for b in names if a != b}
     specs = [DeviceSpec(name, speed, 1e9, **(access or {}).get(name, {})) for name in names]
     made = Closing(specs, links, lambda device: programs[device.name](device), names[0], seed=1, **options)
-    Replay(made, TraceScript([parse(line) for line in trace])).start()
+    TraceExecution(made, TraceScript([parse(line) for line in trace])).start()
     made.start()
     FaultExecution(made, FaultScript([FaultPart.model_validate(fault) for fault in faults])).start()
     return made

@@ -1,0 +1,20 @@
+"""All links are as they were."""
+
+from __future__ import annotations
+
+from testbed.errors import Key
+from testbed.faults.actions.degrade import Degrade
+from testbed.faults.actions.flap import Flap
+from testbed.faults.actions.partition import Partition
+from testbed.faults.conditions import Action
+
+
+class Heal(Action[str]):
+    """Every partition and degradation is undone, every flap ends."""
+
+    name = "heal"
+    undoes = (Partition.name, Degrade.name, Flap.name)
+
+    def named(self) -> list[tuple[Key, str]]:
+        """Return nothing: it concerns all."""
+        return []

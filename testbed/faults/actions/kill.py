@@ -1,0 +1,32 @@
+"""A device loses its power, and has it again."""
+
+from __future__ import annotations
+
+from testbed.faults.conditions import Action, Conditions
+
+
+class Kill(Action[str]):
+    """A device ends at once: its memory is lost, its disk is kept."""
+
+    name = "kill"
+    switches = True
+
+    def apply(self, now: Conditions, handle: str) -> Conditions:
+        """Switch the device off, unless it is off."""
+        return now.switch(self.value, {"up": "down", "paused": "down"})
+
+    def undo(self, now: Conditions, handle: str) -> Conditions:
+        """Boot the device."""
+        return Restart(self.value).apply(now, handle)
+
+
+class Restart(Action[str]):
+    """A killed device boots."""
+
+    name = "restart"
+    undoes = (Kill.name,)
+    switches = True
+
+    def apply(self, now: Conditions, handle: str) -> Conditions:
+        """Boot the device, unless it is on."""
+        return now.switch(self.value, {"down": "up"})

@@ -1,0 +1,224 @@
+"""Devices, links and speeds as they are at one moment, and the actions that make other conditions of them.
+
+Both are values: applying an action returns new conditions. What they mean for containers or for the simulator is said
+in `testbed.faults.machines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from testbed.errors import Key
+from testbed.faults.setting import Setting
+from testbed.hardware import DeviceSpec
+from testbed.network.link import Link, Pair
+
+State = Literal["up", "down", "paused"]
+"""Of a device. One that boots is up."""
+ALL = "all"
+"""The target of an action that concerns everything."""
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Action(Generic[V]):
+    """One thing that breaks or mends. Each kind says what it changes; what it does not mention stays as it is.
+
+    An action on links or speeds is in force, under a handle, until it is undone.
+    """
+
+    value: V
+    """What a scenario gives for its key."""
+
+    name: ClassVar[str]
+    """The key in a scenario."""
+    undoes: ClassVar[tuple[str, ...]] = ()
+    """Names of the actions that it undoes where they have its target."""
+    switches: ClassVar[bool] = False
+    """Whether it changes the state of a device and nothing else."""
+
+    @property
+    def target(self) -> str:
+        """What it concerns, in words: a device, a link, groups of devices, or all."""
+        return str(self.value)
+
+    def named(self) -> list[tuple[Key, str]]:
+        """Return every device that it names, with the key of the name below the action's own."""
+        return [((), self.target)]
+
+    def problems(self, setting: Setting) -> Iterator[tuple[Key, str]]:
+        """Yield what is wrong with it in such a run; each key is below the action's own. All names exist."""
+        yield from ()
+
+    @property
+    def takes_no_for(self) -> str | None:
+        """Why it cannot be undone after some time; None where it can."""
+        return f"'{self.name}' mends something: it takes no 'for'" if self.undoes else None
+
+    def mends(self, name: str, target: str) -> bool:
+        """Return whether it undoes an action of that name with that target."""
+        return name in self.undoes and self.target in (ALL, target)
+
+    def apply(self, now: Conditions, handle: str) -> Conditions:
+        """Return the conditions after it; raise ValueError when the handle is in use."""
+        if self.undoes:
+            return now.without(key for key, each in now.in_force.items() if self.mends(each.name, each.target))
+        return now.put(self, handle)
+
+    def undo(self, now: Conditions, handle: str) -> Conditions:
+        """Return the conditions without it; nothing changes when something else has undone it already."""
+        return now.without([handle])
+
+    def touches(self, pair: Pair) -> bool:
+        """Return whether a directed link is different while it is in force."""
+        return False
+
+    def impair(self, link: Link, from_first: bool) -> Link:
+        """Return what becomes of a link that it touches.
+
+        ``from_first``: the link leads away from the first device of the scenario (a preset's down direction).
+        """
+        return link
+
+    def slows(self, device: str) -> bool:
+        """Return whether a device computes at another speed while it is in force."""
+        return False
+
+    def slow(self, factor: float, own: float) -> float:
+        """Return what is left of a share of a device's own speed, which is ``own`` FLOP/s."""
+        return factor
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What became different."""
+
+    devices: dict[str, State] = field(default_factory=dict)
+    """Their new states."""
+    links: dict[Pair, Link] = field(default_factory=dict)
+    """The links that changed, as they are now."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Device -> share of its own speed, of those whose speed changed."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """States of the devices, their links and their speeds at one moment.
+
+    Actions in force pile up: each is laid over those before it. Figures that a trace or a user has set lie under all
+    of them.
+    """
+
+    devices: Mapping[str, State]
+    """In the order of the scenario."""
+    links: Mapping[Pair, Link]
+    """Of the scenario."""
+    speeds: Mapping[str, float]
+    """Device -> FLOP/s that the scenario gives it."""
+    set_links: Mapping[Pair, Link] = field(default_factory=dict)
+    """Links whose own figures have been set."""
+    set_speeds: Mapping[str, float] = field(default_factory=dict)
+    """Device -> share of its own speed that has been set; above 1 where it is faster."""
+    in_force: Mapping[str, Action[Any]] = field(default_factory=dict)
+    """Actions on links and speeds by their handles, in the order in which they were applied."""
+
+    @staticmethod
+    def of(devices: Iterable[DeviceSpec], links: Mapping[Pair, Link]) -> Conditions:
+        """Return conditions in which nothing has happened yet."""
+        speeds = {device.name: device.speed for device in devices}
+        return Conditions(dict.fromkeys(speeds, "up"), links, speeds)
+
+    def switch(self, device: str, states: Mapping[State, State]) -> Conditions:
+        """Give a device the state that ``states`` has for its present one, if any."""
+        state = self.devices[device]
+        if state not in states:
+            return self
+        return replace(self, devices={**self.devices, device: states[state]})
+
+    def put(self, action: Action[Any], handle: str) -> Conditions:
+        """Put an action in force; raise ValueError when the handle is in use."""
+        if handle in self.in_force:
+            raise ValueError(f"'{handle}' is in force already: undo it first, or choose another handle")
+        return replace(self, in_force={**self.in_force, handle: action})
+
+    def without(self, handles: Iterable[str]) -> Conditions:
+        """Take back the actions with these handles; one that is not in force is no error."""
+        gone = set(handles)
+        return replace(self, in_force={key: each for key, each in self.in_force.items() if key not in gone})
+
+    def set_figures(self, links: Mapping[Pair, Link]) -> Conditions:
+        """Give links other figures of their own."""
+        return replace(self, set_links={**self.set_links, **links})
+
+    def set_speed(self, device: str, factor: float) -> Conditions:
+        """Give a device this share of its own speed."""
+        return replace(self, set_speeds={**self.set_speeds, device: factor})
+
+    def own_link(self, pair: Pair) -> Link:
+        """Return a link without the actions in force; raise KeyError where there is none."""
+        return self.set_links.get(pair) or self.links[pair]
+
+    def from_first(self, pair: Pair) -> bool:
+        """Return whether a link leads away from the first device of the scenario (a preset's down direction)."""
+        return pair[0] == next(iter(self.devices))
+
+    def link(self, pair: Pair) -> Link:
+        """Return a directed link as it is now; raise KeyError where there is none."""
+        link = self.own_link(pair)
+        for action in self.in_force.values():
+            if action.touches(pair):
+                link = action.impair(link, self.from_first(pair))
+        return link
+
+    def factor(self, device: str) -> float:
+        """Return the share of its own speed at which a device computes now."""
+        factor = self.set_speeds.get(device, 1.0)
+        for action in self.in_force.values():
+            if action.slows(device):
+                factor = action.slow(factor, self.speeds[device])
+        return factor
+
+    def speed(self, device: str) -> float:
+        """Return the FLOP/s at which a device computes now."""
+        return self.speeds[device] * self.factor(device)
+
+    def changed(self, since: Conditions) -> Changed:
+        """Return what differs from earlier conditions of the same run."""
+        differing = [
+            action
+            for one, other in ((self, since), (since, self))
+            for handle, action in one.in_force.items()
+            if other.in_force.get(handle) is not action
+        ]
+        reset = _differing(self.set_speeds, since.set_speeds)
+        links = {pair: (self.link(pair), since.link(pair)) for pair in self._suspects(since, differing)}
+        speeds = {
+            name: (self.factor(name), since.factor(name))
+            for name in self.speeds
+            if name in reset or any(action.slows(name) for action in differing)
+        }
+        return Changed(
+            {name: state for name, state in self.devices.items() if state != since.devices[name]},
+            {pair: link for pair, (link, before) in links.items() if link != before},
+            {name: factor for name, (factor, before) in speeds.items() if factor != before},
+        )
+
+    def _suspects(self, since: Conditions, differing: Collection[Action[Any]]) -> Iterable[Pair]:
+        """Return the links that may differ, in order: there may be a million, and most changes are to one."""
+        reset = _differing(self.set_links, since.set_links)
+        if not differing:
+            return sorted(reset)
+        return [pair for pair in self.links if pair in reset or any(action.touches(pair) for action in differing)]
+
+
+K = TypeVar("K")
+
+
+def _differing(one: Mapping[K, object], other: Mapping[K, object]) -> set[K]:
+    """Return the keys whose values are not the same objects."""
+    if one is other:
+        return set()
+    return {key for key in one.keys() | other.keys() if one.get(key) is not other.get(key)}
