@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import suppress
+from typing import Any
 
 import click
 from pydantic import ValidationError
@@ -11,43 +12,50 @@ from pydantic import ValidationError
 from controller.cli.linkoptions import link_options, read
 from controller.lab import runstate
 from controller.lab.lab import Lab
-from controller.running.faults import Changed, Conditions, flapping, inflict
+from controller.running.faults import Containers
+from controller.running.faults import flap as flapping
 from testbed.errors import InputError
-from testbed.faults.checks import devices_named, link_problems
-from testbed.faults.parts import FaultPart
+from testbed.faults.actions.flap import Flap
+from testbed.faults.conditions import Action, Changed
+from testbed.faults.machines import carry_out
+from testbed.faults.parts import ActionPart
+from testbed.faults.script import Operation
+from testbed.faults.setting import Setting
+from testbed.quantities import parse_duration
 from testbed.scenario.loading import explain
 
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 
 
-def _checked(run_id: str | None, action: dict[str, object]) -> tuple[Lab, FaultPart, str]:
-    """Check a fault as a scenario's would be; return the lab, the fault and a handle for it."""
+def _checked(run_id: str | None, given: dict[str, object]) -> tuple[Containers, Action[Any], str]:
+    """Check an action as a scenario's would be; return the devices of the run, the action and a handle for it."""
     try:
-        part = FaultPart.model_validate({**action, "at": 0})
+        action = ActionPart.model_validate(given).action
     except ValidationError as error:
-        raise InputError("; ".join(f"{problem}" for problem in explain(error, FaultPart))) from None
+        raise InputError("; ".join(f"{problem}" for problem in explain(error, ActionPart))) from None
     lab = Lab.open(runstate.choose(run_id))
-    for _, name in devices_named(part):
+    for _, name in action.named():
         if name not in lab.devices:
             raise InputError(f"there is no device '{name}' in {lab.run_id}: {', '.join(lab.devices)}")
-    for _, text in link_problems(part, lab.experiment.links):
+    for _, text in action.problems(Setting(lab.experiment.devices, lab.experiment.links)):
         raise InputError(text)
-    return lab, part, f"{part.action}-{secrets.token_hex(3)}"
+    return Containers(lab), action, f"{action.name}-{secrets.token_hex(3)}"
 
 
-def _inflict(run_id: str | None, action: dict[str, object]) -> None:
-    """Check a fault, do it, and say which links it changed."""
-    lab, part, handle = _checked(run_id, action)
-    changed = inflict(lab, part, handle)
-    if part.action in ("partition", "degrade", "throttle"):
-        click.echo(f"{handle}: {_told(changed)}; undo with: testbed fault undo {handle}")
-    elif part.action in ("heal", "unthrottle"):
-        click.echo(_told(changed))
+def _apply(run_id: str | None, given: dict[str, object]) -> None:
+    """Check an action, apply it, and say what it changed."""
+    containers, action, handle = _checked(run_id, given)
+    changed = carry_out(Operation(action, handle), containers)
+    if action.switches:
+        nothing = "" if changed.devices else f" is {containers.states()[action.target]}, nothing to do"
+        click.echo(f"{action.name}: {action.target}{nothing}")
+    elif action.undoes:
+        click.echo(_summary(changed))
     else:
-        click.echo(f"{part.action}: {action[part.action]}")
+        click.echo(f"{handle}: {_summary(changed)}; undo with: testbed fault undo {handle}")
 
 
-def _told(changed: Changed) -> str:
+def _summary(changed: Changed) -> str:
     links = [f"{len(changed.links)} directed links changed"] if changed.links or not changed.speeds else []
     speeds = [f"{name} computes at {factor:.4g} times its own speed" for name, factor in changed.speeds.items()]
     return ", ".join(links + speeds)
@@ -74,7 +82,7 @@ def _device_command(action: str, text: str) -> None:
     @click.argument("device")
     @_run_option
     def command(device: str, run_id: str | None) -> None:
-        _inflict(run_id, {action: device})
+        _apply(run_id, {action: device})
 
 
 _device_command("kill", "End a device at once, as a power cut would.")
@@ -92,7 +100,7 @@ def partition(groups: tuple[str, ...], run_id: str | None) -> None:
 
     Devices that are not named form one more group. Packets vanish silently, in both directions.
     """
-    _inflict(run_id, {"partition": [group.split(",") for group in groups]})
+    _apply(run_id, {"partition": [group.split(",") for group in groups]})
 
 
 @fault.command()
@@ -109,7 +117,7 @@ def degrade(
     run_id: str | None,
 ) -> None:
     """Make links worse: the one between SOURCE and DESTINATION, or all of SOURCE."""
-    _inflict(run_id, {"degrade": {**_links(source, destination, one_way), **read(figures)}})
+    _apply(run_id, {"degrade": {**_links(source, destination, one_way), **read(figures)}})
 
 
 @fault.command()
@@ -136,12 +144,23 @@ def flap(
     Goes on until it is over, or Ctrl-C; either way the links are up at the end.
     """
     links = {**_links(source, destination, one_way), "down": down, "up": up, "times": times}
-    lab, part, handle = _checked(run_id, {"flap": links, "for": for_})
+    containers, action, handle = _checked(run_id, {"flap": links})
+    assert isinstance(action, Flap)
+    if for_ is not None and action.takes_no_for is not None:
+        raise InputError(action.takes_no_for)
+    seconds = None if for_ is None else _duration(for_)
     turns, late = 0, 0.0
     with suppress(KeyboardInterrupt):
-        for turns, late in flapping(lab, part, handle):  # noqa: B007 - the last is told
+        for turns, late in flapping(containers, action, handle, seconds):  # noqa: B007 - the last is told
             pass
     click.echo(f"{handle}: the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late")
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise InputError(f"for: {error}") from None
 
 
 def _links(source: str, destination: str | None, one_way: bool) -> dict[str, object]:
@@ -159,14 +178,14 @@ def _links(source: str, destination: str | None, one_way: bool) -> dict[str, obj
 def throttle(device: str, speed: str | None, slowdown: str | None, run_id: str | None) -> None:
     """Let DEVICE compute more slowly, also what it is computing right now."""
     given = {key: value for key, value in (("speed", speed), ("slowdown", slowdown)) if value is not None}
-    _inflict(run_id, {"throttle": {"device": device, **given}})
+    _apply(run_id, {"throttle": {"device": device, **given}})
 
 
 @fault.command()
 @_run_option
 def heal(run_id: str | None) -> None:
     """Take back every partition and degradation."""
-    _inflict(run_id, {"heal": "all"})
+    _apply(run_id, {"heal": "all"})
 
 
 @fault.command()
@@ -174,7 +193,8 @@ def heal(run_id: str | None) -> None:
 @_run_option
 def undo(handle: str, run_id: str | None) -> None:
     """Take back one partition, degradation or throttle by its handle."""
-    conditions = Conditions(Lab.open(runstate.choose(run_id)))
-    if handle not in conditions.handles():
-        raise InputError(f"'{handle}' is not in force; what is: {', '.join(conditions.handles()) or 'nothing'}")
-    click.echo(_told(conditions.undo(handle)))
+    containers = Containers(Lab.open(runstate.choose(run_id)))
+    in_force = containers.shown.in_force
+    if handle not in in_force:
+        raise InputError(f"'{handle}' is not in force; what is: {', '.join(in_force) or 'nothing'}")
+    click.echo(_summary(carry_out(Operation(in_force[handle], handle, "undo"), containers)))

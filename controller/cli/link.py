@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
@@ -16,9 +16,11 @@ from controller.cli.table import table
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.report.grouping import describe
-from controller.running.faults import Conditions
+from controller.running.faults import Containers
 from testbed import formats
 from testbed.errors import InputError, TestbedError
+from testbed.faults.conditions import Conditions
+from testbed.faults.machines import carry_out
 from testbed.network import checks
 from testbed.network.link import Link, Pair, link_from
 from testbed.network.overlay import overlay
@@ -98,19 +100,32 @@ def change(
     pairs = [(source, destination), *([(destination, source)] if both else [])]
     for pair in pairs:
         _choose(lab.experiment.links, *pair)
-    first = lab.experiment.devices[0].name
+    containers = Containers(lab)
+    carry_out(_Setting(pairs, part, direct), containers)
+    shown = containers.shown
+    for pair in pairs:
+        click.echo(f"{pair[0]} -> {pair[1]}: {describe(asdict(shown.link(pair)))}")
 
-    def changed(pair: Pair, link: Link) -> Link:
-        wanted = replace(overlay(link, part, pair[0] == first), **direct)
+
+@dataclass(frozen=True)
+class _Setting:
+    """Figures that links have from now on, under the faults in force."""
+
+    pairs: Sequence[Pair]
+    part: LinkPart
+    direct: Mapping[str, Any]
+    """What a part of a scenario cannot say, by field of `Link`."""
+    switches: bool = False
+
+    def apply(self, now: Conditions) -> Conditions:
+        """Return the conditions after it; raise InputError where a link would be one that cannot be."""
+        return now.set_figures({pair: self._figures(pair, now) for pair in self.pairs})
+
+    def _figures(self, pair: Pair, now: Conditions) -> Link:
+        wanted = replace(overlay(now.own_link(pair), self.part, now.from_first(pair)), **self.direct)
         if problems := checks.problems(wanted):
             raise InputError("; ".join(f"{pair[0]} -> {pair[1]}: {problem.text}" for problem in problems))
         return wanted
-
-    conditions = Conditions(lab)
-    conditions.set(pairs, changed)
-    links = conditions.links()
-    for pair in pairs:
-        click.echo(f"{pair[0]} -> {pair[1]}: {describe(asdict(links[pair]))}")
 
 
 def _part(figures: dict[str, Any]) -> LinkPart:

@@ -169,6 +169,13 @@ class Lab:
         with contextlib.suppress(NotFound):
             self._shaper_url = control_url(self._client.api.inspect_container(container_name(self.run_id, SHAPER)))
 
+    def states(self) -> dict[str, str]:
+        """Return in the engine's words what the container of each device is doing, all asked for at once."""
+        filters = {"label": [f"{RUN}={self.run_id}", DEVICE]}
+        found = self._client.api.containers(all=True, filters=filters)
+        states = {str(each["Labels"][DEVICE]): str(each["State"]) for each in found}
+        return {name: states.get(name, "gone") for name in self.devices}
+
     def facts(self) -> dict[str, Any]:
         """Return what a run's manifest should say of the engine, the images and the link backend."""
         images = {}

@@ -16,11 +16,14 @@ from controller.lab import capability
 from controller.lab.agents import AgentGone
 from controller.lab.lab import Backend, Lab
 from controller.lab.reaper import guard
-from controller.running import faults, verification
+from controller.running import verification
+from controller.running.faults import Containers
 from controller.running.fidelity import HostMonitor, since
 from testbed.errors import TestbedError
-from testbed.faults.replay import Change, TraceScript
-from testbed.faults.script import FaultScript, Strike
+from testbed.faults.conditions import Changed
+from testbed.faults.machines import RecordedStep, carry_out
+from testbed.faults.replay import Changes, TraceScript
+from testbed.faults.script import FaultScript, Operation
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event, link_fields
 from testbed.trace.outcome import Outcome
@@ -43,33 +46,18 @@ SIMULTANEOUS_FAULTS = 16
 
 
 @dataclass(frozen=True)
-class _Struck:
-    """A fault that has taken effect, or could not."""
+class _Done:
+    """A step of the faults or the trace that has been carried out, or could not be."""
 
-    strike: Strike
+    step: RecordedStep
     actual: float
-    changed: faults.Changed
+    changed: Changed
     error: Exception | None = None
 
     @property
     def problem(self) -> str:
         """Say what could not be done, and why."""
-        return f"the fault '{self.strike.operation} {self.strike.fields()['target']}' failed: {self.error}"
-
-
-@dataclass(frozen=True)
-class _Replayed:
-    """Changes of the trace that were due together and have taken effect, or could not."""
-
-    changes: list[Change]
-    actual: float
-    changed: faults.Changed
-    error: Exception | None = None
-
-    @property
-    def problem(self) -> str:
-        """Say what could not be done, and why."""
-        return f"the trace's '{', '.join(change.what for change in self.changes)}' failed: {self.error}"
+        return f"{self.step} failed: {self.error}"
 
 
 @dataclass(frozen=True)
@@ -164,10 +152,11 @@ class _Execution:
         self._dataset = dataset
         self._weights = weights
         self._on_event = on_event
-        self._inbox: queue.SimpleQueue[Event | _Struck | _Replayed | _Starved] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | _Done | _Starved] = queue.SimpleQueue()
         self._events: list[Event] = []
         self._script = FaultScript(prepared.scenario.faults)
         self._trace = TraceScript(prepared.experiment.changes)
+        self._containers = Containers(lab, self._boot)
         self._origin = 0.0
         """On the monotonic clock, which all containers of one engine share with its host."""
         self._followers: dict[str, threading.Thread] = {}
@@ -185,7 +174,7 @@ class _Execution:
             monitor = HostMonitor()
             monitor.start()
             # The first figures of a trace are those that the run begins with.
-            first = self._replay(self._trace.due(0.0), lambda: 0.0)
+            first = self._carry_out(Changes(self._trace.due(0.0)), lambda: 0.0)
             self._origin = time.monotonic() + START_MARGIN
             list(pool.map(self._if_there(self._start), self._lab.devices))
         if first.error is not None:
@@ -240,7 +229,7 @@ class _Execution:
     def _deploy(self, name: str) -> None:
         agent = self._lab.agent(name)
         agent.deploy(deployment(self._lab, self._prepared, name))
-        faults.Conditions(self._lab).tell(name)
+        self._containers.inform(name)
         if name == self._lead:
             agent.put_data(self._dataset)
             if self._weights is not None:
@@ -251,6 +240,13 @@ class _Execution:
         follower = threading.Thread(target=self._listen, args=(name,), name=f"events-{name}", daemon=True)
         self._followers[name] = follower
         follower.start()
+
+    def _boot(self, name: str) -> None:
+        """Start a device that is down, and its program."""
+        self._restarting.add(name)
+        self._lab.start(name, self._containers.links())
+        self._deploy(name)
+        self._start(name)
 
     def _listen(self, name: str) -> None:
         """Pass on what a device records, until its program or its container ends."""
@@ -282,7 +278,7 @@ class _Execution:
                 self._restarting.discard(name)
                 continue
             try:
-                self._lab.start(name, faults.Conditions(self._lab).links())
+                self._lab.start(name, self._containers.links())
                 self._deploy(name)
                 self._start(name)
             except TestbedError as error:
@@ -305,20 +301,19 @@ class _Execution:
                 news = self._inbox.get(timeout=max(0.0, deadline - self._now()))
                 if isinstance(news, _Starved):
                     return "failed", news.problem
-                if isinstance(news, _Struck | _Replayed):
+                if isinstance(news, _Done):
                     # Without what the scenario asks for, the rest of the run would mean nothing.
                     if news.error is not None:
                         return "failed", news.problem
                     self._settle(news)
                 else:
-                    strikes = self._script.observe(news.time, news.device, news.event, news.fields)
-                    self._strike(strikers, strikes)
+                    self._operate(strikers, self._script.observe(news.time, news.device, news.event, news.fields))
                     self._log(news)
                     if end := self._end(news):
                         return end
-            self._strike(strikers, self._script.due(self._now()))
+            self._operate(strikers, self._script.due(self._now()))
             if changes := self._trace.due(self._now()):
-                replayer.submit(lambda due: self._inbox.put(self._replay(due, self._now)), changes)
+                self._submit(replayer, Changes(changes))
             if self._now() >= limit:
                 return "timed out", f"not over after {limit:g} s{self._missing()}"
 
@@ -346,48 +341,31 @@ class _Execution:
     def _testbed(self, time_: float, event: str, **fields: Any) -> None:
         self._log(Event(time_, TESTBED, event, fields))
 
-    def _strike(self, strikers: ThreadPoolExecutor, strikes: list[Strike]) -> None:
-        for strike in strikes:
-            strikers.submit(self._execute, strike)
+    def _operate(self, strikers: ThreadPoolExecutor, operations: list[Operation]) -> None:
+        for operation in operations:
+            self._submit(strikers, operation)
 
-    def _execute(self, strike: Strike) -> None:
-        changed = faults.Changed()
+    def _submit(self, pool: ThreadPoolExecutor, step: RecordedStep) -> None:
+        pool.submit(lambda: self._inbox.put(self._carry_out(step, self._now)))
+
+    def _carry_out(self, step: RecordedStep, clock: Callable[[], float]) -> _Done:
+        changed = Changed()
         error = None
         try:
-            act = faults.inflict if strike.phase == "strike" else faults.undo
-            name = str(getattr(strike.part, strike.action))
-            if strike.operation == "restart":
-                self._restarting.add(name)
-            changed = act(self._lab, strike.part, strike.handle)
-            if strike.operation == "restart":
-                self._deploy(name)
-                self._start(name)
+            changed = carry_out(step, self._containers)
         except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
             error = failure
-        self._inbox.put(_Struck(strike, self._now(), changed, error))
+        return _Done(step, clock(), changed, error)
 
-    def _replay(self, changes: list[Change], clock: Callable[[], float]) -> _Replayed:
-        """Make changes of the trace, those that are due at once together."""
-        changed = faults.Changed()
-        error = None
-        try:
-            if changes:
-                changed = faults.Conditions(self._lab).replay(changes)
-        except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
-            error = failure
-        return _Replayed(changes, clock(), changed, error)
-
-    def _settle(self, news: _Struck | _Replayed) -> None:
+    def _settle(self, done: _Done) -> None:
         """Note what a fault or the trace did."""
-        if isinstance(news, _Struck):
-            self._script.done(news.strike, news.actual)
-            self._testbed(news.actual, "fault", **news.strike.fields())
-        else:
-            for change in news.changes:
-                self._testbed(news.actual, "trace", **change.fields())
-        self._log_changed(news.actual, news.changed)
+        if isinstance(done.step, Operation):
+            self._script.done(done.step, done.actual)
+        for event, fields in done.step.events():
+            self._testbed(done.actual, event, **fields)
+        self._log_changed(done.actual, done.changed)
 
-    def _log_changed(self, time_: float, changed: faults.Changed) -> None:
+    def _log_changed(self, time_: float, changed: Changed) -> None:
         for (source, destination), link in changed.links.items():
             self._testbed(time_, "link", **link_fields(source, destination, link))
         for device in self._prepared.experiment.devices:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from testbed.faults.conditions import Changed, Conditions, State
@@ -32,8 +34,13 @@ class RecordedStep(Step, Protocol):
 class Machines(Protocol):
     """The devices of a run and what links them: containers and their shaper, or a simulated world."""
 
-    def conditions(self) -> Conditions:
-        """Return the conditions as they are; the states of the devices are looked up, not remembered."""
+    @property
+    def shown(self) -> Conditions:
+        """The links and speeds in force; what it says of the devices' states may be out of date."""
+        ...
+
+    def states(self) -> Mapping[str, State]:
+        """Look up the state of every device."""
         ...
 
     def lock(self) -> AbstractContextManager[object]:
@@ -67,13 +74,13 @@ def carry_out(step: Step, machines: Machines) -> Changed:
     A step that switches a device takes no lock: a boot takes long, and a kill must not wait for it.
     """
     if step.switches:
-        before = machines.conditions()
+        before = replace(machines.shown, devices=machines.states())
         changed = step.apply(before).changed(before)
         for name, state in changed.devices.items():
             _switch(machines, name, before.devices[name], state)
         return changed
     with machines.lock():
-        before = machines.conditions()
+        before = machines.shown
         after = step.apply(before)
         changed = after.changed(before)
         machines.show(after, changed)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from testbed.faults.conditions import State
 from testbed.hardware import DeviceSpec
 from testbed.wire import Message
 
@@ -70,6 +71,12 @@ class Host:
 
     def __post_init__(self) -> None:
         self.speed = self.spec.speed
+
+    def state(self) -> State:
+        """Return whether it is on; while it boots it is."""
+        if self.device is None and self.booting is None:
+            return "down"
+        return "paused" if self.paused else "up"
 
     def condition(self) -> str:
         """Say how the machine is and, where a program runs, what that waits for."""

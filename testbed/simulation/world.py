@@ -6,7 +6,6 @@ import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 from testbed.faults.conditions import Changed, Conditions, State
@@ -68,7 +67,7 @@ class World:
         self.loop.set_exception_handler(self._lost_error)
         self.hosts = {spec.name: Host(spec.name, spec) for spec in devices}
         self.shown = Conditions.of((host.spec for host in self.hosts.values()), links)
-        """Of links and speeds what is in force; the states of the devices are those of their hosts."""
+        """The links and speeds in force; the states of the devices are those of the hosts."""
         self.events: list[Event] = []
         self.watch: Callable[[Event], None] | None = None
         """Sees every event right after it is written, and may strike at once."""
@@ -212,9 +211,9 @@ class World:
             if source == name:
                 channel.refresh()
 
-    def conditions(self) -> Conditions:
-        """Return states, links and speeds as they are."""
-        return replace(self.shown, devices={name: _state(host) for name, host in self.hosts.items()})
+    def states(self) -> dict[str, State]:
+        """Return the state of every device."""
+        return {name: host.state() for name, host in self.hosts.items()}
 
     def lock(self) -> AbstractContextManager[None]:
         """Do nothing: nobody else changes anything meanwhile."""
@@ -292,12 +291,6 @@ class World:
             self._fail(owner, error)
         else:
             loop.default_exception_handler(context)
-
-
-def _state(host: Host) -> State:
-    if host.device is None and host.booting is None:
-        return "down"
-    return "paused" if host.paused else "up"
 
 
 @contextmanager

@@ -255,7 +255,7 @@ def test_heal_undoes_all_and_a_later_undo_is_no_error():
         ],
     )
     run.run()
-    assert not run.conditions().in_force
+    assert not run.shown.in_force
     assert {event["time"] for event in events(run, "link")} == {1, 2}
 
 

@@ -15,8 +15,7 @@ from testbed.faults.actions.throttle import Throttle, Unthrottle
 from testbed.faults.conditions import Action
 
 ACTIONS: Mapping[str, type[Action[Any]]] = {
-    kind.name: kind
-    for kind in (Kill, Restart, Pause, Resume, Partition, Degrade, Flap, Heal, Throttle, Unthrottle)
+    kind.name: kind for kind in (Kill, Restart, Pause, Resume, Partition, Degrade, Flap, Heal, Throttle, Unthrottle)
 }
 """By name, which is the key in a scenario; in the order in which users read them."""
 
