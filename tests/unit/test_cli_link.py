@@ -16,9 +16,11 @@ from click.testing import CliRunner, Result
 from controller.cli import link as command
 from controller.lab import runstate
 from controller.lab.lab import Lab
-from controller.running.faults import Conditions
+from controller.running.faults import Containers
 from testbed.errors import InputError, TestbedError
-from testbed.faults.parts import FaultPart
+from testbed.faults.machines import carry_out
+from testbed.faults.parts import ActionPart
+from testbed.faults.script import Operation
 from testbed.network.link import GilbertElliott, Link, Pair
 from testbed.trace.outcome import LinkMeasurement
 
@@ -30,7 +32,7 @@ class Memory:
         self.links: dict[Pair, Link] = {("a", "b"): Link(rate=50e6, delay=0.005), ("b", "a"): Link(loss=0.01)}
         self.differences: list[str] = []
         self.problem: str | None = None
-        self.conditions: Conditions
+        self.containers: Containers
 
     def show(self) -> dict[str, Any]:
         rows = [{"source": pair[0], "destination": pair[1], **asdict(link)} for pair, link in self.links.items()]
@@ -58,7 +60,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Memory:
     runstate.path_of("run-1")  # makes the folder
     monkeypatch.setattr(command, "Lab", SimpleNamespace(open=lambda run: lab))
     monkeypatch.setattr(command.runstate, "choose", lambda run: run or "run-1")
-    made.conditions = Conditions(cast(Lab, lab))
+    made.containers = Containers(cast(Lab, lab))
     return made
 
 
@@ -115,14 +117,14 @@ def test_set_takes_every_figure(memory: Memory) -> None:
 
 
 def test_a_setting_outlives_faults(memory: Memory) -> None:
-    part = FaultPart.model_validate({"degrade": {"device": "b", "delay": "300ms"}, "at": 0})
-    memory.conditions.add(part, "worse")
+    worse = ActionPart.model_validate({"degrade": {"device": "b", "delay": "300ms"}}).action
+    carry_out(Operation(worse, "worse"), memory.containers)
     assert "300 ms" in call("set", "a", "b", "--delay", "20ms", "--loss", "2%").output
     assert memory.links["a", "b"] == Link(rate=50e6, delay=0.3, loss=0.02)
-    assert memory.conditions.handles() == ["worse"]
-    memory.conditions.heal()
+    assert list(memory.containers.shown.in_force) == ["worse"]
+    carry_out(Operation(ActionPart(heal="all").action, "heal"), memory.containers)
     assert memory.links["a", "b"] == Link(rate=50e6, delay=0.02, loss=0.02)
-    assert memory.conditions.links()["a", "b"] == memory.links["a", "b"]
+    assert memory.containers.links()["a", "b"] == memory.links["a", "b"]
 
 
 def test_set_refuses_what_it_cannot_use(memory: Memory) -> None:

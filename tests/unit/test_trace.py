@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
-from testbed.faults.network_state import NetworkState
-from testbed.faults.replay import Change, TraceScript
-from testbed.faults.speeds import Speeds
+from testbed.faults.conditions import Changed, Conditions
+from testbed.faults.replay import Change, TraceScript, traced_links
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.scenario.expand import trials
@@ -157,7 +156,8 @@ def test_trace_that_is_no_trace():
 
 
 def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
-    from testbed.faults.checks import Setting, problems
+    from testbed.faults.checks import problems
+    from testbed.faults.setting import Setting
 
     tree = {
         "name": "x",
@@ -169,7 +169,8 @@ def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
     }
     scenario = validate(tree, Source("x.yaml"))
     found = trials(scenario)[0].experiment
-    (problem,) = problems(scenario.faults, Setting(found.devices, found.links, found.changes), lambda _: ())
+    traced = [(pair, link) for _, pair, link in traced_links(found.links, found.changes, "a")]
+    (problem,) = problems(scenario.faults, Setting(found.devices, found.links, traced), lambda _: ())
     assert problem.key == ("faults", 0, "degrade", "jitter")
     assert "a jitter of 10ms is above the delay of 2ms" in problem.text
 
@@ -188,19 +189,11 @@ def test_script_keeps_to_its_schedule():
 
 
 def test_what_a_change_changes():
-    network = NetworkState({("a", "b"): Link(1e6), ("b", "a"): Link(1e6)}, first="a")
-    speeds = Speeds.of([DeviceSpec("a", 1e9, 1e9)])
-    both = parse("1,link a<->b delay,40ms")
-    assert both.on_links(network).changed(network) == dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04))
-    assert both.on_speeds(speeds) is speeds
-    slow = parse("1,device a speed,100mflops")
-    assert slow.on_speeds(speeds).factor("a") == 0.1
-    assert slow.on_links(network) is network
-    assert [(part.from_, part.to, part.delay) for part in both.parts()] == [
-        ("a", "b", 0.04),
-        ("b", "a", 0.04),
-    ]
-    assert slow.parts() == []
+    before = Conditions.of([DeviceSpec("a", 1e9, 1e9)], {("a", "b"): Link(1e6), ("b", "a"): Link(1e6)})
+    both = parse("1,link a<->b delay,40ms").apply(before)
+    assert both.changed(before) == Changed(links=dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04)))
+    slow = parse("1,device a speed,100mflops").apply(before)
+    assert slow.changed(before) == Changed(speeds={"a": 0.1})
 
 
 def test_all_but_bursts_may_change():

@@ -1,100 +1,277 @@
-"""What partitions and degradations do to links."""
+"""What actions do to devices, links and speeds, without any runtime."""
 
 from itertools import permutations
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from testbed.faults.network_state import NetworkState
-from testbed.faults.parts import DegradePart, FlapPart
+from testbed.faults.actions import ACTIONS, mending
+from testbed.faults.conditions import Changed, Conditions
+from testbed.faults.machines import carry_out
+from testbed.faults.parts import ActionPart
+from testbed.faults.script import Operation
+from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
-from testbed.network.parts import LinkPart
 
 BASE = Link(rate=50e6, delay=0.005, loss=0.0)
-MESH = NetworkState(dict.fromkeys(permutations("abcd", 2), BASE), first="a")
+DEVICES = [DeviceSpec(name, 1e9, 1e9) for name in "abcd"]
+MESH = Conditions.of(DEVICES, dict.fromkeys(permutations("abcd", 2), BASE))
 
 
-def degrade(**keys):
-    return DegradePart.model_validate(keys)
+def apply(now: Conditions, handle: str = "x", **given: Any) -> Conditions:
+    return ActionPart.model_validate(given).action.apply(now, handle)
+
+
+def undo(now: Conditions, handle: str = "x", **given: Any) -> Conditions:
+    return ActionPart.model_validate(given).action.undo(now, handle)
+
+
+def links(now: Conditions, since: Conditions = MESH) -> dict[tuple[str, str], Link]:
+    return now.changed(since).links
+
+
+def down(now: Conditions) -> set[tuple[str, str]]:
+    return {pair for pair in now.links if not now.link(pair).up}
 
 
 def test_partition_cuts_between_groups_and_those_not_named():
-    cut = MESH.partition([["a", "b"], ["c"]], "x")
-    up = {pair for pair in MESH.links if cut.effective(pair).up}
-    assert up == {("a", "b"), ("b", "a")}
-    assert set(cut.changed(MESH)) == set(MESH.links) - up
+    cut = apply(MESH, partition=[["a", "b"], ["c"]])
+    assert set(MESH.links) - down(cut) == {("a", "b"), ("b", "a")}
+    assert set(links(cut)) == down(cut)
 
 
 def test_single_group_is_cut_from_the_rest():
-    cut = MESH.partition([["a"]], "x")
-    assert {pair for pair in MESH.links if not cut.effective(pair).up} == {p for p in MESH.links if "a" in p}
+    assert down(apply(MESH, partition=[["a"]])) == {pair for pair in MESH.links if "a" in pair}
 
 
 def test_degradation_replaces_only_what_it_gives():
-    worse = MESH.degrade(degrade(**{"from": "a", "to": "b", "rate": "1mbit"}), "x")
-    assert worse.effective(("a", "b")) == Link(rate=1e6, delay=0.005)
-    assert worse.effective(("b", "a")) == BASE
-    assert worse.changed(MESH) == {("a", "b"): Link(rate=1e6, delay=0.005)}
+    worse = apply(MESH, degrade={"from": "a", "to": "b", "rate": "1mbit"})
+    assert links(worse) == {("a", "b"): Link(rate=1e6, delay=0.005)}
+    assert worse.link(("b", "a")) == BASE
 
 
 def test_degradation_of_pair_and_of_device():
-    assert set(MESH.degrade(degrade(between=["a", "b"], loss="1%"), "x").changed(MESH)) == {("a", "b"), ("b", "a")}
-    assert set(MESH.degrade(degrade(device="c", loss="1%"), "x").changed(MESH)) == {p for p in MESH.links if "c" in p}
+    assert set(links(apply(MESH, degrade={"between": ["a", "b"], "loss": "1%"}))) == {("a", "b"), ("b", "a")}
+    of_device = apply(MESH, degrade={"device": "c", "loss": "1%"})
+    assert set(links(of_device)) == {pair for pair in MESH.links if "c" in pair}
 
 
 def test_latest_degradation_wins_by_key_and_undo_uncovers_the_earlier():
-    first = MESH.degrade(degrade(device="a", rate="1mbit", delay="50ms"), "one")
-    both = first.degrade(degrade(between=["a", "b"], rate="2mbit"), "two")
-    assert both.effective(("a", "b")) == Link(rate=2e6, delay=0.05)
-    assert both.undo("two") == first
-    assert both.undo("one").effective(("a", "b")) == Link(rate=2e6, delay=0.005)
-    assert both.undo("one").undo("two") == MESH
+    first = apply(MESH, "one", degrade={"device": "a", "rate": "1mbit", "delay": "50ms"})
+    both = apply(first, "two", degrade={"between": ["a", "b"], "rate": "2mbit"})
+    assert both.link(("a", "b")) == Link(rate=2e6, delay=0.05)
+    assert both.without(["two"]) == first
+    assert both.without(["one"]).link(("a", "b")) == Link(rate=2e6, delay=0.005)
+    assert both.without(["one", "two"]) == MESH
 
 
 def test_preset_has_a_direction():
-    worse = MESH.degrade(degrade(between=["a", "b"], preset="4g"), "x")
-    assert worse.effective(("a", "b")).rate == 25e6
-    assert worse.effective(("b", "a")).rate == 10e6
+    worse = apply(MESH, degrade={"between": ["a", "b"], "preset": "4g"})
+    assert worse.link(("a", "b")).rate == 25e6
+    assert worse.link(("b", "a")).rate == 10e6
 
 
 def test_overlapping_partitions_and_heal():
-    cut = MESH.partition([["a"]], "one").partition([["a", "b"]], "two")
-    left = cut.undo("one")
-    assert left.effective(("a", "b")).up
-    assert not left.effective(("a", "c")).up
-    healed = cut.degrade(degrade(device="d", delay="1s"), "three").heal()
-    assert healed == MESH
-    assert healed.undo("one") == MESH
-    assert set(healed.changed(cut)) == {p for p in MESH.links if not cut.effective(p).up}
+    cut = apply(apply(MESH, "one", partition=[["a"]]), "two", partition=[["a", "b"]])
+    left = cut.without(["one"])
+    assert left.link(("a", "b")).up
+    assert not left.link(("a", "c")).up
+    worse = apply(apply(cut, "three", degrade={"device": "d", "delay": "1s"}), "four", throttle=SLOW)
+    healed = apply(worse, heal="all")
+    assert list(healed.in_force) == ["four"]
+    assert healed.without(["four"]) == MESH
+    assert undo(healed, "one", partition=[["a"]]) == healed
+    assert set(links(healed, cut)) == down(cut)
+
+
+SLOW = {"device": "a", "slowdown": 2}
 
 
 def test_handle_is_used_once_at_a_time():
     with pytest.raises(ValueError, match="undo it first"):
-        MESH.partition([["a"]], "x").partition([["b"]], "x")
+        apply(apply(MESH, partition=[["a"]]), throttle=SLOW)
 
 
 def test_change_that_changes_nothing_touches_no_pair():
-    assert MESH.degrade(degrade(device="a", delay="5ms"), "x").changed(MESH) == {}
+    assert apply(MESH, degrade={"device": "a", "delay": "5ms"}).changed(MESH) == Changed()
     with pytest.raises(KeyError):
-        MESH.effective(("a", "z"))
+        MESH.link(("a", "z"))
 
 
-def flap(**keys):
-    return FlapPart.model_validate({"down": "1s", "up": "1s", **keys})
+def test_flap_takes_links_down_until_it_is_undone():
+    flap = {"between": ["a", "b"], "down": "1s", "up": "1s"}
+    flapped = apply(MESH, flap=flap)
+    assert down(flapped) == {("a", "b"), ("b", "a")}
+    assert links(undo(flapped, flap=flap), flapped) == {("a", "b"): BASE, ("b", "a"): BASE}
+    of_device = apply(MESH, flap={"device": "d", "down": "1s", "up": "1s"})
+    assert down(of_device) == {pair for pair in MESH.links if "d" in pair}
 
 
-def test_outage_takes_links_down_until_it_is_undone():
-    down = MESH.cut(flap(between=["a", "b"]), "x")
-    assert {pair for pair in MESH.links if not down.effective(pair).up} == {("a", "b"), ("b", "a")}
-    assert down.undo("x").changed(down) == {("a", "b"): BASE, ("b", "a"): BASE}
-    assert set(MESH.cut(flap(device="d"), "x").changed(MESH)) == {p for p in MESH.links if "d" in p}
+def test_what_is_set_lies_under_the_faults():
+    slow = MESH.set_figures({("a", "b"): Link(1e6, 0.005)})
+    assert links(slow) == {("a", "b"): Link(1e6, 0.005)}
+    both = apply(slow, degrade={"between": ["a", "b"], "delay": "1s"})
+    assert both.link(("a", "b")) == Link(1e6, 1.0)
+    slower = both.set_figures(dict.fromkeys([("a", "b"), ("b", "a")], Link(2e6, 0.005, loss=0.01)))
+    assert links(slower, both) == dict.fromkeys([("a", "b"), ("b", "a")], Link(2e6, 1.0, loss=0.01))
+    assert apply(slower, heal="all").link(("a", "b")) == Link(2e6, 0.005, loss=0.01)
+    assert slower.set_figures({("a", "b"): Link(2e6, 0.005, loss=0.01)}).changed(slower) == Changed()
 
 
-def test_trace_stands_below_impairments():
-    slow = MESH.set([("a", "b")], LinkPart.model_validate({"rate": "1mbit"}))
-    assert slow.changed(MESH) == {("a", "b"): Link(1e6, 0.005)}
-    both = slow.degrade(degrade(between=["a", "b"], delay="1s"), "x")
-    assert both.effective(("a", "b")) == Link(1e6, 1.0)
-    slower = both.set([("a", "b"), ("b", "a")], LinkPart.model_validate({"rate": "2mbit", "loss": "1%"}))
-    assert slower.changed(both) == {("a", "b"): Link(2e6, 1.0, loss=0.01), ("b", "a"): Link(2e6, 1.0, loss=0.01)}
-    assert slower.heal().effective(("a", "b")) == Link(2e6, 0.005, loss=0.01)
-    assert slower.set([("a", "b")], LinkPart()).changed(slower) == {}
+def test_throttles_pile_up_and_go_by_their_handles():
+    half = apply(MESH, "x", throttle=SLOW)
+    assert half.changed(MESH) == Changed(speeds={"a": 0.5})
+    fixed = apply(half, "y", throttle={"device": "a", "speed": "100mflops"})
+    slower = apply(fixed, "z", throttle={"device": "a", "slowdown": 4})
+    assert (fixed.factor("a"), slower.factor("a")) == (0.1, 0.025)
+    assert slower.speed("a") == pytest.approx(25e6)
+    assert slower.speed("b") == 1e9
+    assert slower.without(["y"]).factor("a") == 0.125
+    assert slower.without(["x"]).changed(slower) == Changed()
+    assert apply(slower, unthrottle="a").changed(slower) == Changed(speeds={"a": 1.0})
+    assert apply(slower, unthrottle="b") == slower
+
+
+def test_a_speed_that_is_set_lies_under_the_throttles():
+    traced = MESH.set_speed("a", 0.5)
+    both = apply(traced, throttle=SLOW)
+    assert traced.changed(MESH) == Changed(speeds={"a": 0.5})
+    assert both.factor("a") == 0.25
+    assert both.set_speed("a", 1.5).without(["x"]).factor("a") == 1.5
+    fixed = apply(both, "y", throttle={"device": "a", "speed": "1gflops"})
+    assert fixed.set_speed("a", 0.1).changed(both) == Changed(speeds={"a": 1.0})
+
+
+def test_devices_go_down_stand_still_and_come_back():
+    off = apply(MESH, kill="b")
+    assert off.changed(MESH) == Changed({"b": "down"})
+    assert apply(off, pause="b") == apply(off, resume="b") == apply(off, kill="b") == off
+    assert apply(off, restart="b") == undo(off, kill="b") == MESH
+    still = apply(MESH, pause="b")
+    assert still.devices["b"] == "paused"
+    assert apply(still, restart="b") == still
+    assert apply(still, kill="b") == off
+    assert apply(still, resume="b") == undo(still, pause="b") == MESH
+
+
+def test_what_mends_what_is_told_from_recorded_names():
+    assert mending("kill", "b") is None
+    assert mending("no such action", "b") is None
+    table = {name: mending(name, "b" if name != "heal" else "all") for name in ACTIONS}
+    found = {(name, other) for name, each in table.items() if each for other in ACTIONS if each.mends(other, "b")}
+    assert found == {
+        ("restart", "kill"),
+        ("resume", "pause"),
+        ("heal", "partition"),
+        ("heal", "degrade"),
+        ("heal", "flap"),
+        ("unthrottle", "throttle"),
+    }
+    assert not any(each.mends("kill", "c") for each in table.values() if each)
+
+
+names = st.sampled_from("abcd")
+link_sets = st.one_of(
+    names.map(lambda name: {"device": name}),
+    st.permutations("abcd").map(lambda order: {"between": order[:2]}),
+    st.permutations("abcd").map(lambda order: {"from": order[0], "to": order[1]}),
+)
+figures = st.sampled_from([{"rate": "1mbit"}, {"delay": "50ms"}, {"loss": "1%", "rate": "2mbit"}, {"preset": "4g"}])
+breaking = st.one_of(
+    names.map(lambda name: {"kill": name}),
+    names.map(lambda name: {"pause": name}),
+    st.lists(names, min_size=1, max_size=3, unique=True).map(lambda group: {"partition": [group]}),
+    st.builds(lambda where, what: {"degrade": {**where, **what}}, link_sets, figures),
+    link_sets.map(lambda where: {"flap": {**where, "down": "1s", "up": "1s"}}),
+    names.map(lambda name: {"throttle": {"device": name, "slowdown": 3}}),
+    names.map(lambda name: {"throttle": {"device": name, "speed": "10mflops"}}),
+)
+mending_actions = st.one_of(
+    st.just({"heal": "all"}),
+    names.map(lambda name: {"restart": name}),
+    names.map(lambda name: {"resume": name}),
+    names.map(lambda name: {"unthrottle": name}),
+)
+
+
+@st.composite
+def scripts(draw):
+    """Return (phase, index, action) in an order in which each action that breaks is undone once, some time after."""
+    actions = draw(st.lists(st.one_of(breaking, mending_actions), max_size=12))
+    steps = []
+    for index, given_ in enumerate(actions):
+        action = ActionPart.model_validate(given_).action
+        if not action.undoes:
+            steps.append((draw(st.floats(index, 20)), Operation(action, f"{index}", "undo")))
+        steps.append((index, Operation(action, f"{index}")))
+    return [operation for _, operation in sorted(steps, key=lambda step: (step[0], step[1].phase == "undo"))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(scripts())
+def test_after_everything_is_undone_the_conditions_are_the_first_ones(script):
+    now = MESH
+    for operation in script:
+        now = operation.apply(now)
+    assert now == MESH
+    assert now.changed(MESH) == Changed()
+
+
+class Remembered:
+    """Machines that only remember what they were told."""
+
+    def __init__(self) -> None:
+        self.shown = MESH
+        self.devices = dict(MESH.devices)
+        self.links = dict(MESH.links)
+        self.factors = dict.fromkeys("abcd", 1.0)
+        self.locked = False
+
+    def states(self):
+        return dict(self.devices)
+
+    def lock(self):
+        return self
+
+    def __enter__(self):
+        self.locked = True
+
+    def __exit__(self, *_):
+        self.locked = False
+
+    def show(self, now, changed):
+        assert self.locked
+        self.shown = now
+        self.links |= changed.links
+        self.factors |= changed.speeds
+
+    def switch(self, device, before, after):
+        assert not self.locked
+        assert self.devices[device] in before
+        self.devices[device] = after
+
+    def kill(self, device):
+        self.switch(device, ("up", "paused"), "down")
+
+    def restart(self, device):
+        self.switch(device, ("down",), "up")
+
+    def pause(self, device):
+        self.switch(device, ("up",), "paused")
+
+    def resume(self, device):
+        self.switch(device, ("paused",), "up")
+
+
+@settings(max_examples=200, deadline=None)
+@given(scripts(), st.integers(0, 24))
+def test_machines_have_the_conditions_that_the_script_says(script, length):
+    machines, now = Remembered(), MESH
+    for operation in script[:length]:
+        carry_out(operation, machines)
+        now = operation.apply(now)
+        assert machines.devices == now.devices
+        assert machines.links == {pair: now.link(pair) for pair in now.links}
+        assert machines.factors == {name: now.factor(name) for name in now.devices}

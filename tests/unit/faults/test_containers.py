@@ -1,4 +1,4 @@
-"""What is in force on a lab, in front of a shaper and agents that only remember."""
+"""Faults on a lab, in front of an engine, a shaper and agents that only remember."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import pytest
 
 from controller.lab.agents import AgentGone
 from controller.lab.lab import Lab
-from controller.running.faults import HALTED, Changed, Conditions, flapping, inflict, undo
-from testbed.errors import HostError, InputError
-from testbed.faults.parts import FaultPart, ThrottlePart
-from testbed.faults.replay import Change
+from controller.running.faults import HALTED, Containers, flap
+from testbed.errors import HostError
+from testbed.faults.actions.flap import Flap, FlapPart
+from testbed.faults.actions.throttle import ThrottlePart
+from testbed.faults.conditions import Changed
+from testbed.faults.machines import carry_out
+from testbed.faults.parts import ActionPart
+from testbed.faults.replay import Change, Changes
+from testbed.faults.script import Operation, Phase
 from testbed.network.link import Link, Pair
 from testbed.network.parts import LinkPart
 from testbed.scenario.expand import trials
@@ -57,6 +62,10 @@ class RememberedLab:
         self.shaper = self
         self.booted_with: dict[Pair, Link] = {}
         self.refuses = False
+        self.done: list[str] = []
+
+    def states(self) -> dict[str, str]:
+        return {name: each.state for name, each in self.devices.items()}
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         if self.refuses:
@@ -70,16 +79,20 @@ class RememberedLab:
         pass
 
     def kill(self, name: str) -> None:
+        self.done.append(f"kill {name}")
         self.devices[name].state = "exited"
 
     def start(self, name: str, links: Mapping[Pair, Link]) -> None:
+        self.done.append(f"start {name}")
         self.devices[name].state = "running"
         self.booted_with = dict(links)
 
     def pause(self, name: str) -> None:
+        self.devices[name].state = "paused"
         self.agents[name].gone = True
 
     def resume(self, name: str) -> None:
+        self.devices[name].state = "running"
         self.agents[name].gone = False
 
 
@@ -89,12 +102,20 @@ def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RememberedLab:
     return RememberedLab()
 
 
-def do(lab: RememberedLab, handle: str = "it", **part: Any) -> Changed:
-    return inflict(cast(Lab, lab), FaultPart.model_validate({**part, "at": 0}), handle)
+def containers(lab: RememberedLab) -> Containers:
+    return Containers(cast(Lab, lab))
 
 
-def take_back(lab: RememberedLab, handle: str = "it", **part: Any) -> Changed:
-    return undo(cast(Lab, lab), FaultPart.model_validate({**part, "at": 0}), handle)
+def do(lab: RememberedLab, handle: str = "it", phase: Phase = "strike", **given: Any) -> Changed:
+    return carry_out(Operation(ActionPart.model_validate(given).action, handle, phase), containers(lab))
+
+
+def take_back(lab: RememberedLab, handle: str = "it", **given: Any) -> Changed:
+    return do(lab, handle, "undo", **given)
+
+
+def in_force(lab: RememberedLab) -> list[str]:
+    return list(containers(lab).shown.in_force)
 
 
 def test_a_throttle_tells_the_agent_and_is_taken_back(lab: RememberedLab) -> None:
@@ -105,7 +126,7 @@ def test_a_throttle_tells_the_agent_and_is_taken_back(lab: RememberedLab) -> Non
     assert do(lab, unthrottle="b").speeds == {"b": 1.0}
     assert lab.agents["b"].factors == [0.25, 0.125, 0.25, 1.0]
     assert lab.agents["a"].factors == []
-    assert Conditions(cast(Lab, lab)).handles() == []
+    assert in_force(lab) == []
 
 
 def test_a_device_that_boots_or_goes_on_is_told_what_is_in_force(lab: RememberedLab) -> None:
@@ -138,42 +159,44 @@ def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
     assert lab.shaped == lab.experiment.links
 
 
-def flap(**keys: Any) -> FaultPart:
-    flap = {"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys}
-    return FaultPart.model_validate({"flap": flap, "at": 0})
+def flapping(lab: RememberedLab, seconds: float | None = None, **keys: Any) -> Generator[tuple[int, float]]:
+    part = FlapPart.model_validate({"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys})
+    return cast(Generator[tuple[int, float]], flap(containers(lab), Flap(part), "it", seconds))
 
 
 def test_flapping_ends_with_the_links_up(lab: RememberedLab) -> None:
-    up = [lab.shaped["a", "b"].up for _ in flapping(cast(Lab, lab), flap(times=2), "it")]
+    up = [lab.shaped["a", "b"].up for _ in flapping(lab, times=2)]
     assert up == [False, True, False, True]
-    turns = list(flapping(cast(Lab, lab), flap(times=3), "it"))
+    turns = list(flapping(lab, times=3))
     assert [number for number, _ in turns] == [1, 1, 2, 2, 3, 3]
     assert turns[-1][1] < 0.5
+    assert len(list(flapping(lab, 0.06))) == 4
 
 
 def test_flapping_that_is_broken_off_leaves_the_links_up(lab: RememberedLab) -> None:
-    endless = flapping(cast(Lab, lab), flap(), "it")
+    endless = flapping(lab)
     assert next(endless)[0] == 1
     assert not lab.shaped["a", "b"].up
-    cast(Generator[Any, None, None], endless).close()
+    endless.close()
     assert lab.shaped == lab.experiment.links
-    assert Conditions(cast(Lab, lab)).handles() == []
+    assert in_force(lab) == []
 
 
 def test_a_trace_lies_under_the_faults(lab: RememberedLab) -> None:
-    conditions = Conditions(cast(Lab, lab))
     do(lab, partition=[["a"], ["b", "c"]])
     changes = [
         Change(1.0, "link a->b rate", "1mbit", (("a", "b"),), LinkPart.model_validate({"rate": "1mbit"})),
         Change(1.0, "link a->b delay", "8ms", (("a", "b"),), LinkPart.model_validate({"delay": "8ms"})),
         Change(1.0, "device c slowdown", "4", speed=ThrottlePart(device="c", slowdown=4)),
     ]
-    assert conditions.replay(changes) == Changed({("a", "b"): Link(1e6, 0.008, up=False)}, {"c": 0.25})
+    assert carry_out(Changes(changes), containers(lab)) == Changed(
+        links={("a", "b"): Link(1e6, 0.008, up=False)}, speeds={"c": 0.25}
+    )
     do(lab, handle="hot", throttle={"device": "c", "slowdown": 2})
     assert lab.agents["c"].factors == [0.25, 0.125]
-    conditions.heal()
+    do(lab, heal="all")
     assert lab.shaped["a", "b"] == Link(1e6, 0.008)
-    assert conditions.handles() == ["hot"], "healing is of links"
+    assert in_force(lab) == ["hot"], "healing is of links"
     do(lab, unthrottle="c")
     assert lab.agents["c"].factors[-1] == 0.25
 
@@ -188,10 +211,43 @@ def test_what_the_shaper_refuses_is_not_in_force(lab: RememberedLab) -> None:
     lab.refuses = True
     with pytest.raises(HostError):
         do(lab, degrade={"device": "a", "loss": "5%"})
-    assert Conditions(cast(Lab, lab)).handles() == []
+    assert in_force(lab) == []
 
 
 def test_a_handle_serves_once(lab: RememberedLab) -> None:
     do(lab, throttle={"device": "b", "slowdown": 2})
-    with pytest.raises(InputError, match="'it' is in force already"):
+    with pytest.raises(ValueError, match="'it' is in force already"):
         do(lab, throttle={"device": "c", "slowdown": 2})
+
+
+def test_a_device_is_switched_only_from_what_it_really_is(lab: RememberedLab) -> None:
+    assert do(lab, restart="b") == Changed()
+    lab.devices["b"].state = "exited"  # out of memory, or by the engine's own command
+    assert do(lab, kill="b") == Changed()
+    assert do(lab, pause="b") == Changed()
+    assert do(lab, restart="b") == Changed({"b": "up"})
+    assert take_back(lab, kill="b") == Changed()
+    assert lab.done == ["start b"]
+
+
+def test_a_run_boots_devices_in_its_own_way(lab: RememberedLab) -> None:
+    booted: list[str] = []
+    lab.devices["b"].state = "exited"
+    carry_out(Operation(ActionPart(kill="b").action, "it", "undo"), Containers(cast(Lab, lab), booted.append))
+    assert (booted, lab.done) == (["b"], [])
+
+
+def test_every_action_in_force_is_read_as_it_was_written(lab: RememberedLab) -> None:
+    actions: list[dict[str, Any]] = [
+        {"partition": [["a"], ["b", "c"]]},
+        {"degrade": {"from": "a", "to": "b", "preset": "4g", "bursts": {"p": "1%", "r": "20%"}}},
+        {"flap": {"device": "c", "down": "1s", "up": "2s"}},
+        {"throttle": {"device": "b", "slowdown": 3}},
+    ]
+    for index, given in enumerate(actions):
+        do(lab, str(index), **given)
+    shown = containers(lab).shown
+    assert list(shown.in_force.values()) == [ActionPart.model_validate(given).action for given in actions]
+    for index, given in enumerate(actions):
+        take_back(lab, str(index), **given)
+    assert lab.shaped == lab.experiment.links
