@@ -1,4 +1,4 @@
-"""Layers as frozen descriptions: shapes, parameters and FLOPs by formula, torch modules only when asked for.
+"""Layers as frozen descriptions: shapes, parameters, FLOPs and how each divides; torch modules only when asked for.
 
 FLOPs are those of convolutions and matrix products, a multiply and an add being two, biases left out: the convention
 of torch's FLOP counter and of the papers. Activations, pooling and normalisation are charged nothing.
@@ -7,20 +7,58 @@ of torch's FLOP counter and of the papers. Activations, pooling and normalisatio
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from testbed.models.shapes import Shape
+from testbed.models.slices import Slice, pick
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 
+Division = Literal["weights", "channels", "values", "flattens", "moves", "no"]
+"""How several devices can share a layer.
+
+``weights``: by output channels, each from all of the input, and by input channels, whose sums over the devices are the
+outputs. ``channels``: each output channel is made of one input channel. ``values``: each value by itself, with figures
+of its channel at most; it is done wherever the channel is finished. ``flattens``: the values stay in their order, so
+nothing is done. ``moves``: values change places, and nothing is computed. ``no``: as a whole only.
+"""
+
+_BLOCK = 1 << 18
+"""Weights drawn at a time: those that are not kept are gone before the next ones are drawn."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a pixel that leaves a layer sees of those that enter: a square of ``kernel`` x ``kernel``."""
+
+    kernel: int
+    stride: int
+    padding: int
+    fill: float = 0.0
+    """The value of padded pixels."""
+
+
 class Layer(Protocol):
     """A plain, frozen description of one layer."""
+
+    @property
+    def division(self) -> Division:
+        """How several devices can share it."""
+
+    @property
+    def window(self) -> Window | None:
+        """Of layers that look at pixels near each other; None for the others."""
+
+    @property
+    def channel_values(self) -> int:
+        """Values that are stored for each output channel beside the weights: a bias, a normalisation."""
 
     def output(self, shape: Shape) -> Shape:
         """Shape after the layer; raises ValueError when the input does not fit."""
@@ -31,6 +69,9 @@ class Layer(Protocol):
     def weights(self, shape: Shape) -> int:
         """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
 
+    def weight_shape(self, shape: Shape) -> Shape:
+        """(output channels, input channels, rows and columns of the kernel); () without one weight tensor."""
+
     def flops(self, shape: Shape) -> float:
         """Forward floating-point operations for one sample, multiply and add counted as two."""
 
@@ -39,6 +80,19 @@ class Layer(Protocol):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module, its initial weights drawn from ``generator`` and nothing else."""
+
+    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+        """Return the slice of what `build` would draw, by its names in the module; empty tensors are left out.
+
+        The generator is left as `build` leaves it. A layer that cannot be divided is returned whole.
+        """
+
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Return what the layer makes of some channels, without a bias; for the divisions ``weights`` and ``channels``.
+
+        ``inputs`` is (samples, input channels, ...), ``weight`` (output channels, input channels, ...) of any of them.
+        Raises TypeError for other divisions.
+        """
 
 
 def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
@@ -80,42 +134,91 @@ def bound(fan_in: int) -> float:
     return math.sqrt(3 / fan_in)
 
 
-def _draw(module: nn.Module, fan_in: int, generator: torch.Generator) -> nn.Module:
-    """Make a module of the meta device real: weights within `bound`, biases zero.
+def _draw(weight: Shape, generator: torch.Generator, part: Slice) -> torch.Tensor:
+    """Draw a whole weight tensor within `bound`, a block of rows at a time; return the slice of it."""
+    import torch
+
+    rows, *others = weight
+    fan_in = math.prod(others)
+    limit, step = bound(fan_in), max(1, _BLOCK // fan_in)
+    kept = torch.empty(len(part.rows), len(part.columns), *others[1:])
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        block = torch.empty(last - first, *others).uniform_(-limit, limit, generator=generator)
+        begin, end = bisect_left(part.rows, first), bisect_left(part.rows, last)
+        if begin < end:
+            kept[begin:end] = pick(pick(block, 0, part.rows[begin:end], range(first, last)), 1, part.columns)
+    return kept
+
+
+def _real(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Make a module of the meta device real.
 
     On the meta device torch draws nothing, so its global generator is left alone. The module's own ``to_empty`` would
     import sympy on the way: a second and 48 MB on every device.
     """
     import torch
 
-    limit = bound(fan_in)
-    for name, parameter in list(module.named_parameters()):
-        values = torch.zeros(parameter.shape)
-        if name != "bias":
-            values.uniform_(-limit, limit, generator=generator)
+    for name, values in state.items():
         setattr(module, name, torch.nn.Parameter(values))
     return module
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Base of layers without weights and without counted FLOPs that keep the shape."""
+    """The formulas that most layers share; as it is, a layer without weights that works value by value."""
+
+    @property
+    def division(self) -> Division:
+        """How several devices can share it."""
+        return "values"
+
+    @property
+    def window(self) -> Window | None:
+        """What a pixel sees."""
+        return None
+
+    @property
+    def channel_values(self) -> int:
+        """Values stored for each output channel beside the weights."""
+        return 0
 
     def output(self, shape: Shape) -> Shape:
         """Shape after the layer."""
         return shape
 
+    def weight_shape(self, shape: Shape) -> Shape:
+        """Shape of the weight tensor; () without one."""
+        return ()
+
     def parameters(self, shape: Shape) -> int:
         """Number of trained values."""
-        return 0
+        return self.weights(shape) + self.channel_values * self.output(shape)[0]
 
     def weights(self, shape: Shape) -> int:
-        """Elements of weight matrices and kernels."""
-        return 0
+        """Elements of the weight tensor."""
+        weight = self.weight_shape(shape)
+        return math.prod(weight) if weight else 0
 
     def flops(self, shape: Shape) -> float:
-        """Forward FLOPs for one sample."""
-        return 0.0
+        """Forward FLOPs for one sample: each weight is used once for each pixel that leaves."""
+        return 2.0 * self.weights(shape) * math.prod(self.output(shape)[1:])
+
+    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+        """Return the first weights and biases of the slice."""
+        import torch
+
+        weight = self.weight_shape(shape)
+        if not weight:
+            return {}
+        found = {"weight": _draw(weight, generator, part)}
+        if self.channel_values:
+            found["bias"] = torch.zeros(len(part.channels))
+        return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Refuse: nothing is computed channel by channel."""
+        raise TypeError(f"{type(self).__name__} is not computed channel by channel")
 
     def activations(self, shape: Shape) -> int:
         """Values of all outputs made within the layer for one sample."""
@@ -153,6 +256,11 @@ class Reorganise(Plain):
     """Darknet's reorganisation layer: fewer pixels, more channels, in its own order of the values."""
 
     stride: int = 2
+
+    @property
+    def division(self) -> Division:
+        """Pixels become channels."""
+        return "moves"
 
     def output(self, shape: Shape) -> Shape:
         """(channels stride^2, height / stride, width / stride)."""
@@ -192,6 +300,11 @@ class Dropout(Plain):
 class Flatten(Plain):
     """(channels, height, width) to (features,)."""
 
+    @property
+    def division(self) -> Division:
+        """The values stay in their order."""
+        return "flattens"
+
     def output(self, shape: Shape) -> Shape:
         """One axis with all values."""
         return (math.prod(shape),)
@@ -210,6 +323,16 @@ class _Pool(Plain):
     """None is the kernel's size."""
     padding: int = 0
 
+    @property
+    def division(self) -> Division:
+        """Each channel by itself."""
+        return "channels"
+
+    @property
+    def window(self) -> Window:
+        """What a pixel sees."""
+        return Window(self.kernel, self.stride or self.kernel, self.padding)
+
     def output(self, shape: Shape) -> Shape:
         """Same channels, fewer pixels."""
         channels, *pixels = _image(shape, type(self).__name__)
@@ -222,6 +345,18 @@ class _Pool(Plain):
 class MaxPool2d(_Pool):
     """The largest value of each window."""
 
+    @property
+    def window(self) -> Window:
+        """What a pixel sees; padding is never the largest."""
+        return Window(self.kernel, self.stride or self.kernel, self.padding, -math.inf)
+
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Pool (samples, channels, height, width)."""
+        from torch.nn import functional
+
+        around = self.padding if padding is None else padding
+        return functional.max_pool2d(inputs, self.kernel, self.stride, around)
+
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
         from torch import nn
@@ -233,6 +368,13 @@ class MaxPool2d(_Pool):
 class AveragePool2d(_Pool):
     """The mean of each window."""
 
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Pool (samples, channels, height, width)."""
+        from torch.nn import functional
+
+        around = self.padding if padding is None else padding
+        return functional.avg_pool2d(inputs, self.kernel, self.stride, around)
+
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
         from torch import nn
@@ -243,6 +385,15 @@ class AveragePool2d(_Pool):
 @dataclass(frozen=True)
 class GlobalAveragePool2d(Plain):
     """The mean of each channel: (channels, height, width) to (channels,)."""
+
+    @property
+    def division(self) -> Division:
+        """Each channel by itself."""
+        return "channels"
+
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Map (samples, channels, height, width) to (samples, channels)."""
+        return inputs.mean((2, 3))
 
     def output(self, shape: Shape) -> Shape:
         """One value for each channel."""
@@ -264,6 +415,11 @@ class BatchNorm2d(Plain):
     versions, since training never reads them; each forward adds to them, in the order of the batches.
     """
 
+    @property
+    def channel_values(self) -> int:
+        """Scale, shift, running mean and variance."""
+        return 4
+
     def output(self, shape: Shape) -> Shape:
         """Keep the shape."""
         return _image(shape, "BatchNorm2d")
@@ -271,6 +427,15 @@ class BatchNorm2d(Plain):
     def parameters(self, shape: Shape) -> int:
         """Scale and shift of each channel; the running statistics are not trained."""
         return 2 * shape[0]
+
+    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+        """Return what changes nothing but the statistics; nothing is drawn."""
+        import torch
+
+        if not len(part.channels):
+            return {}
+        values = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}
+        return {name: torch.full((len(part.channels),), value) for name, value in values.items()}
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
@@ -290,6 +455,21 @@ class Conv2d(Plain):
     groups: int = 1
     bias: bool = True
 
+    @property
+    def division(self) -> Division:
+        """By output and input channels; with groups not, since no device has use for all of the input."""
+        return "weights" if self.groups == 1 else "no"
+
+    @property
+    def window(self) -> Window:
+        """What a pixel sees."""
+        return Window(self.kernel, self.stride, self.padding)
+
+    @property
+    def channel_values(self) -> int:
+        """The bias."""
+        return int(self.bias)
+
     def output(self, shape: Shape) -> Shape:
         """(channels, height, width)."""
         entering, *pixels = _image(shape, "Conv2d")
@@ -298,20 +478,17 @@ class Conv2d(Plain):
         height, width = (_window(size, self.kernel, self.stride, self.padding, "Conv2d") for size in pixels)
         return (self.channels, height, width)
 
-    def _fan_in(self, shape: Shape) -> int:
-        return shape[0] // self.groups * self.kernel**2
+    def weight_shape(self, shape: Shape) -> Shape:
+        """(channels, entering channels of a group, kernel, kernel)."""
+        return (self.channels, shape[0] // self.groups, self.kernel, self.kernel)
 
-    def parameters(self, shape: Shape) -> int:
-        """Kernels and biases."""
-        return self.weights(shape) + self.channels * self.bias
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Convolve (samples, some input channels, height, width) to (samples, some output channels, height, width)."""
+        from torch.nn import functional
 
-    def weights(self, shape: Shape) -> int:
-        """Elements of the kernels."""
-        return self.channels * self._fan_in(shape)
-
-    def flops(self, shape: Shape) -> float:
-        """2 x fan-in for each value that leaves."""
-        return 2.0 * self._fan_in(shape) * math.prod(self.output(shape))
+        assert weight is not None
+        around = self.padding if padding is None else padding
+        return functional.conv2d(inputs, weight, stride=self.stride, padding=around, groups=self.groups)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
@@ -319,7 +496,7 @@ class Conv2d(Plain):
 
         size = (shape[0], self.channels, self.kernel, self.stride, self.padding)
         module = nn.Conv2d(*size, groups=self.groups, bias=self.bias, device="meta")
-        return _draw(module, self._fan_in(shape), generator)
+        return _real(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
 
 
 @dataclass(frozen=True)
@@ -329,38 +506,56 @@ class Linear(Plain):
     features: int
     bias: bool = True
 
+    @property
+    def division(self) -> Division:
+        """By output and input features."""
+        return "weights"
+
+    @property
+    def channel_values(self) -> int:
+        """The bias."""
+        return int(self.bias)
+
     def output(self, shape: Shape) -> Shape:
         """(features,)."""
         if len(shape) != 1:
             raise ValueError(f"Linear needs (features,), not {shape}: put a Flatten before it")
         return (self.features,)
 
-    def parameters(self, shape: Shape) -> int:
-        """Weights and biases."""
-        return self.weights(shape) + self.features * self.bias
+    def weight_shape(self, shape: Shape) -> Shape:
+        """(features, entering features)."""
+        return (self.features, shape[0])
 
-    def weights(self, shape: Shape) -> int:
-        """Elements of the matrix."""
-        return self.features * shape[0]
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Map (samples, some input features) to (samples, some output features)."""
+        from torch.nn import functional
 
-    def flops(self, shape: Shape) -> float:
-        """2 x inputs x outputs."""
-        return 2.0 * shape[0] * self.features
+        assert weight is not None
+        return functional.linear(inputs, weight)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
         from torch import nn
 
         module = nn.Linear(shape[0], self.features, bias=self.bias, device="meta")
-        return _draw(module, shape[0], generator)
+        return _real(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
+
+
+def _all_of(weight: Shape) -> Slice:
+    return Slice(range(weight[0]), range(weight[1]), range(weight[0]))
 
 
 @dataclass(frozen=True)
-class Residual:
+class Residual(Plain):
     """A block whose output is added to its input, brought to the same shape by ``shortcut`` where that differs."""
 
     block: tuple[Layer, ...]
     shortcut: tuple[Layer, ...] = ()
+
+    @property
+    def division(self) -> Division:
+        """As a whole: what is within is not described."""
+        return "no"
 
     def output(self, shape: Shape) -> Shape:
         """Shape of the sum."""
@@ -390,6 +585,11 @@ class Residual:
     def activations(self, shape: Shape) -> int:
         """Outputs within block and shortcut, and the sum."""
         return sum(layer.activations(entering) for layer, entering in self._all(shape)) + math.prod(self.output(shape))
+
+    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+        """Return all first weights, whatever the slice."""
+        state = self.build(shape, generator).state_dict()
+        return {name: tensor for name, tensor in state.items() if part.rows or part.channels}
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module, with children ``block`` and ``shortcut``."""

@@ -1,0 +1,194 @@
+"""Part of one layer under training: some of its neurons, or what it makes of some of its inputs.
+
+Where `Shard` holds whole units, this holds a slice of one operation, for methods that divide a layer over devices.
+Divided by outputs (EdgePipe's super neurons), a device has all weights that enter its neurons: `forward` and
+`backward`. Divided by inputs, it has the weights that leave its inputs: `sums` and `sums_backward`; the devices' sums
+are added up, and `finish` and `finish_backward` do the rest where the bias is. A neuron is an output channel.
+
+The arithmetic is `testbed.models.sliced`; what is kept between forward and backward, gradients, updates and moving
+neurons are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+from testbed.methods.parts.sgd import Sgd
+from testbed.methods.parts.shard import MOMENTUM, State, weights_of
+from testbed.models.layers import Dropout
+from testbed.models.operations import Operation
+from testbed.models.sliced import SlicedLayer
+from testbed.models.slices import Channels, Slice, as_channels, pick
+from testbed.workload import OptimizerPart
+
+_STATISTICS = ("running_mean", "running_var")
+"""Of a normalisation: not trained, but moved with the channel."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One computation that waits for its gradient."""
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    parameters: dict[str, torch.nn.Parameter]
+    """That it was computed with: an update makes new ones."""
+
+
+class LayerShard:
+    """A slice of an operation with its gradients and optimizer state.
+
+    Values are (samples, elements), channel after channel. Several computations may be under way, told apart by a key;
+    each backward uses the weights of its forward, whatever was updated in between, and gradients add up until `update`.
+    Nothing handed in is changed, and nothing handed out is changed later.
+    """
+
+    def __init__(self, operation: Operation, part: Slice, state: State, optimizer: OptimizerPart) -> None:
+        """Take a slice's tensors as `testbed.models.sliced.cut` or `draw` returns them, and momentum if there is any.
+
+        Raises ValueError for operations that cannot be divided by neurons, and for dropout, whose masks would depend on
+        the division.
+        """
+        if not operation.splits:
+            raise ValueError(f"{operation.name} is not divided by neurons: use a Shard of its unit")
+        if any(isinstance(layer, Dropout) for layer in operation.layers):
+            raise ValueError(f"{operation.name} draws random numbers, which would depend on how it is divided")
+        self.operation = operation
+        self.part = part
+        self._sgd = Sgd(optimizer)
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._steps: dict[tuple[str, Hashable], _Step] = {}
+        self._take_over(part, state)
+
+    def _take_over(self, part: Slice, state: State) -> None:
+        self.part = part
+        self._tensors: dict[str, torch.Tensor] = {
+            name: tensor.clone() if name.endswith(_STATISTICS) else torch.nn.Parameter(tensor.detach().clone())
+            for name, tensor in weights_of(state).items()
+        }
+        self._sgd.momentum = {
+            name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in state.items() if name.startswith(MOMENTUM)
+        }
+        self._layer = SlicedLayer(self.operation, part, self._tensors, training=True)
+        self._gradients.clear()
+        self._steps.clear()
+
+    @property
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {name: tensor for name, tensor in self._tensors.items() if isinstance(tensor, torch.nn.Parameter)}
+
+    def forward(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+        """Return the outputs of all neurons held, (samples, elements of the neurons).
+
+        ``inputs`` is (samples, elements of the input channels ``columns``); the others are missing and count as zero.
+        None: all that the shard has weights for.
+        """
+        return self._run("forward", key, inputs, lambda values: self._layer.finish(self._layer.sums(values, columns)))
+
+    def backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
+        """Add to the gradients; return that of the inputs, (samples, elements of what `forward` took).
+
+        ``gradient`` is that of the outputs. Of an input that other shards take too, the gradients of all add up.
+        """
+        return self._back("forward", key, gradient)
+
+    def sums(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+        """Return what the inputs add to the neurons of the layer, (samples, elements of the rows held)."""
+        return self._run("sums", key, inputs, lambda values: self._layer.sums(values, columns))
+
+    def sums_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
+        """Add to the gradients of the weights; return that of the inputs.
+
+        ``gradient`` is that of the complete sums, which is that of each part of them, (samples, elements of the rows).
+        """
+        return self._back("sums", key, gradient)
+
+    def finish(self, key: Hashable, sums: torch.Tensor) -> torch.Tensor:
+        """Add the bias to complete sums, normalise and activate; (samples, elements of the channels held) both."""
+        return self._run("finish", key, sums, self._layer.finish)
+
+    def finish_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
+        """Add to the gradients of what belongs to the channels; return that of the sums, for `sums_backward`."""
+        return self._back("finish", key, gradient)
+
+    def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+        """Return the outputs as `forward` does, in evaluation mode and keeping nothing."""
+        layer = SlicedLayer(self.operation, self.part, self._tensors)
+        with torch.no_grad():
+            return layer.finish(layer.sums(inputs, columns))
+
+    def forget(self, key: Hashable) -> None:
+        """Drop what waits for the gradients of a key: they will not come."""
+        for kind in ("forward", "sums", "finish"):
+            self._steps.pop((kind, key), None)
+
+    def update(self, scale: float = 1.0) -> None:
+        """Take one optimizer step with ``scale`` times the gradients added up, and forget them."""
+        new = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in self._parameters.items()}
+        self._sgd.step(new, {name: gradient.mul_(scale) for name, gradient in self._gradients.items()})
+        self._gradients.clear()
+        self._tensors.update(new)
+        self._layer = SlicedLayer(self.operation, self.part, self._tensors, training=True)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the tensors of the slice, and of the momentum behind ``MOMENTUM``."""
+        state = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+        return state | {MOMENTUM + name: running.clone() for name, running in self._sgd.momentum.items()}
+
+    def give(self, neurons: Channels) -> dict[str, torch.Tensor]:
+        """Part with neurons: return their state, for another shard's `take`, and go on with the others.
+
+        Computations under way and gradients not yet used are forgotten. Raises ValueError for neurons not held.
+        """
+        left = as_channels(set(self.part.rows) - set(neurons))
+        state, held = self.state(), self._neurons()
+        given = {name: pick(tensor, 0, neurons, held) for name, tensor in state.items()}
+        kept = {name: pick(tensor, 0, left, held) for name, tensor in state.items()}
+        self._take_over(Slice(left, self.part.columns, left), kept)
+        return {name: tensor.clone() for name, tensor in given.items()}
+
+    def take(self, neurons: Channels, state: State) -> None:
+        """Take in neurons with their state, momentum from nothing where there is none; forget as `give` does.
+
+        Raises ValueError for neurons that are held already.
+        """
+        held = self._neurons()
+        if set(held) & set(neurons):
+            raise ValueError(f"{self.operation.name}: some of the neurons {neurons} are held already")
+        own, order = self.state(), (*held, *neurons)
+        together = as_channels(order)
+        places = torch.tensor([order.index(neuron) for neuron in together], dtype=torch.long)
+        joined: dict[str, torch.Tensor] = {}
+        for name in own | dict(state):
+            like = name.removeprefix(MOMENTUM)
+            pair = [each[name] if name in each else torch.zeros_like(each[like]) for each in (own, state)]
+            joined[name] = torch.cat(pair).index_select(0, places)
+        self._take_over(Slice(together, self.part.columns, together), joined)
+
+    def _neurons(self) -> Channels:
+        if self.part.rows != self.part.channels:
+            raise ValueError(f"{self.operation.name} is divided by inputs here: no neuron is held as a whole")
+        return self.part.rows
+
+    def _run(
+        self, kind: str, key: Hashable, inputs: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        inputs = inputs.detach().requires_grad_()
+        outputs = work(inputs)
+        self._steps[kind, key] = _Step(inputs, outputs, self._parameters)
+        return outputs.detach()
+
+    def _back(self, kind: str, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
+        step = self._steps.pop((kind, key))
+        # As in `Shard.backward`: the gradient of this sum is the one given, to the bit, and imports less.
+        wanted = torch.autograd.grad(
+            (step.outputs * gradient).sum(), [step.inputs, *step.parameters.values()], allow_unused=True
+        )
+        for name, added in zip(step.parameters, wanted[1:], strict=True):
+            if added is not None:
+                self._gradients[name] = self._gradients[name] + added if name in self._gradients else added
+        assert wanted[0] is not None
+        return wanted[0]

@@ -1,0 +1,249 @@
+"""A model as operations: what planners divide over devices by channels, neurons or pixels, and shards compute.
+
+An operation is what papers call a layer: a convolution, fully connected layer or pooling with what follows it value by
+value, its normalisation and activation. How it divides and what it counts are the layers' own formulas
+(`testbed.models.layers`); here they are put in relation to each other. The symbols are those of Stahl et al., "Fully
+Distributed Deep Learning Inference on Resource-Constrained Edge Devices": layer l has M input and K output elements, Q
+weights and R multiplications. All figures are of one sample. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from testbed.models.chain import Model, Unit
+from testbed.models.layers import Division, Layer, Window, shapes
+from testbed.models.shapes import INPUT, Shape
+from testbed.models.slices import Slice
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One layer that computes, and those after it that work value by value."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    """The first is the one that computes. None at all: a route, which joins the channels of its sources."""
+    input: Shape
+    """(channels, height, width) or (features,); of a route, the concatenation of all that enters. Flattening does not
+    show: a fully connected layer after a feature map takes the map."""
+    sources: tuple[int, ...]
+    """Indices of the operations whose outputs enter; `INPUT` is what enters the model."""
+    unit: int = 0
+    """Of the model."""
+    numbers: tuple[int, ...] = ()
+    """Places of the layers in their unit."""
+    flattens: bool = False
+    """Whether what enters is flattened first."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `Model.build` calls the layers."""
+        return tuple(f"{self.unit}.{number}" for number in self.numbers)
+
+    @cached_property
+    def entering(self) -> Shape:
+        """Shape that the first layer takes."""
+        return (math.prod(self.input),) if self.flattens else self.input
+
+    @cached_property
+    def output(self) -> Shape:
+        """Shape that leaves."""
+        return shapes(self.layers, self.entering)[-1]
+
+    @cached_property
+    def inputs(self) -> int:
+        """M: elements that enter."""
+        return math.prod(self.input)
+
+    @cached_property
+    def outputs(self) -> int:
+        """K: elements that leave."""
+        return math.prod(self.output)
+
+    @cached_property
+    def pixels(self) -> int:
+        """Elements of one output channel."""
+        return math.prod(self.output[1:])
+
+    @property
+    def output_channels(self) -> int:
+        """Output channels of a convolution, output features of a fully connected layer."""
+        return self.output[0]
+
+    @cached_property
+    def input_channels(self) -> int:
+        """What of the input one column of the weights is for: a channel of a convolution, an element of the others."""
+        return self._weight_shape[1] if self._weight_shape else self.input[0]
+
+    @cached_property
+    def _weight_shape(self) -> Shape:
+        return self.layers[0].weight_shape(self.entering) if self.layers else ()
+
+    @cached_property
+    def division(self) -> Division:
+        """How several devices can share it."""
+        return self.layers[0].division if self.layers else "moves"
+
+    @property
+    def joins(self) -> bool:
+        """Whether it is a route."""
+        return not self.layers
+
+    @property
+    def splits(self) -> bool:
+        """Whether its weights can be divided by output and by input channels."""
+        return self.division == "weights"
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether it makes each output channel of one input channel."""
+        return self.division == "channels"
+
+    @cached_property
+    def window(self) -> Window | None:
+        """What a pixel that leaves sees of those that enter, for tiles; None where that is no window."""
+        return self.layers[0].window if self.layers else None
+
+    @cached_property
+    def weights(self) -> int:
+        """Q: without biases. Parameters that do not lie by channel all count as weights."""
+        if not self.layers:
+            return 0
+        first = self.layers[0]
+        return first.weights(self.entering) if first.channel_values else first.parameters(self.entering)
+
+    @cached_property
+    def multiplications(self) -> int:
+        """R: with the weights."""
+        return int(self.layers[0].flops(self.entering)) // 2 if self.layers else 0
+
+    @cached_property
+    def channel_values(self) -> int:
+        """Values kept for each output channel beside the weights: a bias, a normalisation."""
+        return sum(layer.channel_values for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Everything that is stored: weights and what is kept for each channel."""
+        return self.weights + self.channel_values * self.output[0]
+
+    @cached_property
+    def whole(self) -> Slice:
+        """The slice that is all of it."""
+        return Slice(range(self.output_channels), range(self.input_channels), range(self.output_channels))
+
+    def share(self, values: int, part: Slice) -> int:
+        """Return how many of its ``values``, all weights or all multiplications, are in a slice."""
+        return values * len(part.rows) * len(part.columns) // (self.output_channels * self.input_channels)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Operations in an order in which they can be computed; the last one's output is the result."""
+
+    name: str
+    operations: tuple[Operation, ...]
+
+    def __post_init__(self) -> None:
+        for index, operation in enumerate(self.operations):
+            sources = operation.sources
+            if not sources or not all(INPUT <= source < index for source in sources):
+                raise ValueError(
+                    f"layer {index} ({operation.name}) takes the outputs of {sources}, not of earlier ones"
+                )
+            arriving = sum(self.outputs_of(source) for source in sources)
+            if sources != (INPUT,) and arriving != operation.inputs:
+                raise ValueError(
+                    f"layer {index} ({operation.name}) takes {operation.inputs} elements, but {arriving} arrive"
+                )
+
+    def outputs_of(self, index: int) -> int:
+        """Return the elements that leave an operation, or that enter the model for `INPUT`."""
+        return self.operations[0].inputs if index == INPUT else self.operations[index].outputs
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each operation, those that take its output."""
+        return tuple(
+            tuple(reader for reader, operation in enumerate(self.operations) if index in operation.sources)
+            for index in range(len(self.operations))
+        )
+
+    def follows(self, index: int) -> bool:
+        """Whether an operation takes the output of the one before it in the list and nothing else.
+
+        Only then may what a device holds of that output be used again: pooling and routing in between happen at the
+        source (Stahl et al., Section 5: such layers are counted but not partitioned).
+        """
+        return index > 0 and self.operations[index].sources == (index - 1,)
+
+    def fuses(self, index: int) -> bool:
+        """Whether it can be the first of a fused pair: both split, and nothing else needs what is between them."""
+        return (
+            index + 1 < len(self.operations)
+            and self.operations[index].splits
+            and self.operations[index + 1].splits
+            and self.follows(index + 1)
+            and self.readers[index] == (index + 1,)
+        )
+
+    @cached_property
+    def weights(self) -> int:
+        """Q of all operations together."""
+        return sum(operation.weights for operation in self.operations)
+
+    @property
+    def multiplications(self) -> int:
+        """R of all operations together."""
+        return sum(operation.multiplications for operation in self.operations)
+
+
+def graph_of(model: Model) -> Graph:
+    """Describe a model by its operations.
+
+    A unit that reads several others begins with a route, and one without layers is one.
+    """
+    found: list[Operation] = []
+    made = {INPUT: INPUT}
+    for index, unit in enumerate(model.units):
+        sources = tuple(made[read] for read in model.reads(index))
+        arriving = unit.input
+        if len(sources) == 1 and sources[0] != INPUT:
+            # A map that the unit before flattens arrives as it was.
+            arriving = found[sources[0]].output
+        described = [*_described(index, unit, sources, len(found), arriving)]
+        found += described
+        made[index] = len(found) - 1 if described else sources[0]
+    return Graph(model.name, tuple(found))
+
+
+def _described(index: int, unit: Unit, sources: tuple[int, ...], first: int, shape: Shape) -> Iterator[Operation]:
+    """Yield a unit's operations; ``first`` is the index of the first of them in the graph, ``shape`` what enters it."""
+    entering = shapes(unit.layers, unit.input)
+    for place, numbers in enumerate(_runs(unit, len(sources) > 1)):
+        operation = Operation(
+            name=f"{unit.name}.{place}" if place else unit.name,
+            layers=tuple(unit.layers[number] for number in numbers),
+            input=shape,
+            sources=(first + place - 1,) if place else sources,
+            unit=index,
+            numbers=tuple(numbers),
+            flattens=bool(numbers) and len(entering[numbers[0]]) < len(shape),
+        )
+        shape = operation.output
+        yield operation
+
+
+def _runs(unit: Unit, joins: bool) -> list[list[int]]:
+    """Return the places of the layers of each operation of a unit; of a route none."""
+    runs: list[list[int]] = [[]] if joins or not unit.layers else []
+    for number, layer in enumerate(unit.layers):
+        if layer.division == "values" and runs and runs[-1]:
+            runs[-1].append(number)
+        elif layer.division != "flattens":
+            runs.append([number])
+    return runs

@@ -1,0 +1,148 @@
+"""The arithmetic of a slice of an operation: what some rows and columns of its weights make, and its channels finished.
+
+With the weights cut by output channels each device finishes its outputs; with weights cut by input channels a device
+has sums that are complete only together with the others', and bias, normalisation and activation must wait for that
+(Stahl et al., Sections 4.1 and 4.4). Values are flat, (samples, elements), channel after channel, as they travel.
+Everything is differentiable. Imports torch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from testbed.models.chain import Model
+from testbed.models.layers import shapes
+from testbed.models.operations import Operation
+from testbed.models.slices import NONE, Channels, Slice, pick
+from testbed.seeds import derive
+
+Tensors = Mapping[str, torch.Tensor]
+"""Weights and what belongs to channels, as `Model.build` names them."""
+
+_COUNTER = "num_batches_tracked"
+"""Of a normalisation; no use is made of it."""
+
+
+def cut(operation: Operation, part: Slice, state: Tensors) -> dict[str, torch.Tensor]:
+    """Return the slice of an operation's tensors out of a whole state, under the same names; none of them is empty.
+
+    An operation that cannot be divided is returned whole.
+    """
+    prefixes = tuple(f"{name}." for name in operation.names)
+    divisible = operation.splits or operation.by_channel
+    found = {
+        name: part.of(tensor) if divisible else tensor
+        for name, tensor in state.items()
+        if name.startswith(prefixes) and not name.endswith(_COUNTER)
+    }
+    return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+
+def draw(model: Model, wanted: Iterable[tuple[Operation, Slice]], seed: int) -> dict[str, torch.Tensor]:
+    """Return what `cut` would cut from the model's first weights, never having more than a block of others.
+
+    ``wanted`` is in the order of the model.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for index, group in groupby(wanted, key=lambda each: each[0].unit):
+        unit, generator = model.units[index], torch.Generator().manual_seed(derive(seed, "weights", index))
+        slices = {name: part for operation, part in group for name in operation.names}
+        entering = shapes(unit.layers, unit.input)[:-1]
+        for number, (layer, shape) in enumerate(zip(unit.layers, entering, strict=True)):
+            name = f"{index}.{number}"
+            state = layer.draw(shape, generator, slices.get(name, Slice(NONE, NONE, NONE)))
+            found |= {f"{name}.{key}": tensor for key, tensor in state.items() if not key.endswith(_COUNTER)}
+    return found
+
+
+class SlicedLayer:
+    """A slice of an operation with its tensors; computes what it can be asked for, and whatever is part of that."""
+
+    def __init__(self, operation: Operation, part: Slice, state: Tensors, training: bool = False) -> None:
+        """Take the tensors of the slice, as `cut` returns them; those of other operations are ignored.
+
+        In ``training`` a normalisation uses the batch's statistics and adds to its running ones, in place.
+        """
+        self.operation = operation
+        self.part = part
+        self._training = training
+        self._states = [
+            {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
+            for name in operation.names
+        ]
+        self._by_parts = operation.splits or operation.by_channel or operation.window is not None
+        self._following: dict[Channels, nn.Sequential] = {}
+        self._whole = None if self._by_parts or operation.joins else self._built()
+
+    def sums(self, inputs: torch.Tensor, columns: Channels | None = None, rows: Channels | None = None) -> torch.Tensor:
+        """Return what some input channels add to some output channels; None: all of the slice.
+
+        ``inputs`` is (samples, elements of the columns), the result (samples, elements of the rows).
+        """
+        columns = self.part.columns if columns is None else columns
+        rows = self.part.rows if rows is None else rows
+        weight = pick(pick(self._states[0]["weight"], 0, rows, self.part.rows), 1, columns, self.part.columns)
+        maps = inputs.reshape(len(inputs), len(columns), *self.operation.entering[1:])
+        return self.operation.layers[0].product(maps, weight).flatten(1)
+
+    def finish(self, sums: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
+        """Add the bias to complete sums of some output channels, normalise, activate; (samples, elements) both."""
+        channels = self.part.channels if channels is None else channels
+        values = sums.reshape(len(sums), len(channels), -1, 1)
+        bias = self._states[0].get("bias") if self._by_parts else None
+        if bias is not None:
+            values = values + pick(bias, 0, channels, self.part.channels)[:, None, None]
+        finished: torch.Tensor = self._finishing(channels)(values)
+        return finished.flatten(1)
+
+    def pool(self, inputs: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
+        """Compute some channels from the same channels of the input; (samples, elements) both."""
+        channels = self.part.channels if channels is None else channels
+        maps = inputs.reshape(len(inputs), len(channels), *self.operation.input[1:])
+        return self.finish(self.operation.layers[0].product(maps, None).flatten(1), channels)
+
+    def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
+        """Compute all channels of a tile, (samples, channels, height, width), padded by so many pixels around it.
+
+        ``around`` is left, right, top and bottom.
+        """
+        assert self.operation.window is not None
+        padded = functional.pad(inputs, around, value=self.operation.window.fill)
+        values = self.operation.layers[0].product(padded, self._states[0].get("weight"), padding=0)
+        return self.finish(values.flatten(1)).reshape(values.shape)
+
+    def run(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Compute the whole operation from all of its input; (samples, elements) both."""
+        if self.operation.splits:
+            return self.finish(self.sums(inputs))
+        if self.operation.by_channel:
+            return self.pool(inputs)
+        if self._whole is None:
+            return inputs
+        outputs: torch.Tensor = self._whole(inputs.reshape(len(inputs), *self.operation.entering))
+        return outputs.flatten(1)
+
+    def _finishing(self, channels: Channels) -> nn.Sequential:
+        """Return what follows the sums, for some channels: a normalisation of fewer channels, an activation."""
+        if channels not in self._following:
+            modules = nn.Sequential()
+            for layer, state in zip(self.operation.layers[1:], self._states[1:], strict=True):
+                module = layer.build((len(channels), 1, 1), torch.Generator())
+                own = {name: pick(tensor, 0, channels, self.part.channels) for name, tensor in state.items()}
+                module.load_state_dict(own, strict=False, assign=True)
+                modules.append(module)
+            self._following[channels] = modules.train(self._training)
+        return self._following[channels]
+
+    def _built(self) -> nn.Sequential:
+        modules, entering = nn.Sequential(), shapes(self.operation.layers, self.operation.entering)
+        for layer, shape, state in zip(self.operation.layers, entering, self._states, strict=False):
+            module = layer.build(shape, torch.Generator())
+            module.load_state_dict(state, strict=False, assign=True)
+            modules.append(module)
+        return modules.train(self._training)

@@ -1,0 +1,82 @@
+"""Parts of one layer's weights: which output and input channels of them, and which channels of what goes with those.
+
+A set of channels is a ``range`` or a rising tuple of numbers. Ranges are cheap, however long, and cut tensors without a
+copy; tuples are for neurons that lie anywhere, since they were moved one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+Channels = Sequence[int]
+"""A range, or a rising tuple: output channels of a convolution, output features of a fully connected layer, ..."""
+
+NONE = range(0)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What is held of one layer: ``rows`` and ``columns`` of its weights, and the channels that are finished there.
+
+    Finishing takes complete sums: it adds the bias, normalises and activates.
+    """
+
+    rows: Channels
+    """Output channels of the weights."""
+    columns: Channels
+    """Input channels of the weights."""
+    channels: Channels
+    """Output channels whose bias, normalisation and activation are held."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a whole layer's tensor: of weights rows and columns, of a value a channel the channels.
+
+        ``tensor`` is (output channels, input channels, ...), (channels,) or a single value, which stays as it is.
+        """
+        if tensor.dim() > 1:
+            return pick(pick(tensor, 0, self.rows), 1, self.columns)
+        return pick(tensor, 0, self.channels) if tensor.dim() else tensor
+
+
+def pick(tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | None = None) -> torch.Tensor:
+    """Return the entries ``wanted`` along an axis whose entries are those ``held``; None: all, numbered from 0.
+
+    A view where both are ranges. Raises ValueError where something wanted is not held.
+    """
+    if held is None:
+        held = range(tensor.shape[axis])
+    if wanted == held:
+        return tensor
+    if not len(wanted):
+        return tensor.narrow(axis, 0, 0)
+    if isinstance(wanted, range) and isinstance(held, range):
+        if not (wanted[0] in held and wanted[-1] in held):
+            raise ValueError(f"{wanted} are not all among {held}")
+        return tensor.narrow(axis, wanted[0] - held[0], len(wanted))
+    import torch
+
+    places = {channel: place for place, channel in enumerate(held)}
+    if not all(channel in places for channel in wanted):
+        raise ValueError(f"{wanted} are not all among {held}")
+    return tensor.index_select(axis, torch.tensor([places[channel] for channel in wanted]))
+
+
+def as_channels(numbers: Iterable[int]) -> Channels:
+    """Return numbers in any order as a range, where they are one, or as a rising tuple."""
+    rising = tuple(sorted(numbers))
+    whole = range(rising[0], rising[-1] + 1) if rising else NONE
+    return whole if len(whole) == len(rising) else rising
+
+
+def elements(channels: Channels, each: int) -> Channels:
+    """Return channels of ``each`` values as the values, channel after channel."""
+    if each == 1:
+        return channels
+    if isinstance(channels, range):
+        return range(channels.start * each, channels.stop * each)
+    return tuple(value for channel in channels for value in range(channel * each, (channel + 1) * each))
