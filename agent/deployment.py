@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from agent.http import Refused
 from agent.settings import Address, Settings, address
 from testbed.errors import InputError
-from testbed.methods.base import Method, Plan, Problem
+from testbed.methods.base import Method, Problem
 from testbed.network.link import Link, Pair
+from testbed.plan import Plan
 from testbed.ports import CAST_PORT, DATA_PORT
 from testbed.prepare import build_problem
 from testbed.scenario.expand import trials
@@ -71,6 +72,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
             )
         method, problem = build_problem(trials(document.scenario)[0])
         problem.device(settings.device)
+        plan = document.plan.with_details(method.Details)
         peers = {
             name: Peer(
                 address(text, DATA_PORT), _slowness([problem.links[pair] for pair in _ways(settings.device, name)])
@@ -88,7 +90,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
         raise Refused(400, f"deployment: {error}") from error
     except StopIteration as error:
         raise Refused(400, f"deployment: its scenario has no device '{settings.device}'") from error
-    return Deployment(method, problem, document.plan, peers, broadcast, message_loss)
+    return Deployment(method, problem, plan, peers, broadcast, message_loss)
 
 
 def _ways(device: str, peer: str) -> tuple[Pair, Pair]:

@@ -21,9 +21,10 @@ from testbed.experiment import Experiment
 from testbed.faults import checks
 from testbed.faults.replay import traced_links
 from testbed.faults.setting import Setting
-from testbed.methods.base import Method, Plan, Problem
+from testbed.methods.base import Method, Problem
 from testbed.models import CATALOG, create, weights
 from testbed.models.chain import Model
+from testbed.plan import Plan
 from testbed.scenario.expand import device_names, no_such_devices, trials
 from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, kind_of, parse_condition
 from testbed.scenario.loading import explain, load, nearest
@@ -263,13 +264,13 @@ def _expect_problems(trial: Trial) -> Iterator[Diagnostic]:
 
 
 def _memory_problems(trial: Trial, plan: Plan) -> Iterator[Diagnostic]:
-    for assignment in plan.assignments:
-        device = next(device for device in trial.experiment.devices if device.name == assignment.device)
-        if assignment.memory > device.memory:
+    for name in plan.devices:
+        device = next(device for device in trial.experiment.devices if device.name == name)
+        if plan.memory(name) > device.memory:
             yield Diagnostic(
-                _device_key(device.name, trial.scenario),
-                f"'{device.name}' has {device.memory / 1e6:.1f} MB of memory, its part of the plan needs "
-                f"{assignment.memory / 1e6:.1f} MB: use more or larger devices, a smaller model or batch_size",
+                _device_key(name, trial.scenario),
+                f"'{name}' has {device.memory / 1e6:.1f} MB of memory, its part of the plan needs "
+                f"{plan.memory(name) / 1e6:.1f} MB: use more or larger devices, a smaller model or batch_size",
             )
 
 

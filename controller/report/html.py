@@ -19,6 +19,7 @@ from controller.report.timeline import fault_windows, timeline
 from controller.results.files import scenario_yaml
 from controller.results.run import Run, value_text
 from testbed import formats
+from testbed.plan import Piece
 
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
@@ -77,7 +78,7 @@ def render(run: Run) -> str:
             devices=devices,
             kinds=["compute", "send", "receive", *(["down"] if fell else []), "idle"],
             fell=fell,
-            assigned=_assigned(run),
+            held=_held(run),
             emulated=metrics["runtime"] == "emulate",
             links=metrics["links"],
             groups=group_links(metrics["links"]),
@@ -116,15 +117,19 @@ def _explained(judged: Mapping[str, Any]) -> str:
     return f"{text} {'; '.join(judged['reasons'])}." if judged["reasons"] else text
 
 
-def _assigned(run: Run) -> dict[str, str]:
+def _held(run: Run) -> dict[str, str]:
     """Return which units of the model each device of the plan holds, counted from 0, and the memory they take."""
     return {
-        item.device: f"units {item.first}–{item.last - 1}, {formats.size(item.memory)}"
-        if item.last - item.first > 1
-        else f"unit {item.first}, {formats.size(item.memory)}"
-        for item in run.plan.assignments
-        if item.last > item.first
+        name: f"{', '.join(texts)}, {formats.size(run.plan.memory(name))}"
+        for name in run.plan.devices
+        if (texts := [_units(piece) for piece in run.plan.of(name) if piece.last > piece.first])
     }
+
+
+def _units(piece: Piece) -> str:
+    units = f"unit {piece.first}" if piece.last - piece.first == 1 else f"units {piece.first}–{piece.last - 1}"
+    part = f"{piece.part} of " if piece.part is not None else ""
+    return part + units + (f" for {piece.copy_for}" if piece.copy_for is not None else "")
 
 
 def _recovery(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from controller.results.manifest import manifest
 from controller.results.publishing import publish
 from controller.results.run import Run
 from testbed.errors import InputError
-from testbed.methods.base import Plan
 from testbed.network.link import link_from
+from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.scenario.schema import Scenario

@@ -77,7 +77,9 @@ def _paired(chosen: Sequence[Run], below: Sequence[Run]) -> list[tuple[Run, Run]
 
 def figure(run: Run, name: str) -> float | None:
     """Return a figure of a run's metrics, or of its plan's details; None where there is none."""
-    value = look_up(run.plan.details if name.startswith(PLAN) else run.metrics, name.removeprefix(PLAN))
+    value = look_up(
+        run.plan.details.model_dump(mode="json") if name.startswith(PLAN) else run.metrics, name.removeprefix(PLAN)
+    )
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.experiment import Experiment
-from testbed.methods.base import Plan
+from testbed.plan import Plan
 from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.trial import Trial
 from testbed.trace.outcome import Outcome

@@ -13,6 +13,7 @@ from typing_extensions import TypeVar
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
+from testbed.plan import Details, Plan, PlanDetails
 from testbed.workload import WorkloadPart
 
 if TYPE_CHECKING:
@@ -32,34 +33,8 @@ MethodOptions = TypeVar("MethodOptions", bound=Options, default=Options)
 """A method's options."""
 ProblemOptions = TypeVar("ProblemOptions", bound=Options, default=Options, covariant=True)
 """The same where they are only read: a problem with a pipeline's options is a problem with options."""
-
-
-class Assignment(BaseModel):
-    """The part of the model that one device holds: units ``first`` up to but without ``last``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    device: str
-    first: int
-    last: int
-    memory: float
-    """Predicted peak bytes of weights, gradients, optimizer state and activations."""
-    parameters: int | None = None
-    """Values it holds of the model; None: all of its units'. Of units that are divided, its part of each."""
-    flops: float | None = None
-    """That it computes of one sample in a forward; None: all of its units'."""
-
-
-class Plan(BaseModel):
-    """What a planner decided; travels as JSON to every device and into the results."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    method: str
-    lead: str
-    """The device whose program ends the run when it returns; it holds the data."""
-    assignments: tuple[Assignment, ...]
-    step_time: float | None = None
-    """Predicted seconds per training step or inference, where the planner can tell."""
-    details: dict[str, Any] = {}
+MethodDetails = TypeVar("MethodDetails", bound=Details, default=Details)
+"""What a method's plans tell beyond their pieces."""
 
 
 @dataclass(frozen=True)
@@ -110,37 +85,45 @@ class Problem(Generic[ProblemOptions]):
 
 
 @dataclass(frozen=True)
-class Job(Generic[ProblemOptions]):
+class Job(Generic[ProblemOptions, PlanDetails]):
     """What a device's program is started with."""
 
     problem: Problem[ProblemOptions]
-    plan: Plan
+    plan: Plan[PlanDetails]
     dataset: Dataset | None
     """Only on the plan's lead."""
     weights: Mapping[str, torch.Tensor] | None = None
     """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead."""
 
 
-class Method(ABC, Generic[MethodOptions]):
-    """A published system, or a baseline, with options of its own type. Stateless: state lives in the programs."""
+class Method(ABC, Generic[MethodOptions, MethodDetails]):
+    """A published system, or a baseline, with options of its own type and details that its plans tell.
+
+    Stateless: state lives in the programs.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     """One line for `testbed methods`."""
     tasks: ClassVar[tuple[str, ...]] = ("train",)
     Options: type[MethodOptions]
+    Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
 
     @abstractmethod
-    def plan(self, problem: Problem[MethodOptions]) -> Plan:
+    def plan(self, problem: Problem[MethodOptions]) -> Plan[MethodDetails]:
         """Decide who holds what; pure. Raises `InputError` where no plan fits, saying what would."""
 
     @abstractmethod
-    async def program(self, device: Device, job: Job[MethodOptions]) -> None:
+    async def program(self, device: Device, job: Job[MethodOptions, MethodDetails]) -> None:
         """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
 
     def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
         """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
         return ()
+
+    def draw(self, plan: Plan[MethodDetails]) -> str | None:
+        """Draw the order of the work in lines of text, for `testbed plan`; None where there is nothing to draw."""
+        return None
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Names of the spans this device may begin, so that a fault on one that never comes is refused."""

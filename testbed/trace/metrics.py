@@ -12,8 +12,8 @@ from typing import Any
 
 from testbed.experiment import Experiment
 from testbed.framing import cast_wire_bytes, wire_bytes
-from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
+from testbed.plan import Plan
 from testbed.trace.bound import busiest
 from testbed.trace.changes import after, busiest_share, last_change, pace_figures, pauses
 from testbed.trace.critical import CriticalPaths, Lateness
@@ -130,7 +130,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan) -> dict[str, A
         "messages": sum(device["messages_sent"] for device in devices.values()),
         "bytes_sent": sum(device["bytes_sent"] for device in devices.values()),
         "bytes_received": sum(device["bytes_received"] for device in devices.values()),
-        **_shares(devices, {assignment.device for assignment in plan.assignments}),
+        **_shares(devices, set(plan.devices)),
         "compute_deficit": sum(device["deficit"] for device in devices.values()),
         "deficit_share": max((device["deficit_share"] for device in devices.values()), default=0.0),
         "host_share": added.share,
@@ -360,12 +360,11 @@ def _devices(
     own: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         own[event.device].append(event)
-    held = {assignment.device: assignment for assignment in plan.assignments}
     table = {}
     for spec in experiment.devices:
         row: dict[str, Any] = {"profile": spec.profile, "speed": spec.speed}
-        if spec.name in held:
-            row["units"] = [held[spec.name].first, held[spec.name].last]
+        if held := plan.of(spec.name):
+            row["units"] = [end for piece in held for end in (piece.first, piece.last)]
         row |= _activity(charted[spec.name], end)
         row |= _work(own[spec.name])
         row["deficit_share"] = _share(_deficit(own[spec.name], phase), phase)

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from testbed.experiment import Experiment
-from testbed.methods.base import Plan
 from testbed.network.link import Link, Pair
 from testbed.network.parts import LinkPart
+from testbed.plan import Plan
 from testbed.trace.disturbances import Strike
 from testbed.trace.outcome import Outcome
 
@@ -138,7 +138,7 @@ def _course(outcome: Outcome) -> Check:
 def _record(outcome: Outcome, experiment: Experiment, plan: Plan) -> Check:
     """Look for what must be in the log and is not."""
     wrote = {event.device for event in outcome.events}
-    silent = sorted({assignment.device for assignment in plan.assignments} - wrote)
+    silent = sorted(set(plan.devices) - wrote)
     if silent:
         return Check("events", False, f"no events from {', '.join(silent)}")
     wanted = "step" if experiment.workload.task == "train" else "request"

@@ -13,7 +13,8 @@ from typing import Any
 
 from testbed import methods
 from testbed.device import Cost, Device, Span, Unreachable
-from testbed.methods.base import Job, Method, Options, Plan, Problem
+from testbed.methods.base import Job, Method, Options, Problem
+from testbed.plan import Plan
 from testbed.wire import Message
 
 
@@ -34,7 +35,7 @@ class Scripted(Method):
     Options = Instructions
 
     def plan(self, problem: Problem) -> Plan:
-        return Plan(method=self.name, lead="a", assignments=())
+        return Plan(method=self.name, lead="a", pieces=())
 
     async def program(self, device: Device, job: Job) -> None:
         options = job.problem.options

@@ -74,7 +74,7 @@ def deployment(device: LoopbackDevice, devices: list[LoopbackDevice], do: str, *
         "run": "test-run",
         "device": device.name,
         "scenario": scenario,
-        "plan": {"method": "scripted", "lead": "a", "assignments": []},
+        "plan": {"method": "scripted", "lead": "a", "pieces": []},
         "peers": {each.name: each.data for each in devices if each is not device},
         "broadcast": f"127.255.255.255:{_BASE}",
     }

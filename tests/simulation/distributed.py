@@ -11,12 +11,12 @@ from runs import scenario
 from testbed.data.dataset import Dataset
 from testbed.experiment import Experiment
 from testbed.methods import METHODS
-from testbed.methods.base import Plan, Problem
+from testbed.methods.base import Problem
 from testbed.methods.distributed.partition.flow import Flow
-from testbed.methods.distributed.partition.plan import DistributedPlan
 from testbed.methods.distributed.planner import flow_of
 from testbed.methods.parts.answers import Answers
 from testbed.models.chain import Model
+from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
@@ -78,7 +78,7 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
         wanted = whole(torch.from_numpy(data.test_images[: workload.requests * workload.batch_size]))
     found = torch.cat(outputs) if outputs else torch.empty(0)
     error = float((found - wanted).abs().max() / wanted.abs().max()) if found.shape == wanted.shape else float("nan")
-    flow = flow_of(problem, DistributedPlan.model_validate(plan.details["distributed"]))
+    flow = flow_of(problem, plan.details.distributed)
     return Inference(outcome, trial.experiment, plan, flow, found, error, whole.state_dict())
 
 

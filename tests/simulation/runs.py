@@ -7,8 +7,9 @@ import torch
 
 from testbed.data import load
 from testbed.methods import METHODS
-from testbed.methods.base import Plan, Problem
+from testbed.methods.base import Problem
 from testbed.models import create
+from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario

@@ -58,12 +58,12 @@ def test_latency_alone_and_throughput_together_are_as_predicted():
     plan = METHODS["sequential"].plan(problem_of(alone)[0])
     latencies = [event["latency"] for event in of(run(alone), "request")]
     # The prediction leaves out the output's way back to the first device.
-    assert latencies[-1] == pytest.approx(plan.details["latency"], rel=0.15)
+    assert latencies[-1] == pytest.approx(plan.details.latency, rel=0.15)
 
     together = sequential(workload=work, method={"in_flight": 8, "partition": "bottleneck"})
     plan = METHODS["sequential"].plan(problem_of(together)[0])
     times = [event.time for event in run(together).events if event.event == "request"]
-    assert (times[30] - times[10]) / 20 == pytest.approx(plan.details["bottleneck"], rel=0.02)
+    assert (times[30] - times[10]) / 20 == pytest.approx(plan.details.bottleneck, rel=0.02)
 
 
 @pytest.mark.parametrize("end", [{"for": "2s"}, {}])

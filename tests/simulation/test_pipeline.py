@@ -8,7 +8,7 @@ from runs import events, of, plain, problem_of, run, scenario
 
 from testbed.errors import InputError
 from testbed.methods import METHODS
-from testbed.methods.base import Assignment, Plan
+from testbed.plan import Piece, Plan
 
 UNITS = 5
 
@@ -17,10 +17,10 @@ def cut_at(*cuts):
     """Return the plan whose stages begin at these units."""
     names = ["source", "worker1", "worker2", "worker3"]
     parts = tuple(
-        Assignment(device=name, first=first, last=last, memory=0)
+        Piece(device=name, first=first, last=last, memory=0)
         for name, (first, last) in zip(names, itertools.pairwise((0, *cuts, UNITS)), strict=False)
     )
-    return Plan(method="pipeline", lead="source", assignments=parts)
+    return Plan(method="pipeline", lead="source", pieces=parts)
 
 
 def assert_same(weights, model, tolerance=2e-6):
@@ -191,5 +191,5 @@ def test_recomputing_is_planned_for():
         assert ends[1] - ends[0] == pytest.approx(plans[-1].step_time, rel=0.05)
     kept, again = plans
     assert again.step_time > 1.1 * kept.step_time
-    less = [one.memory < other.memory for one, other in zip(again.assignments, kept.assignments, strict=True)]
+    less = [one.memory < other.memory for one, other in zip(again.pieces, kept.pieces, strict=True)]
     assert less == [True, True, True, False]

@@ -7,7 +7,8 @@ import torch
 from runs import problem_of, run, scenario
 
 from testbed.device import Cost, Device, Span
-from testbed.methods.base import Job, Method, Options, Plan
+from testbed.methods.base import Job, Method, Options
+from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
@@ -31,7 +32,7 @@ class Program(Method):
         self.function = function
 
     def plan(self, problem):
-        return Plan(method=self.name, lead="source", assignments=())
+        return Plan(method=self.name, lead="source", pieces=())
 
     async def program(self, device: Device, job: Job) -> None:
         await self.function(device, job)

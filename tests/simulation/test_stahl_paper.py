@@ -60,7 +60,7 @@ def test_run_times_on_one_channel_rank_as_communication_does(tmp_path: Path) -> 
 def test_communication_of_yolov2_is_that_of_table_2() -> None:
     plans = [prepare(each).plan for each in trials(load("papers/stahl-table-2")) if not each.point["network.cells"]]
     printed, needed = (
-        [round(plan.details["figures"][name] / 2**20, 1) for plan in plans]
+        [round(getattr(plan.details.figures, name) / 2**20, 1) for plan in plans]
         for name in ("communication_as_printed_bytes", "communication_bytes")
     )
     # In MiB, as equation (9) is printed, and without what devices hold already. The paper has 78.1 for LOP, which does

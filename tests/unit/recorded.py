@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.methods.base import Assignment, Plan
 from testbed.network.link import Link
+from testbed.plan import Piece, Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
@@ -35,10 +35,10 @@ def trial(**changes: Any) -> Trial:
 
 def plan() -> Plan:
     held = (
-        Assignment(device="a", first=0, last=1, memory=1e6),
-        Assignment(device="b", first=1, last=3, memory=2e6),
+        Piece(device="a", first=0, last=1, memory=1e6),
+        Piece(device="b", first=1, last=3, memory=2e6),
     )
-    return Plan(method="pipeline", lead="a", assignments=held, step_time=0.9)
+    return Plan(method="pipeline", lead="a", pieces=held, step_time=0.9)
 
 
 def _round(step: int, start: float) -> list[Event]:

@@ -8,21 +8,21 @@ import pytest
 from described import FOUR_LAYERS
 from rich.console import Console
 
-from controller.cli.inspect import _print_alternatives
+from controller.cli.plan import _print_alternatives
 from testbed.errors import InputError
 from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
-from testbed.methods.base import Plan, Problem
+from testbed.methods.base import Problem
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.partition.drafts import Wish
 from testbed.methods.distributed.partition.execution import Execution
 from testbed.methods.distributed.partition.flow import flow
-from testbed.methods.distributed.partition.plan import DistributedPlan
 from testbed.methods.distributed.partition.planning import plan as planned
 from testbed.methods.distributed.partition.timing import interval, overlapped, phases
-from testbed.methods.distributed.planner import alternatives, over, plan
+from testbed.methods.distributed.planner import DistributedDetails, alternatives, over, plan
 from testbed.models import create
 from testbed.network.link import Link
+from testbed.plan import Plan
 from testbed.wire import ENVELOPE
 from testbed.workload import WorkloadPart
 
@@ -49,12 +49,12 @@ def problem(options: dict[str, Any] | None = None, memory: float = 1e9, count: i
 
 def test_a_plan_travels_as_json_and_says_what_each_device_has_to_do() -> None:
     posed = problem({"source": "d1"})
-    found = Plan.model_validate_json(plan("distributed", posed).model_dump_json())
-    decided = DistributedPlan.model_validate(found.details["distributed"])
+    found = Plan.model_validate_json(plan("distributed", posed).model_dump_json()).with_details(DistributedDetails)
+    decided = found.details.distributed
     assert (found.lead, decided.devices[decided.source]) == ("d1", "d1")
-    assert sum(part.parameters or 0 for part in found.assignments) == posed.model.parameters
-    assert sum(part.flops or 0 for part in found.assignments) == posed.model.forward_flops
-    assert over(posed, ["d0", "d1", "d2"]) == found.assignments
+    assert sum(part.parameters or 0 for part in found.pieces) == posed.model.parameters
+    assert sum(part.flops or 0 for part in found.pieces) == posed.model.forward_flops
+    assert over(posed, ["d0", "d1", "d2"]) == found.pieces
     assert sum(part.parameters or 0 for part in over(posed, ["d1", "d2"])) == posed.model.parameters
 
 

@@ -35,7 +35,7 @@ def test_plan_shows_who_holds_what(call):
 
 def test_plan_as_json_adds_up(call):
     (plan,) = json.loads(call("plan", "quickstart", "--set", "workload.batch_size=64", "--json"))
-    rows = plan["assignments"]
+    rows = plan["pieces"]
     assert [row["first"] for row in rows[1:]] == [row["last"] for row in rows[:-1]]
     assert rows[0]["first"] == 0
     whole = json.loads(call("models", "cnn", "--json"))

@@ -64,8 +64,8 @@ def test_prepares_method_problem_and_plan(file):
     assert ready.problem.model.name == "mlp"
     assert [device.name for device in ready.problem.devices] == ["source", "worker1", "worker2", "worker3"]
     assert ready.plan.lead == "source"
-    assert ready.plan.assignments[0].first == 0
-    assert ready.plan.assignments[-1].last == len(ready.problem.model.units)
+    assert ready.plan.pieces[0].first == 0
+    assert ready.plan.pieces[-1].last == len(ready.problem.model.units)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from testbed.device import Device
-from testbed.methods.base import Alternative, Assignment, Job, Method, Plan, Problem
+from testbed.methods.base import Alternative, Job, Method, Problem
 from testbed.methods.distributed import weights as slicing
 from testbed.methods.distributed.member import SPAN, Member
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.partition.plan import DistributedPlan
-from testbed.methods.distributed.planner import alternatives, distributed, flow_of, over, plan
+from testbed.methods.distributed.planner import DistributedDetails, alternatives, distributed, flow_of, over, plan
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.lead import Temper
 from testbed.methods.parts.node import run_node
@@ -18,10 +18,11 @@ from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.server import Server
 from testbed.methods.parts.shard import State
 from testbed.methods.parts.worker import Worker
+from testbed.plan import Piece, Plan
 from testbed.wire import Message
 
 
-class Distributed(Method[DistributedOptions]):
+class Distributed(Method[DistributedOptions, DistributedDetails]):
     """The source spreads an image, workers exchange what the schemes need, the source has the result.
 
     A device holds the weights of its own parts and no others. Devices that die are dealt with as
@@ -32,8 +33,9 @@ class Distributed(Method[DistributedOptions]):
     summary = "fully distributed inference: layers divided by output (LOP), input (LIP), in fused pairs or tiles"
     tasks = ("infer",)
     Options = DistributedOptions
+    Details = DistributedDetails
 
-    def plan(self, problem: Problem[DistributedOptions]) -> Plan:
+    def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
         """Divide every layer. Raises `InputError` where that cannot be."""
         return plan(self.name, problem)
 
@@ -41,7 +43,7 @@ class Distributed(Method[DistributedOptions]):
         """Return every scheme over the same devices."""
         return alternatives(problem)
 
-    async def program(self, device: Device, job: Job[DistributedOptions]) -> None:
+    async def program(self, device: Device, job: Job[DistributedOptions, DistributedDetails]) -> None:
         """Send requests on the source, take part in them everywhere."""
         problem = job.problem
         options = problem.options
@@ -84,13 +86,13 @@ class Participant(Worker):
 class Source(Server):
     """The lead of members instead of stages."""
 
-    job: Job[DistributedOptions]
+    job: Job[DistributedOptions, DistributedDetails]
 
     def orders(self) -> dict[str, Any]:
         """Return the plan that all members follow."""
         return {"plan": self._decided().model_dump(mode="json")}
 
-    def state_of(self, part: Assignment) -> State:
+    def state_of(self, part: Piece) -> State:
         """Return a member's slices of the weights that were given; nothing where it is to draw them from the seed."""
         state = self.checkpoint.state
         if state is None:
@@ -98,12 +100,12 @@ class Source(Server):
         decided = self._decided()
         return slicing.cut(flow_of(self.job.problem, decided), decided.devices.index(part.device), state)
 
-    def backlog(self, part: Assignment) -> float:
+    def backlog(self, part: Piece) -> float:
         """Return how many bytes a member may be sending: its share of the activations of the requests in flight."""
         return part.memory
 
     def _decided(self) -> DistributedPlan:
         there = {part.device for part in self.layout}
-        if there == {part.device for part in self.job.plan.assignments}:
-            return DistributedPlan.model_validate(self.job.plan.details["distributed"])
+        if there == set(self.job.plan.devices):
+            return self.job.plan.details.distributed
         return distributed(self.job.problem, there)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import permutations
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.methods.base import Alternative, Assignment, Plan, Problem
+from testbed.methods.base import Alternative, Problem
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.partition.choice import pairs_of
 from testbed.methods.distributed.partition.describe import network_of
@@ -24,9 +25,42 @@ from testbed.methods.distributed.partition.resources import multiplications, par
 from testbed.methods.distributed.partition.timing import interval, phases
 from testbed.methods.distributed.partition.traffic import transfers
 from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.plan import Details, Piece, Plan
 
 
-def plan(method: str, problem: Problem[DistributedOptions]) -> Plan:
+class PlanFigures(BaseModel):
+    """What a plan takes of one sample, for whoever compares; by device in the order of the plan's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    weights: tuple[int, ...]
+    """Elements of each device."""
+    weights_bytes: float
+    """Of the device with most."""
+    memory_bytes: float
+    """Of the device with most."""
+    longest_path: int
+    """Multiplications one after the other."""
+    communication: float
+    """C with what devices hold taken into account everywhere, in elements."""
+    communication_bytes: float
+    communication_as_printed: float
+    """C by the paper's equation (9), in elements."""
+    communication_as_printed_bytes: float
+    elements: int
+    """That are sent."""
+    wire_bytes: float
+    messages: int
+
+
+class DistributedDetails(Details):
+    """What the plan of a distributed inference tells."""
+
+    model_config = ConfigDict(extra="forbid")
+    distributed: DistributedPlan
+    figures: PlanFigures
+
+
+def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
     """Plan for all devices. Raises `InputError` for an unknown source, missing links and too little memory."""
     names = [device.name for device in problem.devices]
     source = problem.options.source or names[0]
@@ -44,33 +78,28 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan:
     return Plan(
         method=method,
         lead=source,
-        assignments=assignments(problem, spread),
+        pieces=pieces(problem, spread),
         step_time=_step_time(problem, spread),
-        details={"distributed": spread.plan.model_dump(mode="json"), "figures": _figures(problem, spread)},
+        details=DistributedDetails(distributed=spread.plan, figures=_figures(problem, spread)),
     )
 
 
-def _figures(problem: Problem[DistributedOptions], spread: Flow) -> dict[str, Any]:
-    """Return what a plan takes of one sample, for whoever compares; by device in the order of the plan's.
-
-    ``communication`` is C with what devices hold taken into account everywhere, ``communication_as_printed`` by the
-    paper's equation (9); both in elements, and in bytes of float32.
-    """
+def _figures(problem: Problem[DistributedOptions], spread: Flow) -> PlanFigures:
     found = figures(Draft.of(spread), problem.devices, "everywhere")
     printed = formula(spread, "paper")
-    return {
-        "weights": found.weights,
-        "weights_bytes": BYTES_PER_VALUE * max(found.weights),
-        "memory_bytes": max(found.memory),
-        "longest_path": found.longest_path,
-        "communication": found.formula,
-        "communication_bytes": BYTES_PER_VALUE * found.formula,
-        "communication_as_printed": printed,
-        "communication_as_printed_bytes": BYTES_PER_VALUE * printed,
-        "elements": found.elements,
-        "wire_bytes": found.wire_bytes,
-        "messages": found.messages,
-    }
+    return PlanFigures(
+        weights=found.weights,
+        weights_bytes=BYTES_PER_VALUE * max(found.weights),
+        memory_bytes=max(found.memory),
+        longest_path=found.longest_path,
+        communication=found.formula,
+        communication_bytes=BYTES_PER_VALUE * found.formula,
+        communication_as_printed=printed,
+        communication_as_printed_bytes=BYTES_PER_VALUE * printed,
+        elements=found.elements,
+        wire_bytes=found.wire_bytes,
+        messages=found.messages,
+    )
 
 
 def distributed(problem: Problem[DistributedOptions], there: Collection[str]) -> DistributedPlan:
@@ -79,20 +108,21 @@ def distributed(problem: Problem[DistributedOptions], there: Collection[str]) ->
     return planned(network_of(problem.model), devices, _wish(problem, devices))
 
 
-def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[Assignment, ...]:
+def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[Piece, ...]:
     """Plan for the devices that are there; raises `InputError` where they are too small."""
-    return assignments(problem, flow_of(problem, distributed(problem, there)))
+    return pieces(problem, flow_of(problem, distributed(problem, there)))
 
 
-def assignments(problem: Problem[DistributedOptions], spread: Flow) -> tuple[Assignment, ...]:
+def pieces(problem: Problem[DistributedOptions], spread: Flow) -> tuple[Piece, ...]:
     """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
     needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
     found = [
-        Assignment(
+        Piece(
             device=name,
             first=0,
             last=len(problem.model.units),
             memory=needs[index],
+            part="a part",
             parameters=parameters(spread, index),
             flops=work[index],
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from testbed.device import Device
 from testbed.errors import InputError
-from testbed.methods.base import Assignment, Job, Method, Options, Plan, Problem
+from testbed.methods.base import Job, Method, Options, Problem
 from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.plan import Piece, Plan
 from testbed.quantities import Size
 from testbed.wire import Message
 
@@ -55,8 +56,8 @@ class Exchange(Method[ExchangeOptions]):
             if (source, peer) not in problem.links or (peer, source) not in problem.links:
                 raise InputError(f"there is no link between '{source}' and '{peer}'", ("method", "peer"))
             ends = [source, peer]
-        parts = tuple(Assignment(device=name, first=0, last=0, memory=options.payload) for name in ends)
-        return Plan(method=self.name, lead=source, assignments=parts)
+        parts = tuple(Piece(device=name, first=0, last=0, memory=options.payload) for name in ends)
+        return Plan(method=self.name, lead=source, pieces=parts)
 
     async def program(self, device: Device, job: Job[ExchangeOptions]) -> None:
         """Send or cast on the lead, cast elsewhere when everyone does, and take in whatever comes."""

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.methods.base import Assignment, Options, Problem
+from testbed.methods.base import Options, Problem
 from testbed.partition import Chain, Cuts
+from testbed.plan import Piece
 from testbed.quantities import Duration
 
 
@@ -50,9 +51,9 @@ def devices_among(problem: Problem[StagesOptions], there: Collection[str]) -> tu
     return tuple(devices[: min(problem.options.stages or len(devices), len(problem.model.units))])
 
 
-def assignments(chain: Chain, cuts: Cuts) -> tuple[Assignment, ...]:
+def pieces(chain: Chain, cuts: Cuts) -> tuple[Piece, ...]:
     """Return the stages that the cuts make."""
     return tuple(
-        Assignment(device=device.name, first=first, last=last, memory=chain.memory(stage, first, last))
+        Piece(device=device.name, first=first, last=last, memory=chain.memory(stage, first, last))
         for stage, (device, (first, last)) in enumerate(zip(chain.devices, pairwise(cuts), strict=True))
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from testbed.methods.base import Assignment, Plan, Problem
+from testbed.methods.base import Problem
 from testbed.methods.parts import costs
-from testbed.methods.parts.arrangement import StagesOptions, all_devices, assignments
+from testbed.methods.parts.arrangement import StagesOptions, all_devices, pieces
 from testbed.methods.parts.asynchronous import Asynchrony
 from testbed.methods.parts.replication import Replication
 from testbed.network.link import Pair
@@ -17,6 +17,7 @@ from testbed.partition.asynchronous import Asynchronous, Profile, divisible_limi
 from testbed.partition.asynchronous import capacities as of_speeds
 from testbed.partition.cuts import even
 from testbed.partition.redistribution import Partition, take_over
+from testbed.plan import Details, Piece, Plan
 from testbed.quantities import Duration
 
 
@@ -136,9 +137,9 @@ class Homogeneous:
         found = self.over(there)
         return None if len(found.devices) <= len(old.devices) else found
 
-    def assignments(self, partition: Partition) -> tuple[Assignment, ...]:
+    def pieces(self, partition: Partition) -> tuple[Piece, ...]:
         """Return the partition with the memory that each stage needs."""
-        return assignments(self.pipeline(partition.devices), partition.cuts)
+        return pieces(self.pipeline(partition.devices), partition.cuts)
 
 
 class TakeOver(Homogeneous):
@@ -167,30 +168,39 @@ class Even(Homogeneous):
         return Partition(tuple(names), cuts)
 
 
-def plan(method: str, problem: Problem[AsynchronousOptions], arranger: Homogeneous) -> Plan:
+class AsynchronousDetails(Details):
+    """What the plan of an asynchronous pipeline tells, with the devices as they are; in seconds of a batch."""
+
+    model_config = ConfigDict(extra="forbid")
+    bottleneck: float
+    """Of the slowest stage or link."""
+    slowest_stage: float
+    least_bottleneck: float
+    """The best that any partition could reach."""
+    least_slowest_stage: float
+    """The same if links took no time."""
+    divisible_limit: float
+    """How many times longer even parts take than optimal ones, were a model divisible without end."""
+    stage_times: tuple[float, ...]
+
+
+def plan(method: str, problem: Problem[AsynchronousOptions], arranger: Homogeneous) -> Plan[AsynchronousDetails]:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     partition = arranger.initial()
     devices = [problem.device(name) for name in partition.devices]
     true = pipeline_over(problem, partition.devices, capacities=of_speeds(devices))
+    alone = true.without_links()
     return Plan(
         method=method,
         lead=problem.devices[0].name,
-        assignments=arranger.assignments(partition),
+        pieces=arranger.pieces(partition),
         step_time=true.batch_time(partition.cuts),
-        details={
-            "bottleneck": true.bottleneck(partition.cuts),
-            "slowest_stage": true.slowest_stage(partition.cuts),
-            **_limits(true),
-            "stage_times": [true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))],
-        },
+        details=AsynchronousDetails(
+            bottleneck=true.bottleneck(partition.cuts),
+            slowest_stage=true.slowest_stage(partition.cuts),
+            least_bottleneck=true.bottleneck(true.least_bottleneck()),
+            least_slowest_stage=alone.bottleneck(alone.least_bottleneck()),
+            divisible_limit=divisible_limit([device.speed for device in true.devices]),
+            stage_times=tuple(true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))),
+        ),
     )
-
-
-def _limits(true: Asynchronous) -> dict[str, float]:
-    """Return the best that any partition could reach: with its links, computing alone, in a finely divisible chain."""
-    alone = true.without_links()
-    return {
-        "least_bottleneck": true.bottleneck(true.least_bottleneck()),
-        "least_slowest_stage": alone.bottleneck(alone.least_bottleneck()),
-        "divisible_limit": divisible_limit([device.speed for device in true.devices]),
-    }

@@ -6,33 +6,35 @@ from abc import abstractmethod
 from typing import TypeVar
 
 from testbed.device import Device
-from testbed.methods.base import Job, Method, Plan, Problem
+from testbed.methods.base import Job, Method, Problem
 from testbed.methods.parts import arranging
-from testbed.methods.parts.arranging import AsynchronousOptions, Homogeneous
+from testbed.methods.parts.arranging import AsynchronousDetails, AsynchronousOptions, Homogeneous
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.central import Central
 from testbed.methods.parts.keeper import Keeper
 from testbed.methods.parts.lead import Temper
 from testbed.methods.parts.node import run_node
 from testbed.methods.parts.outbox import Outbox
+from testbed.plan import Plan
 
 SpecificOptions = TypeVar("SpecificOptions", bound=AsynchronousOptions)
 
 
-class AsynchronousMethod(Method[SpecificOptions]):
+class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     """Asynchronous 1F1B with weight stashing, vertical sync and replication, arranged by what a subclass brings."""
 
     tasks = ("train",)
+    Details = AsynchronousDetails
 
     @abstractmethod
     def arranger(self, problem: Problem[SpecificOptions]) -> Homogeneous:
         """Return what chooses the partitions."""
 
-    def plan(self, problem: Problem[SpecificOptions]) -> Plan:
+    def plan(self, problem: Problem[SpecificOptions]) -> Plan[AsynchronousDetails]:
         """Cut the model over the devices. Raises `InputError` where that cannot be."""
         return arranging.plan(self.name, problem, self.arranger(problem))
 
-    async def program(self, device: Device, job: Job[SpecificOptions]) -> None:
+    async def program(self, device: Device, job: Job[SpecificOptions, AsynchronousDetails]) -> None:
         """Be the central node on the first device, a stage elsewhere."""
         problem, options = job.problem, job.problem.options
         patience, window = options.patience, options.return_window

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from testbed.device import Device
 from testbed.errors import InputError, TestbedError
-from testbed.methods.base import Assignment, Job
+from testbed.methods.base import Job
 from testbed.methods.parts import messages
 from testbed.methods.parts.arranging import Homogeneous
 from testbed.methods.parts.asynchronous import Asynchrony
@@ -33,6 +33,7 @@ from testbed.methods.parts.shard import weights_of
 from testbed.methods.parts.verdict import judge
 from testbed.network.link import Pair
 from testbed.partition.redistribution import Partition
+from testbed.plan import Piece
 from testbed.wire import Message
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Central(Lead):
         self._seeded = job.weights is None
         if job.weights is not None:
             keeper.replicas.put(BEGINNING, job.weights, range(self._units))
-        self.partition = _partition(job.plan.assignments)
+        self.partition = _partition(job.plan.pieces)
         self._lineage = Lineage()
         self._placement = Placement(BEGINNING, {})
         """Where the present configuration goes on from."""
@@ -116,7 +117,7 @@ class Central(Lead):
         if training is None:
             return False
         self._lineage, self.partition = read(training)
-        self.layout = self._arranger.assignments(self.partition)
+        self.layout = self._arranger.pieces(self.partition)
         if replicas is not None:
             load(self._keeper.replicas, replicas)
             self._whole = self._newest_whole() or BEGINNING
@@ -403,7 +404,7 @@ class Central(Lead):
         joining = set(partition.devices).difference(self.partition.devices)
         if joining:
             self.device.record("log", text=f"{', '.join(sorted(joining))} joins at step {self.start}")
-        self.partition, self.layout = partition, self._arranger.assignments(partition)
+        self.partition, self.layout = partition, self._arranger.pieces(partition)
         # Who has not answered is not there: it would be waited for in vain at the next change.
         self.joiners = crew.answers.keys() - set(partition.devices) - self._cut
 
@@ -427,5 +428,5 @@ class Central(Lead):
         return max((point for point in whole if point in self._lineage), key=lambda point: point.step, default=None)
 
 
-def _partition(layout: Sequence[Assignment]) -> Partition:
+def _partition(layout: Sequence[Piece]) -> Partition:
     return Partition(tuple(part.device for part in layout), (0, *(part.last for part in layout)))

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from testbed.device import Device
-from testbed.methods.base import Assignment, Problem
+from testbed.methods.base import Problem
 from testbed.methods.parts import messages
 from testbed.methods.parts.bell import Bell
 from testbed.methods.parts.outbox import SLACK, Outbox, transfer_time
 from testbed.methods.parts.replicas import Inventory
+from testbed.plan import Piece
 from testbed.wire import Message, size_around
 
 
@@ -43,7 +44,7 @@ class Crew:
     """The other devices, as they answer in one configuration after the other."""
 
     def __init__(
-        self, device: Device, problem: Problem, outbox: Outbox, news: Bell, content: Callable[[Assignment], float]
+        self, device: Device, problem: Problem, outbox: Outbox, news: Bell, content: Callable[[Piece], float]
     ) -> None:
         """``content`` says how many bytes a stage may be sending to the lead when it is asked for a sign of life."""
         self.others = [spec.name for spec in problem.devices if spec.name != device.name]
@@ -106,7 +107,7 @@ class Crew:
             self.answers[name] = Answer(*(message[key] for key in ("holds", "actions", "computing", "overdue", "held")))
         self._news.ring()
 
-    async def roll_call(self, layout: Sequence[Assignment], patience: float, heard: Callable[[], int]) -> bool:
+    async def roll_call(self, layout: Sequence[Piece], patience: float, heard: Callable[[], int]) -> bool:
         """Ask every stage for a sign of life; say whether all gave it.
 
         Not all need to when ``heard()`` rises meanwhile or one turns out to have started anew. Raises `Lost` with those
@@ -129,12 +130,12 @@ class Crew:
             raise Lost(strangers)
         return True
 
-    def _deadline(self, part: Assignment, patience: float) -> float:
+    def _deadline(self, part: Piece, patience: float) -> float:
         """Return when a stage's answer should be here, behind all else that it may be sending."""
         back = transfer_time(self._problem.links, part.device, self._device.name, size_around(self._content(part)))
         return self._outbox.due(part.device) + SLACK * back + patience
 
-    def check_movement(self, layout: Sequence[Assignment], own: Answer, patience: float) -> None:
+    def check_movement(self, layout: Sequence[Piece], own: Answer, patience: float) -> None:
         """Raise `Lost` if all stages answer but none has done anything for ``patience`` seconds.
 
         Named are those that another stage has not reached for so long; of two stages the later one. Who is no stage may

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from testbed.device import Device
 from testbed.errors import InputError, TestbedError
-from testbed.methods.base import Assignment, Job
+from testbed.methods.base import Job
 from testbed.methods.parts import costs, messages
 from testbed.methods.parts.bell import Bell
 from testbed.methods.parts.checkpoint import Checkpoint, Collector
@@ -30,12 +30,13 @@ from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.score import Score
 from testbed.methods.parts.shard import State, restrict, weights_of
 from testbed.methods.parts.worker import Worker
+from testbed.plan import Piece
 from testbed.wire import Message
 
 if TYPE_CHECKING:
     import torch
 
-Layout = Sequence[Assignment]
+Layout = Sequence[Piece]
 """Stages in their order; the first is the lead's."""
 Planner = Callable[[Collection[str]], Layout]
 """Devices that can be had -> stages over them; raises `InputError` where there are none."""
@@ -77,7 +78,7 @@ class Lead(ABC):
     ) -> None:
         self.device = device
         self.job = job
-        self.layout: Layout = job.plan.assignments
+        self.layout: Layout = job.plan.pieces
         self.checkpoint = Checkpoint(0, job.weights)
         self.progress = 0
         """Rises with every piece of work done: recoveries without any in between are fruitless."""
@@ -146,12 +147,12 @@ class Lead(ABC):
         """Return what a configure message says beside the state; see `messages`."""
         return {"stages": self._stages(), "steps": self.steps}
 
-    def state_of(self, part: Assignment) -> State:
+    def state_of(self, part: Piece) -> State:
         """Return what one device begins with, of the last checkpoint; nothing where it is to draw its own."""
         state = self.checkpoint.state
         return {} if state is None else restrict(state, part.first, part.last)
 
-    def backlog(self, part: Assignment) -> float:
+    def backlog(self, part: Piece) -> float:
         """Return how many bytes a device may be sending to the lead: a checkpoint, and inputs."""
         workload, units = self.job.problem.workload, self.job.problem.model.units[part.first : part.last]
         return costs.state_bytes(units, workload.optimizer) + workload.batch_size * units[0].input_bytes

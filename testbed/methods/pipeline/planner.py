@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from pydantic import ConfigDict
+
 from testbed.hardware import DeviceSpec
-from testbed.methods.base import Assignment, Plan, Problem
+from testbed.methods.base import Problem
 from testbed.methods.parts import costs
-from testbed.methods.parts.arrangement import all_devices, assignments, devices_among
+from testbed.methods.parts.arrangement import all_devices, devices_among, pieces
 from testbed.methods.pipeline.options import PipelineOptions
 from testbed.partition import Cuts, Pipeline
+from testbed.plan import Details, Piece, Plan
 from testbed.schedule import SCHEDULES
 
 
@@ -25,27 +28,40 @@ class LedPipeline(Pipeline):
         return super().memory(stage, first, last) + (2 * self.checkpoint_bytes if stage == 0 else 0.0)
 
 
-def plan(method: str, problem: Problem[PipelineOptions]) -> Plan:
+class PipelineDetails(Details):
+    """What the plan of a synchronous pipeline tells."""
+
+    model_config = ConfigDict(extra="forbid")
+    schedule: str
+    micro_batches: int
+    """Of a batch."""
+    partition: str
+    """How the cuts were chosen."""
+    bottleneck: float
+    """Seconds that the slowest stage or link is busy for one micro-batch."""
+
+
+def plan(method: str, problem: Problem[PipelineOptions]) -> Plan[PipelineDetails]:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     options = problem.options
     pipeline, cuts = _cut(problem, all_devices(problem))
     return Plan(
         method=method,
         lead=problem.devices[0].name,
-        assignments=assignments(pipeline, cuts),
+        pieces=pieces(pipeline, cuts),
         step_time=pipeline.step_time(cuts),
-        details={
-            "schedule": options.schedule,
-            "micro_batches": options.pieces,
-            "partition": options.partition,
-            "bottleneck": pipeline.bottleneck(cuts),
-        },
+        details=PipelineDetails(
+            schedule=options.schedule,
+            micro_batches=options.pieces,
+            partition=options.partition,
+            bottleneck=pipeline.bottleneck(cuts),
+        ),
     )
 
 
-def stages_over(problem: Problem[PipelineOptions], there: Collection[str]) -> tuple[Assignment, ...]:
+def stages_over(problem: Problem[PipelineOptions], there: Collection[str]) -> tuple[Piece, ...]:
     """Plan for the devices that are there; raises `InputError` where they are too few or too small."""
-    return assignments(*_cut(problem, devices_among(problem, there)))
+    return pieces(*_cut(problem, devices_among(problem, there)))
 
 
 def _cut(problem: Problem[PipelineOptions], devices: Sequence[DeviceSpec]) -> tuple[LedPipeline, Cuts]:

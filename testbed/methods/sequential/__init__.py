@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from testbed.device import Device
-from testbed.methods.base import Job, Method, Plan, Problem
+from testbed.methods.base import Job, Method, Problem
 from testbed.methods.parts.lead import Temper
 from testbed.methods.parts.node import run_stages
 from testbed.methods.parts.server import Server
-from testbed.methods.sequential.planner import SequentialOptions, plan, stages_over
+from testbed.methods.sequential.planner import SequentialDetails, SequentialOptions, plan, stages_over
+from testbed.plan import Plan
 
 
-class Sequential(Method[SequentialOptions]):
+class Sequential(Method[SequentialOptions, SequentialDetails]):
     """Each device computes its units and passes the result on; the outputs come back to the first device.
 
     With one request in flight its latency is that of the whole chain; with more the devices work on several at once
@@ -22,12 +23,13 @@ class Sequential(Method[SequentialOptions]):
     summary = "sequential layer mapping: inference through the devices in a row, several requests in flight"
     tasks = ("infer",)
     Options = SequentialOptions
+    Details = SequentialDetails
 
-    def plan(self, problem: Problem[SequentialOptions]) -> Plan:
+    def plan(self, problem: Problem[SequentialOptions]) -> Plan[SequentialDetails]:
         """Cut the model over the devices. Raises `InputError` where that cannot be."""
         return plan(self.name, problem)
 
-    async def program(self, device: Device, job: Job[SequentialOptions]) -> None:
+    async def program(self, device: Device, job: Job[SequentialOptions, SequentialDetails]) -> None:
         """Send requests on the first device, serve as a stage elsewhere."""
         problem, options = job.problem, job.problem.options
         temper = Temper(options.patience, options.return_window, options.return_window)

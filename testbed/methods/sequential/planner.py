@@ -6,13 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from testbed.hardware import DeviceSpec
-from testbed.methods.base import Assignment, Plan, Problem
-from testbed.methods.parts.arrangement import StagesOptions, all_devices, assignments, devices_among
+from testbed.methods.base import Problem
+from testbed.methods.parts.arrangement import StagesOptions, all_devices, devices_among, pieces
 from testbed.partition import Chain, Cuts
 from testbed.partition.cuts import Costs, least_bottleneck
+from testbed.plan import Details, Piece, Plan
 
 
 class SequentialOptions(StagesOptions):
@@ -48,7 +49,19 @@ class InferenceChain(Chain):
         return self._chosen(least_bottleneck(units, stages, fitting, self.latency_costs))
 
 
-def plan(method: str, problem: Problem[SequentialOptions]) -> Plan:
+class SequentialDetails(Details):
+    """What the plan of an inference chain tells; in seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+    partition: str
+    """How the cuts were chosen."""
+    latency: float
+    """Of one request alone."""
+    bottleneck: float
+    """Between two requests' outputs when many are in flight."""
+
+
+def plan(method: str, problem: Problem[SequentialOptions]) -> Plan[SequentialDetails]:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     options = problem.options
     chain, cuts = _cut(problem, all_devices(problem))
@@ -56,15 +69,15 @@ def plan(method: str, problem: Problem[SequentialOptions]) -> Plan:
     return Plan(
         method=method,
         lead=problem.devices[0].name,
-        assignments=assignments(chain, cuts),
+        pieces=pieces(chain, cuts),
         step_time=max(bottleneck, latency / options.in_flight),
-        details={"partition": options.partition, "latency": latency, "bottleneck": bottleneck},
+        details=SequentialDetails(partition=options.partition, latency=latency, bottleneck=bottleneck),
     )
 
 
-def stages_over(problem: Problem[SequentialOptions], there: Collection[str]) -> tuple[Assignment, ...]:
+def stages_over(problem: Problem[SequentialOptions], there: Collection[str]) -> tuple[Piece, ...]:
     """Plan for the devices that are there; raises `InputError` where they are too few or too small."""
-    return assignments(*_cut(problem, devices_among(problem, there)))
+    return pieces(*_cut(problem, devices_among(problem, there)))
 
 
 def _cut(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:

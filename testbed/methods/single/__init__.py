@@ -10,13 +10,14 @@ from pydantic import Field
 from testbed.data.dataset import Dataset
 from testbed.device import Device, Span
 from testbed.errors import InputError
-from testbed.methods.base import Assignment, Job, Method, Options, Plan, Problem
+from testbed.methods.base import Job, Method, Options, Problem
 from testbed.methods.parts import costs
 from testbed.methods.parts.answers import Answers
 from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.score import Score
 from testbed.methods.parts.shard import Shard, weights_of
 from testbed.partition.memory import inference_bytes, training_bytes
+from testbed.plan import Piece, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,7 @@ class Single(Method[SingleOptions]):
         return Plan(
             method=self.name,
             lead=chosen,
-            assignments=(Assignment(device=chosen, first=0, last=len(units), memory=memory),),
+            pieces=(Piece(device=chosen, first=0, last=len(units), memory=memory),),
             step_time=sum(cost.flops for cost in work) / device.speed,
         )
 

@@ -1,7 +1,7 @@
 """What a fully distributed inference is: for each layer who computes which channels, and who owns which tile.
 
 A device is an index into ``devices``; ranges are half-open. Pydantic models, because a plan travels as JSON to every
-device (`testbed.methods.base.Plan.details`).
+device (`testbed.methods.distributed.planner.DistributedDetails`).
 """
 
 from __future__ import annotations

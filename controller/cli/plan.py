@@ -1,0 +1,181 @@
+"""`testbed plan`: who holds what, and what that costs, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from controller.cli.options import as_json, overrides
+from controller.cli.printing import dump, make_console
+from testbed import formats
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from testbed.methods.base import Problem
+    from testbed.plan import Piece
+    from testbed.prepare import Prepared
+
+
+@click.command()
+@click.argument("scenario")
+@overrides
+@as_json
+def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show who holds which part of the model, and what that costs, without running anything.
+
+    For each device of the plan: its units, parameters, memory against what it has, and the FLOPs it computes in
+    a step; then the step time that the planner predicts and, for a pipeline, its schedule drawn as a grid
+    (F0 is the forward of micro-batch 0, B0 its backward). A method that can divide the work in several ways shows
+    each beside the chosen one. A sweep is planned at each of its points.
+
+    SCENARIO is a file, or the name of one in scenarios/.
+
+    \b
+    Examples:
+      testbed plan quickstart
+      testbed plan quickstart --set workload.method.schedule=gpipe
+      testbed plan scenarios/quickstart.yaml --json
+    """
+    from testbed.prepare import prepare
+    from testbed.scenario.expand import trials
+    from testbed.scenario.loading import load
+
+    # Repetitions differ in their seed alone, which no planner looks at.
+    points = [each for each in trials(load(scenario, overrides)) if each.repetition == 0]
+    plans = [_describe_plan(prepare(each)) for each in points]
+    if as_json:
+        dump(plans)
+        return
+    console = make_console()
+    for number, described in enumerate(plans):
+        if number:
+            console.print()
+        _print_plan(console, described)
+
+
+def _describe_plan(prepared: Prepared) -> dict[str, Any]:
+    experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
+    return {
+        "scenario": prepared.scenario.name,
+        "point": prepared.trial.point,
+        "task": problem.workload.task,
+        "method": chosen.method,
+        "model": problem.model.name,
+        "batch_size": problem.workload.batch_size,
+        "lead": chosen.lead,
+        "pieces": [_describe_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
+        "memory": {name: chosen.memory(name) for name in chosen.devices},
+        "idle": [device.name for device in experiment.devices if device.name not in chosen.devices],
+        "step_time": chosen.step_time,
+        "schedule": prepared.method.draw(chosen),
+        "alternatives": [asdict(each) for each in prepared.method.alternatives(problem)],
+        "details": chosen.details.model_dump(mode="json"),
+    }
+
+
+def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
+    """Return what a device holds by one piece, and what that takes of it."""
+    workload, device = problem.workload, problem.device(piece.device)
+    units = problem.model.units[piece.first : piece.last]
+    training = workload.task == "train"
+    flops = piece.flops
+    if flops is None:
+        flops = sum(unit.forward_flops + (unit.backward_flops if training else 0.0) for unit in units)
+    parameters = piece.parameters
+    if parameters is None:
+        parameters = sum(unit.parameters for unit in units)
+    return {
+        "device": device.name,
+        "profile": device.profile,
+        "speed": device.speed,
+        "first": piece.first,
+        "last": piece.last,
+        "units": [unit.name for unit in units],
+        "part": piece.part,
+        "copy_for": piece.copy_for,
+        "parameters": parameters,
+        "memory": piece.memory,
+        "memory_available": device.memory,
+        "flops": flops * workload.batch_size,
+        "compute_time": flops * workload.batch_size / device.speed,
+    }
+
+
+def _print_plan(console: Console, described: dict[str, Any]) -> None:
+    from controller.report import tables
+
+    point = ", ".join(f"{key}={value}" for key, value in described["point"].items())
+    unit = "step" if described["task"] == "train" else "request"
+    console.print(
+        f"[bold]{described['scenario']}[/bold]{' at ' + point if point else ''}: {described['task']} "
+        f"{described['model']} with {described['method']}, {described['batch_size']} samples a {unit}\n"
+    )
+    numbers = ("parameters", "memory", "of", "FLOP", "time")
+    table = tables.table("device", "units", *numbers, right=numbers)
+    before = None
+    for row in described["pieces"]:
+        name = row["device"]
+        # A device's pieces stand one below the other; its share of memory is that of all of them.
+        share = f"{described['memory'][name] / row['memory_available']:.0%}" if name != before else ""
+        table.add_row(
+            "" if name == before else name + (" *" if name == described["lead"] else ""),
+            _held(row),
+            formats.count(row["parameters"]),
+            formats.size(row["memory"]),
+            "< 1%" if share == "0%" else share,
+            formats.count(row["flops"]),
+            formats.seconds(row["compute_time"]),
+        )
+        before = name
+    for name in described["idle"]:
+        table.add_row(name, "-")
+    console.print(table)
+    console.print(f"\n[dim]* lead, holds the data; of: the device's memory; FLOP, time: per {unit}[/dim]")
+    if described["step_time"] is not None:
+        console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]")
+    if described["schedule"]:
+        console.print()
+        console.print(described["schedule"], soft_wrap=True)
+    if described["alternatives"]:
+        console.print()
+        _print_alternatives(console, described["alternatives"])
+
+
+def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:
+    """Print what each way takes of the device that it takes most of, and of the network."""
+    from controller.report import tables
+
+    numbers = ("weights", "memory", "T", "C", "on the wire", "time")
+    table = tables.table("scheme", *numbers, "", right=numbers)
+    for each in alternatives:
+        notes = [] if each["fits"] else ["does not fit"]
+        table.add_row(
+            each["name"] + (" *" if each["chosen"] else ""),
+            formats.count(max(each["weights"].values())),
+            formats.size(max(each["memory"].values())),
+            formats.count(each["longest_path"]),
+            formats.count(each["communication"]),
+            formats.size(each["wire_bytes"]),
+            "-" if each["step_time"] is None else formats.seconds(each["step_time"]),
+            "; ".join([*notes, *([each["notes"]] if each["notes"] else [])]),
+        )
+    console.print(table)
+    console.print(
+        "\n[dim]* chosen; weights, in elements, and memory: of the device with most; T: multiplications one after the "
+        "other, C: elements sent by the paper's formulas, per sample; on the wire, time: of a request[/dim]"
+    )
+
+
+def _held(row: dict[str, Any]) -> str:
+    """Say which units a device holds by a piece: ``0-2 conv1..conv3``."""
+    names, first, last = row["units"], row["first"], row["last"] - 1
+    if not names:
+        return "-"
+    units = f"{first} {names[0]}" if len(names) == 1 else f"{first}-{last} {names[0]}..{names[-1]}"
+    if row["part"] is not None:
+        units = f"{row['part']} of {first if len(names) == 1 else f'{first}-{last}'}"
+    return units if row["copy_for"] is None else f"{units} for {row['copy_for']}"

@@ -1,0 +1,73 @@
+"""What commands that only look at things print with: a console, JSON, options of a model or a method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from rich.console import Console
+
+
+def make_console() -> Console:
+    """Return a console that colours nothing by itself."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def dump(value: object) -> None:
+    """Print JSON."""
+    click.echo(json.dumps(value, indent=2, default=str))
+
+
+def options(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """Describe what a method or a model lets the scenario choose."""
+    properties = model.model_json_schema().get("properties", {})
+    defaults = model.model_construct().model_dump(mode="json", warnings=False)
+    return [
+        {
+            "name": name,
+            "default": defaults.get(name),
+            "required": model.model_fields[name].is_required(),
+            "choices": _choices(schema),
+            "description": schema.get("description", ""),
+        }
+        for name, schema in properties.items()
+    ]
+
+
+def _choices(schema: dict[str, Any]) -> list[Any]:
+    branches = [schema, *schema.get("anyOf", [])]
+    return [choice for branch in branches for choice in branch.get("enum", [])]
+
+
+def _print_options(console: Console, options: Sequence[dict[str, Any]]) -> None:
+    from rich.markup import escape
+    from rich.padding import Padding
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for option in options:
+        default = option["default"]
+        if isinstance(default, tuple | list):
+            default = "[" + ", ".join(map(str, default)) + "]"
+        notes = ["one of " + ", ".join(map(str, option["choices"]))] if option["choices"] else []
+        notes.append("required" if option["required"] else f"default {'none' if default is None else default}")
+        text = " ".join([escape(option["description"]), f"[dim]({escape('; '.join(notes))})[/dim]"]).strip()
+        grid.add_row(f"[cyan]{option['name']}[/cyan]", text)
+    console.print(Padding(grid, (0, 0, 0, 2)) if options else "  [dim]no options[/dim]")
+
+
+def print_catalogue(entries: Sequence[dict[str, Any]], title: Callable[[dict[str, Any]], str]) -> None:
+    """Print entries one below the other, each with its options; ``title`` says what it is."""
+    console = make_console()
+    for number, entry in enumerate(entries):
+        if number:
+            console.print()
+        console.print(f"[bold]{entry['name']}[/bold]: {title(entry)}")
+        _print_options(console, entry["options"])

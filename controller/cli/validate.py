@@ -1,0 +1,79 @@
+"""`testbed validate` and `schema`: what a scenario file may say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from controller.cli.options import as_json, overrides
+from controller.cli.printing import dump
+from testbed.errors import InputError
+
+
+@click.command()
+@click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...")
+@overrides
+@as_json
+def validate(scenarios: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check scenario files: keys, units, devices, links, the plan, faults and expectations.
+
+    Everything that `testbed run` would refuse is refused here, before any container exists: one line for each
+    problem with file, line, key, what is wrong and what would be right. Exits with 2 if any file has one.
+
+    \b
+    Examples:
+      testbed validate quickstart
+      testbed validate scenarios/*.yaml scenarios/smoke/*.yaml
+    """
+    results = [_validate(name, overrides) for name in scenarios]
+    if as_json:
+        dump(results)
+    else:
+        for result in results:
+            if result["ok"]:
+                click.echo(f"ok {result['file']}: {result['summary']}")
+            for error in result["errors"]:
+                click.echo(error, err=True)
+    if not all(result["ok"] for result in results):
+        sys.exit(InputError.exit_code)
+
+
+def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    from testbed.prepare import prepare
+    from testbed.scenario.expand import trials
+    from testbed.scenario.loading import load
+
+    file = name
+    try:
+        scenario = load(name, overrides)
+        file = scenario.source.file
+        runs = trials(scenario)
+        for each in runs:
+            prepare(each)
+    except InputError as error:
+        return {"file": file, "ok": False, "errors": str(error).split("\n")}
+    first = runs[0].experiment
+    devices, links = len(first.devices), len(first.links)
+    counted = [(devices, "device"), (links, "directed link"), (len(scenario.faults), "fault"), (len(runs), "run")]
+    summary = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counted)
+    return {"file": file, "ok": True, "runs": len(runs), "summary": summary, "errors": []}
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON schema of scenario files.
+
+    Editors with a YAML language server complete and check scenarios with it. The options of models and methods
+    are not part of it: `testbed models` and `testbed methods` list them, `testbed validate` checks them.
+
+    \b
+    Example, for the first line of a scenario file:
+      testbed schema > scenario.schema.json
+      # yaml-language-server: $schema=scenario.schema.json
+    """
+    from testbed.scenario.loading import published_schema
+
+    dump(published_schema())
