@@ -387,7 +387,7 @@ class Central(Lead):
         try:
             return self._arranger.after_loss(self.partition, there)
         except InputError as error:
-            raise TestbedError(f"not enough devices: {error}") from error
+            raise TestbedError(f"not enough devices: {error.text}") from error
 
     def _take_up(self, partition: Partition) -> None:
         """Make a partition the one to be established, from the newest state of which every unit is somewhere."""

@@ -323,5 +323,5 @@ class Lead(ABC):
         try:
             self.layout = self._planner(there)
         except InputError as error:
-            raise TestbedError(f"not enough devices: {error}") from error
+            raise TestbedError(f"not enough devices: {error.text}") from error
         self.joiners = there - {part.device for part in self.layout}
