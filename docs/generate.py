@@ -15,8 +15,10 @@ from typing import Any
 import click
 
 from controller.cli.main import COMMANDS, testbed
-from testbed.scenario.expect import DEVICE_FIGURES, FIGURES
+from testbed.methods import METHODS
 from testbed.scenario.loading import published_schema
+from testbed.trace.figures import Figure
+from testbed.trace.registry import COMMON, OF_DEVICES
 
 DOCS = Path(__file__).parent
 WIDTH = 88
@@ -55,10 +57,21 @@ def _helps(command: click.Command, name: str) -> Iterator[str]:
 
 
 def _figures_table() -> str:
-    lines = ["| figure | in | what it is |", "|---|---|---|"]
-    lines += [f"| `{name}` | {kind} | {meaning} |" for name, (kind, meaning) in FIGURES.items()]
-    lines += [f"| `devices.<device>.{name}` | {kind} | of one device |" for name, kind in DEVICE_FIGURES.items()]
+    lines = ["| figure | in | what it is | of |", "|---|---|---|---|"]
+    lines += [_figure_row(figure, "every method") for figure in COMMON.values()]
+    users: dict[Figure, list[str]] = {}
+    for method in METHODS.values():
+        for figure in method.declared.figures:
+            users.setdefault(figure, []).append(method.name)
+    lines += [_figure_row(figure, ", ".join(names)) for figure, names in users.items()]
+    lines += [
+        f"| `devices.<device>.{name}` | {kind} | of one device | every method |" for name, kind in OF_DEVICES.items()
+    ]
     return "\n".join(lines)
+
+
+def _figure_row(figure: Figure, users: str) -> str:
+    return f"| `{figure.name}` | {figure.kind} | {figure.meaning} | {users} |"
 
 
 def _keys_table() -> str:

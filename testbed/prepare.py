@@ -5,7 +5,7 @@ Imports no torch and reads no data, so that `testbed validate` and `plan` answer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +25,14 @@ from testbed.methods.base import Method, Problem
 from testbed.models import CATALOG, create, weights
 from testbed.models.chain import Model
 from testbed.plan import Plan
+from testbed.scenario import paper
 from testbed.scenario.expand import device_names, no_such_devices, trials
-from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, kind_of, parse_condition
+from testbed.scenario.expect import parse_condition
 from testbed.scenario.loading import explain, load, nearest
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
+from testbed.trace.figures import Figure
+from testbed.trace.registry import OF_DEVICES, figures_of, kind_of
 from testbed.workload import WorkloadPart
 
 DATA_FOLDER = Path("data")
@@ -63,11 +66,13 @@ class Prepared:
 def prepare(trial: Trial) -> Prepared:
     """Check and plan a trial. Raises `InputError`, one line for each problem, naming file and line."""
     scenario = trial.scenario
+    figures = _figures(scenario)
     problems = [
         *_workload_problems(scenario),
         *_folder_problems(scenario),
         *_name_problems(trial),
-        *_expect_problems(trial),
+        *_expect_problems(trial, figures),
+        *paper.figure_problems(scenario.paper, trial.point, figures),
     ]
     if problems:
         # What is left to check follows from a plan, and there is none without a method, a model and its data.
@@ -236,6 +241,13 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
     return found
 
 
+def _figures(scenario: Scenario) -> dict[str, Figure]:
+    """Return the figures that a run of the scenario may have; with a method that there is not, those of all methods."""
+    name = scenario.workload.method.name
+    known = [methods.METHODS[name]] if name in methods.METHODS else methods.METHODS.values()
+    return {each: figure for method in known for each, figure in figures_of(method.declared).items()}
+
+
 def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
     names = [device.name for device in trial.experiment.devices]
     for index, part in enumerate(trial.scenario.faults):
@@ -243,7 +255,7 @@ def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
             yield Diagnostic(("faults", index, *key), text)
 
 
-def _expect_problems(trial: Trial) -> Iterator[Diagnostic]:
+def _expect_problems(trial: Trial, figures: Mapping[str, Figure]) -> Iterator[Diagnostic]:
     names = [device.name for device in trial.experiment.devices]
     for figure, text in trial.scenario.expect.items():
         key: Key = ("expect", figure)
@@ -253,9 +265,9 @@ def _expect_problems(trial: Trial) -> Iterator[Diagnostic]:
             for _, wrong in no_such_devices([(key, parts[1])], trial.scenario, names):
                 yield Diagnostic(key, wrong)
         try:
-            parse_condition(text, kind_of(figure))
+            parse_condition(text, kind_of(figure, figures))
         except KeyError:
-            what, known = ("figure of a device", [*DEVICE_FIGURES]) if of_device else ("figure", [*FIGURES])
+            what, known = ("figure of a device", [*OF_DEVICES]) if of_device else ("figure", [*figures])
             yield Diagnostic(
                 key, f"there is no {what} '{parts[-1] if of_device else figure}': {nearest(parts[-1], known)}"
             )
@@ -283,6 +295,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
         Setting(experiment.devices, links, traced, experiment.time_limit),
         lambda device: method.spans(plan, device),
         batches(trial.scenario),
+        {event.name: event.keys for event in method.declared.events},
     )
 
 

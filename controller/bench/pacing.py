@@ -12,7 +12,7 @@ from statistics import fmean
 
 from controller.bench.figure import Figure
 from controller.lab.places import CHECKOUT
-from testbed.trace.metrics import percentile
+from testbed.trace.pace import percentile
 
 DEVICES = 4
 SECONDS = 3.0

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from controller.report.charts import Line, line_chart
-from controller.report.figures import figure
 from controller.report.html import environment
 from controller.report.terminal import VERDICTS
 from controller.results.run import Run
@@ -46,7 +45,7 @@ def show(console: Console, compared: Mapping[str, Any]) -> None:
 def _cells(row: Mapping[str, Any]) -> list[Text]:
     cells = []
     for index, (value, ratio) in enumerate(zip(row["values"], row["ratios"], strict=True)):
-        text = Text(figure(row["name"], value))
+        text = Text(formats.of_kind(row["kind"], value))
         if index and ratio is not None:
             text.append(f" {formats.ratio(ratio)}", style="dim")
         cells.append(text)
@@ -76,7 +75,7 @@ def render(runs: Sequence[Run], compared: Mapping[str, Any]) -> str:
                     row["about"],
                     [
                         (
-                            figure(row["name"], value),
+                            formats.of_kind(row["kind"], value),
                             formats.ratio(ratio) if index and ratio is not None else "",
                         )
                         for index, (value, ratio) in enumerate(zip(row["values"], row["ratios"], strict=True))

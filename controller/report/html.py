@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from controller.report import phases
 from controller.report.charts import Line, Window, line_chart
+from controller.report.declared import head, tables
 from controller.report.grouping import describe, group_links, measured
-from controller.report.terminal import VERDICTS, figure_rows, found_text, object_rows, recovery_from
-from controller.report.timeline import fault_windows, timeline
+from controller.report.terminal import VERDICTS, found_text, object_rows, recovery_from
+from controller.report.timeline import shaded, timeline
 from controller.results.files import scenario_yaml
 from controller.results.run import Run, value_text
 from testbed import formats
@@ -71,10 +71,10 @@ def render(run: Run) -> str:
             verdict=metrics["verdict"],
             sign=VERDICTS[metrics["verdict"]["kind"]][0],
             explained=_explained(metrics["verdict"]),
-            figures=list(figure_rows(metrics)),
-            expectations=[(one, found_text(one)) for one in run.expectations],
-            charts=list(_charts(metrics)),
-            timeline=timeline(run.outcome, metrics),
+            figures=list(head(run)),
+            expectations=[(one, found_text(one, run)) for one in run.expectations],
+            charts=list(_charts(run)),
+            timeline=timeline(run),
             devices=devices,
             kinds=["compute", "send", "receive", *(["down"] if fell else []), "idle"],
             fell=fell,
@@ -83,9 +83,7 @@ def render(run: Run) -> str:
             links=metrics["links"],
             groups=group_links(metrics["links"]),
             objects=list(object_rows(metrics)),
-            phases=list(phases.phases(metrics)),
-            changes=list(phases.changes(metrics)),
-            kept=phases.kept(metrics),
+            tables=list(tables(run)),
             faults=[(fault, _recovery(fault, metrics)) for fault in metrics["fault_list"]],
             reproduce=_reproduce(run),
             scenario_text=scenario_yaml(scenario),
@@ -136,11 +134,12 @@ def _recovery(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str,
     return {"detected": None, "resumed": None, "seconds": None, **recovery_from(fault, metrics)}
 
 
-def _charts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, Markup]]:
+def _charts(run: Run) -> Iterator[tuple[str, str, Markup]]:
     """Yield (title, note, SVG) of what the run went through."""
+    metrics = run.metrics
     end = metrics["duration"]
-    windows = [Window(**window) for window in fault_windows(metrics)]
-    shaded = " Shaded: faults, recoveries and repartitions." if windows else ""
+    windows = [Window(**window) for window in shaded(run)]
+    explained = " Shaded: faults, recoveries and pauses." if windows else ""
     series = metrics["series"]
     steps = series["steps"]
     evaluations = series["evaluations"]
@@ -152,7 +151,7 @@ def _charts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, Markup]]:
         losses = [(row["time"], row["loss"]) for row in steps if row["loss"] is not None]
         tested = [(row["time"], row["loss"]) for row in evaluations if row.get("loss") is not None]
         lines = [Line("training loss", losses, "l-loss"), Line("test loss", tested, "l-test", marks=True)]
-        yield "Loss", f"Of every training step, and on the test data.{shaded}", draw(lines, "Loss", formats.number)
+        yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, "Loss", formats.number)
     # The one evaluation at the end of a run is a figure, not a curve.
     if len(evaluations) > 1:
         points = [(row["time"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None]
@@ -163,7 +162,7 @@ def _charts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, Markup]]:
     if series["requests"]:
         points = [(row["time"], row["latency"]) for row in series["requests"]]
         lines = [Line("latency", points, "l-seconds", joined=False)]
-        yield "Latency", f"Of every request.{shaded}", draw(lines, "Latency", formats.seconds)
+        yield "Latency", f"Of every request.{explained}", draw(lines, "Latency", formats.seconds)
 
 
 def _step_chart(steps: list[dict[str, Any]], draw: Any) -> tuple[str, str, Markup]:

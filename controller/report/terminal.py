@@ -13,22 +13,23 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from controller.report import tables
+from controller.report import declared, tables
 from controller.report.figures import figure
 from controller.report.grouping import group_links
-from controller.report.phases import Kept, changes, kept, phases
 from controller.results.reproduction import Row
 from controller.results.run import Run, value_text
 from testbed import formats
-from testbed.scenario.expect import Expectation, kind_of
+from testbed.formats import Kind
+from testbed.scenario.expect import Expectation
+from testbed.trace.registry import kind_of
 
 WIDE = 100
 """Columns from which a table has room for what is only nice to know."""
 MOST_DEVICES = 24
 MOST_OBJECTS = 20
+MOST_ROWS = 12
 BAR = 16
 VERDICTS = {"trusted": ("✔", "green"), "not trusted": ("✘", "red"), "prediction": ("◌", "cyan")}
-SUMMARY_FIGURES = ("accuracy", "loss", "step_time", "latency", "recovery_time", "duration")
 
 
 def show(console: Console, run: Run) -> None:
@@ -38,8 +39,8 @@ def show(console: Console, run: Run) -> None:
 
 def show_briefly(console: Console, run: Run) -> None:
     """Print one of many runs in a line."""
-    found = {name: run.metrics.get(name) for name in SUMMARY_FIGURES}
-    parts = [f"{_heading(name)} {figure(name, value)}" for name, value in found.items() if value is not None]
+    found = [(each, run.metrics.get(each.name)) for each in run.figures.values() if each.brief]
+    parts = [f"{_heading(each.name)} {formats.of_kind(each.kind, value)}" for each, value in found if value is not None]
     sign, colour = VERDICTS[run.metrics["verdict"]["kind"]]
     console.print(Text(f" {sign} ", style=colour).append(", ".join(parts), style="default"))
 
@@ -47,7 +48,7 @@ def show_briefly(console: Console, run: Run) -> None:
 def render(run: Run, width: int) -> RenderableType:
     """Return what `show` prints, laid out for a width."""
     metrics = run.metrics
-    parts: list[RenderableType] = [Text(), _title(run), Text(), _figures(metrics), Text()]
+    parts: list[RenderableType] = [Text(), _title(run), Text(), _figures(run), Text()]
     parts.append(_devices(metrics["devices"], width))
     if metrics["links"]:
         backend = run.outcome.fidelity.get("backend") if run.outcome.runtime == "emulate" else None
@@ -56,9 +57,9 @@ def render(run: Run, width: int) -> RenderableType:
         parts.append(_objects(metrics))
     if metrics["fault_list"]:
         parts.append(_faults(metrics))
-    parts += _asynchronous(metrics)
+    parts += [_declared(written) for written in declared.tables(run, wide=width >= WIDE)]
     if run.expectations:
-        parts.append(_expectations(run.expectations))
+        parts.append(_expectations(run))
     parts += [_verdict(metrics["verdict"]), _where(run.path)]
     return Group(*parts)
 
@@ -67,14 +68,16 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     """Print a sweep or a repeated run: a line a point, means with their confidence intervals."""
     points = summary["points"]
     keys = list(dict.fromkeys(key for point in points for key in point["point"]))
-    names = [name for name in SUMMARY_FIGURES if any(name in point["figures"] for point in points)]
-    heads, figures = [key.rpartition(".")[2] for key in keys], ["Runs", *map(_heading, names)]
+    shown = {name: about["kind"] for name, about in summary["figures"].items() if about["brief"]}
+    heads, figures = [key.rpartition(".")[2] for key in keys], ["Runs", *map(_heading, shown)]
     table = tables.table(*heads, *figures, bold=heads, right=figures)
     for point in points:
         runs = len(point["runs"])
         trusted = "" if point["trusted"] == runs else f" ({runs - point['trusted']} not trusted)"
         cells = [Text(value_text(point["point"].get(key, ""))) for key in keys]
-        table.add_row(*cells, f"{runs}{trusted}", *(_mean(name, point["figures"].get(name)) for name in names))
+        table.add_row(
+            *cells, f"{runs}{trusted}", *(_mean(kind, point["figures"].get(name)) for name, kind in shown.items())
+        )
     note = f"{len(points)} points, " if keys else ""
     note += "mean ± half width of the 95 % confidence interval (Student)"
     console.print(Text(), _titled(summary["scenario"], note, table))
@@ -101,12 +104,12 @@ def show_reproduction(console: Console, source: str, rows: Sequence[Row], folder
     console.print(_where(folder, "paper.html"))
 
 
-def _mean(name: str, found: Mapping[str, Any] | None) -> Text:
+def _mean(kind: Kind, found: Mapping[str, Any] | None) -> Text:
     if found is None:
         return Text(formats.NONE, style="dim")
-    text = Text(figure(name, found["mean"]))
+    text = Text(formats.of_kind(kind, found["mean"]))
     if found["ci95"] is not None:
-        text.append(f" ± {figure(name, found['ci95'])}", style="dim")
+        text.append(f" ± {formats.of_kind(kind, found['ci95'])}", style="dim")
     return text
 
 
@@ -132,82 +135,14 @@ def _title(run: Run) -> Text:
     return text
 
 
-def _figures(metrics: Mapping[str, Any]) -> RenderableType:
+def _figures(run: Run) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(style="bold")
     grid.add_column(style="dim")
-    for row in figure_rows(metrics):
-        grid.add_row(*row)
+    for row in declared.head(run):
+        grid.add_row(*(Text(cell) for cell in row))
     return Padding(grid, (0, 0, 0, 1))
-
-
-def figure_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (what, figure, what it is made of) for the figures that matter most."""
-    if "accuracy" in metrics:
-        yield "Accuracy", formats.share(metrics["accuracy"]), "on the test data"
-    if "loss" in metrics:
-        yield "Loss", formats.number(metrics["loss"]), f"at first {formats.number(metrics['loss_first'])}"
-    if metrics["steps"]:
-        again = metrics["steps_repeated"]
-        repeated = f", {again} of them done again" if again else ""
-        yield "Steps", formats.number(metrics["steps"]), f"{metrics['samples_per_second']:.0f} samples/s{repeated}"
-        steady = metrics["steady_steps"]
-        note = f"median of {steady} undisturbed steps" if steady else "median, no step was undisturbed"
-        predicted = metrics.get("predicted_step_time")
-        note += f"; predicted {formats.seconds(predicted)}" if predicted else ""
-        yield "Step time", formats.seconds(metrics["step_time"]), note
-    if "requests" in metrics:
-        yield from _request_figures(metrics)
-    if "recovery_time" in metrics:
-        note = "from the strike until work went on"
-        if metrics["recoveries"] > 1:
-            note = f"the longest of {metrics['recoveries']}, " + note
-        yield "Recovery", formats.seconds(metrics["recovery_time"]), note
-    if "versions_kept" in metrics:
-        yield from _asynchronous_figures(metrics)
-    if metrics["unrecovered"]:
-        yield "Unrecovered", formats.number(metrics["unrecovered"]), "faults that were noticed and not outlived"
-    yield "Duration", formats.seconds(metrics["duration"]), "of the workload, without setting up"
-
-
-def _request_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    if metrics["weights"] is None:
-        yield "Weights", "random", "drawn from the seed: the answers mean nothing"
-    else:
-        yield "Weights", Path(metrics["weights"]).name, "read from this file"
-    failed = f", {metrics['requests_failed']} failed" if metrics["requests_failed"] else ""
-    yield "Requests", formats.number(metrics["requests"]), f"{metrics['requests_per_second']:.1f} a second{failed}"
-    if "objects" in metrics:
-        yield "Objects", formats.number(metrics["objects"]), "found in all requests together; boxes.json has them"
-    tail = f"95 % within {formats.seconds(metrics['latency_p95'])}"
-    yield "Latency", formats.seconds(metrics["latency"]), f"median; {tail}"
-    note = f"of what a request waited for was computing, {formats.seconds(metrics['path_network'])} messages; mean"
-    yield "Path", formats.seconds(metrics["path_compute"]), note
-    if "over_predicted" in metrics:
-        note = f"a request, by the plan; took {metrics['over_predicted']:.2f} times that"
-        yield "Predicted", formats.seconds(metrics["predicted_step_time"]), note
-    held = {name: row for name, row in metrics["devices"].items() if "weights" in row}
-    if held:
-        name = max(held, key=lambda each: held[each]["weights"] + held[each]["activations"])
-        weights, activations = held[name]["weights"], held[name]["activations"]
-        note = f"at most, on {name}: {formats.size(weights)} weights, {formats.size(activations)} activations"
-        yield "Memory", formats.size(weights + activations), note
-
-
-def _asynchronous_figures(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    count = metrics["repartitions"]
-    changed = bool(count or metrics["recoveries"])
-    if changed and "step_time_after" in metrics:
-        yield "Step time after", formats.seconds(metrics["step_time_after"]), "since the last recovery or repartition"
-    if "repartition_pause" in metrics:
-        note = "pause for a repartition" if count == 1 else f"longest pause of {count} repartitions"
-        note += f"; {formats.seconds(metrics['repartition_draining'])} of it the pipeline ran empty"
-        yield "Repartition", formats.seconds(metrics["repartition_pause"]), note
-    if "busiest_share" in metrics:
-        since = " since then" if changed else ""
-        yield "Busiest", formats.share(metrics["busiest_share"]), f"of the time{since}, one device or link"
-    yield "Versions", formats.number(metrics["versions_kept"]), "of its weights, kept at once by a stage"
 
 
 def _devices(devices: Mapping[str, Mapping[str, Any]], width: int) -> RenderableType:
@@ -304,36 +239,17 @@ def _faults(metrics: Mapping[str, Any]) -> RenderableType:
     return _titled("Faults", "time since the start of the workload", table)
 
 
-def _asynchronous(metrics: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Yield what asynchronous training and recovering tell, as far as the run has it."""
-    recovered = list(phases(metrics))
-    if recovered:
-        heads = ("Detected", "Repartition", "Redistribution", "First batch", "Moved")
-        table = tables.table("Missing", *heads, bold=["Missing"], right=heads)
-        for row in recovered:
-            spans = (row.detection, row.repartition, row.redistribution, row.first_batch)
-            table.add_row(Text(row.missing), *(formats.seconds(span) for span in spans), formats.size(row.moved))
-        yield _titled("Recoveries", "first batch: from the detection", table)
-    changed = list(changes(metrics))
-    if changed:
-        heads = ("At", "Units from then on", "Pause", "Draining", "Moved")
-        table = tables.table(*heads, bold=[heads[1]], right=[head for head in heads if head != heads[1]])
-        for change in changed:
-            pause, draining, moved = formats.seconds(change.pause), formats.seconds(change.draining), change.moved
-            table.add_row(formats.moment(change.time), Text(change.partition), pause, draining, formats.size(moved))
-        yield _titled("Repartitions", "changes of the partition in a run that goes on", table)
-    held = kept(metrics)
-    if held:
-        yield _versions([row for row in held if row.until == held[-1].until][:MOST_DEVICES])
-
-
-def _versions(rows: Sequence[Kept]) -> RenderableType:
-    heads = ("In use", "Kept", "Allowed", "Size", "Replicas")
-    table = tables.table("Stage", *heads, bold=["Stage"], right=heads)
-    for row in rows:
-        counts = (str(row.in_use), str(row.kept), str(row.allowed))
-        table.add_row(Text(f"{row.stage} {row.device}"), *counts, formats.size(row.size), formats.size(row.replicas))
-    return _titled("Versions of the weights", "most at once, in the last stretch of training", table)
+def _declared(written: declared.Written) -> RenderableType:
+    """Return a table of the run's method: of its note the first sentence, of many rows the last."""
+    words = [column.heading for column in written.columns if column.kind == "text"]
+    figures = [column.heading for column in written.columns if column.kind != "text"]
+    table = tables.table(*(column.heading for column in written.columns), bold=words[:1], right=figures)
+    for row in written.rows[-MOST_ROWS:]:
+        table.add_row(*(Text(cell) for cell in row))
+    parts: list[RenderableType] = [table]
+    if len(written.rows) > MOST_ROWS:
+        parts.append(Text(f"  and {len(written.rows) - MOST_ROWS} before them in the report", style="dim"))
+    return _titled(written.title, written.note.partition(". ")[0].rstrip("."), *parts)
 
 
 def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -343,25 +259,25 @@ def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mappi
     return next(found, nothing)
 
 
-def _expectations(expectations: Sequence[Expectation]) -> RenderableType:
+def _expectations(run: Run) -> RenderableType:
     table = tables.table("", "Figure", "Condition", "Found", bold=["Figure"], right=["Found"])
-    for expectation in expectations:
+    for expectation in run.expectations:
         mark = Text("✔", style="green") if expectation.holds else Text("✘", style="bold red")
-        found = found_text(expectation)
+        found = found_text(expectation, run)
         table.add_row(
             mark, Text(expectation.key), Text(expectation.condition), Text(found, "" if expectation.holds else "red")
         )
     return _titled("Expected", "", table)
 
 
-def found_text(expectation: Expectation) -> str:
+def found_text(expectation: Expectation, run: Run) -> str:
     """Write what became of an expectation, exactly enough to see why it holds or not."""
     value = expectation.value
     if value is None:
         return "no such figure"
-    if isinstance(value, float) and kind_of(expectation.key) in ("share", "number"):
+    if isinstance(value, float) and kind_of(expectation.key, run.figures) in ("share", "number"):
         return f"{value:.4g}"
-    return figure(expectation.key, value)
+    return figure(expectation.key, value, run.figures)
 
 
 def _verdict(judged: Mapping[str, Any]) -> Panel:

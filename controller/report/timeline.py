@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from controller.results.run import Run
 from testbed.trace.gantt import Bar, bars
 from testbed.trace.intervals import Interval, overlaps
-from testbed.trace.outcome import Outcome
 
 KINDS = ("compute", "send", "receive", "down")
 MOST_BARS = 40_000
@@ -17,22 +17,23 @@ MOST_BARS = 40_000
 MOST_DEVICES = 48
 AROUND = 1.0
 """Seconds shown before and after a fault."""
-MOST_CHANGES = 3
-"""Repartitions that get a view of their own."""
+MOST_PAUSES = 3
+"""That get a view of their own."""
 FINEST = 1 / 3000
 """Of the duration: bars closer together than that look like one when the whole run is on the screen."""
 
 
-def timeline(outcome: Outcome, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def timeline(run: Run) -> dict[str, Any]:
     """Return ``devices``, ``bars``, ``windows``, ``views`` and ``end`` for the chart.
 
     A bar is [device, kind, start, duration, label, batch, micro, peer, bytes, interrupted], devices, kinds, labels and
     peers by number. ``views`` are the stretches worth a look, each with a name.
     """
+    metrics = run.metrics
     end = metrics["duration"]
     devices = list(metrics["devices"])[:MOST_DEVICES]
-    charted = [bar for bar in bars(outcome.events, end) if bar.device in devices and bar.start <= end]
-    views = interesting(metrics)
+    charted = [bar for bar in bars(run.outcome.events, end) if bar.device in devices and bar.start <= end]
+    views = interesting(run)
     joined = len(charted) > MOST_BARS
     if joined:
         charted = _join(charted, [(view["start"], view["end"]) for view in views[1:]], end * FINEST)
@@ -46,13 +47,14 @@ def timeline(outcome: Outcome, metrics: Mapping[str, Any]) -> dict[str, Any]:
         "kinds": KINDS,
         "words": words,
         "bars": [_compact(bar, devices, number) for bar in charted],
-        "windows": fault_windows(metrics),
+        "windows": shaded(run),
         "views": views,
     }
 
 
-def fault_windows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+def shaded(run: Run) -> list[dict[str, Any]]:
     """Return the stretches to be shaded: ``start``, ``end``, ``label`` and ``style`` (fault or recovery)."""
+    metrics = run.metrics
     end = metrics["duration"]
     windows = []
     for fault in metrics["fault_list"]:
@@ -64,14 +66,14 @@ def fault_windows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     for item in metrics["recovery_list"]:
         resumed = end if item["resumed"] is None else item["resumed"]
         windows.append({"start": item["detected"], "end": resumed, "label": "recovering", "style": "recovery"})
-    for item in metrics.get("repartition_list", ()):
-        begun = item["time"] - item["seconds"]
-        windows.append({"start": begun, "end": item["time"], "label": "repartitioning", "style": "recovery"})
+    for pause in run.pauses:
+        windows.append({"start": pause.start, "end": pause.end, "label": pause.name, "style": "recovery"})
     return windows
 
 
-def interesting(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the whole run, two steady steps or a few requests, and what surrounds each repartition and fault."""
+def interesting(run: Run) -> list[dict[str, Any]]:
+    """Return the whole run, two steady steps or a few requests, and what surrounds each pause and fault."""
+    metrics = run.metrics
     end = metrics["duration"]
     views = [{"name": "whole run", "start": 0.0, "end": end}]
     steps = metrics["series"]["steps"]
@@ -84,9 +86,9 @@ def interesting(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
         middle = requests[len(requests) // 2]
         start = middle["time"] - middle["latency"]
         views.append({"name": "a request", "start": max(0.0, start), "end": middle["time"]})
-    for item in metrics.get("repartition_list", ())[:MOST_CHANGES]:
-        begun = max(0.0, item["time"] - item["seconds"] - AROUND)
-        views.append({"name": "repartition", "start": begun, "end": min(end, item["time"] + AROUND)})
+    for pause in run.pauses[:MOST_PAUSES]:
+        begun = max(0.0, pause.start - AROUND)
+        views.append({"name": pause.name, "start": begun, "end": min(end, pause.end + AROUND)})
     for fault in metrics["fault_list"][:6]:
         if fault["mends"]:
             continue

@@ -6,33 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from controller.results.run import Run
-from testbed.scenario.expect import FIGURES
+from controller.results.summary import all_figures
 
-COMPARED = (
-    "accuracy",
-    "test_loss",
-    "loss",
-    "steps",
-    "samples_per_second",
-    "step_time",
-    "step_time_mean",
-    "step_time_p95",
-    "step_time_before",
-    "step_time_after",
-    "busiest_share",
-    "requests",
-    "requests_per_second",
-    "latency",
-    "latency_p95",
-    "recoveries",
-    "detection_time",
-    "resume_time",
-    "recovery_time",
-    "duration",
-    "bytes_sent",
-    "compute_share",
-    "idle_share",
-)
 UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "paper", "network.subnet")
 """Keys of a scenario that change no figure."""
 TWO_CLOCKS = 0.10
@@ -42,9 +17,10 @@ TWO_CLOCKS = 0.10
 def compare(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the comparison of runs as plain JSON values.
 
-    ``runs``: path, label, runtime, verdict, status; ``figures``: name, values (one a run, None where absent) and
-    ratios to the first run; ``devices``: per device the share of each activity in every run; ``differences``: dotted
-    key of the scenario -> values; ``warnings``: differences that nobody asked for, runs not trusted; ``clocks``:
+    ``runs``: path, label, runtime, verdict, status; ``figures``: name, kind, about, values (one a run, None where
+    absent) and ratios to the first run; ``devices``: per device the share of each activity in every run;
+    ``differences``: dotted key of the scenario -> values; ``warnings``: differences that nobody asked for, runs not
+    trusted; ``clocks``:
     what the two runtimes say of one scenario, or None.
     """
     labels = _labels(runs)
@@ -101,12 +77,13 @@ def _differences(plain: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    for name in COMPARED:
+    for name, figure in all_figures(runs).items():
         values = [run.metrics.get(name) for run in runs]
-        if any(value is not None for value in values):
+        if figure.compared and any(value is not None for value in values):
             yield {
                 "name": name,
-                "about": FIGURES[name][1],
+                "kind": figure.kind,
+                "about": figure.meaning,
                 "values": values,
                 "ratios": [_ratio(value, values[0]) for value in values],
             }

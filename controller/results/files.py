@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 
 from controller.results.manifest import manifest
 from controller.results.publishing import publish
-from controller.results.run import Run
+from controller.results.run import Run, declared_by
 from testbed.errors import InputError
 from testbed.network.link import link_from
 from testbed.plan import Plan
@@ -51,7 +51,7 @@ def write(
     Raises OSError where the place cannot be written.
     """
     facts = manifest(trial, outcome, command, weights)
-    run = Run(folder, trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan))
+    run = Run(folder, trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan, declared_by(trial)))
 
     def fill(draft: Path) -> None:
         (draft / "scenario.yaml").write_text(scenario_yaml(trial.scenario), encoding="utf-8")
@@ -91,7 +91,7 @@ def load(folder: Path) -> Run:
         trial = replace(trial, point=facts["point"], repetition=facts["repetition"])
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder}: was not written by this version of the testbed: lacks {error}") from None
-    return Run(folder, trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan))
+    return Run(folder, trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan, declared_by(trial)))
 
 
 def load_all(folder: Path) -> list[Run]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from controller.results.run import Run
-from controller.results.summary import CONFIDENCE, interval
+from controller.results.summary import CONFIDENCE, all_figures, interval
 from testbed.formats import Kind
 from testbed.scenario.expect import look_up, parse_condition
 from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
 from testbed.scenario.schema import PaperPart, PaperRow
+from testbed.trace.figures import Figure
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,11 @@ class Row:
 
 def reproduce(part: PaperPart, runs: Sequence[Run]) -> list[Row]:
     """Return the table of a publication from all runs of its scenario."""
-    return [_row(row, runs) for row in part.rows]
+    figures = all_figures(runs)
+    return [_row(row, runs, figures) for row in part.rows]
 
 
-def _row(row: PaperRow, runs: Sequence[Run]) -> Row:
+def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> Row:
     chosen = [run for run in runs if is_at(run.trial.point, row.at)]
     below = chosen if row.over is None else [run for run in runs if is_at(run.trial.point, row.over)]
     pairs = _paired(chosen, below)
@@ -59,14 +61,14 @@ def _row(row: PaperRow, runs: Sequence[Run]) -> Row:
         if value is not None:
             values.append(value)
     mean, half = interval(values) if values else (None, None)
-    condition = None if row.expect is None else parse_condition(row.expect, row_kind(row))
+    kind = row_kind(row, figures)
+    condition = None if row.expect is None else parse_condition(row.expect, kind)
     # A number is compared with a number, though the figure be a time: both are in base units.
     holds = None if condition is None else condition.holds(mean)
     used = {run.path: run for pair in pairs for run in pair}.values()
     untrusted = sum(run.metrics["verdict"]["kind"] == "not trusted" for run in used)
-    return Row(
-        row.name, row_kind(row), paper_value(row), mean, half, len(values), untrusted, row.expect, holds, row.note
-    )
+    paper = paper_value(row, figures)
+    return Row(row.name, kind, paper, mean, half, len(values), untrusted, row.expect, holds, row.note)
 
 
 def _paired(chosen: Sequence[Run], below: Sequence[Run]) -> list[tuple[Run, Run]]:

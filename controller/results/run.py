@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from testbed import methods
 from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.trial import Trial
+from testbed.trace.figures import Declared, Figure
+from testbed.trace.gantt import run_end
 from testbed.trace.outcome import Outcome
+from testbed.trace.record import Pause, pauses
+from testbed.trace.registry import figures_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,28 @@ class Run:
     @property
     def expectations(self) -> list[Expectation]:
         """What the scenario expects, and whether it came about."""
-        return evaluate(self.trial.scenario.expect, self.metrics)
+        return evaluate(self.trial.scenario.expect, self.metrics, self.figures)
+
+    @property
+    def declared(self) -> Declared:
+        """What its method says of its runs."""
+        return declared_by(self.trial)
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """All figures that it may have, by name."""
+        return figures_of(self.declared)
+
+    @property
+    def pauses(self) -> list[Pause]:
+        """When work stood still without a fault, as the method tells."""
+        end = run_end(self.outcome.events, self.plan.lead)
+        return pauses([event for event in self.outcome.events if event.time <= end], self.declared)
+
+
+def declared_by(trial: Trial) -> Declared:
+    """Return what a trial's method says of its runs."""
+    return methods.get(trial.scenario.workload.method.name).declared
 
 
 def run_name(trial: Trial) -> str:

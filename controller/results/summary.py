@@ -12,7 +12,7 @@ from typing import Any
 
 from controller.results.files import load_all
 from controller.results.run import Run
-from testbed.scenario.expect import FIGURES
+from testbed.trace.figures import Figure
 from testbed.trace.metrics import finite
 
 CONFIDENCE = 0.95
@@ -36,6 +36,7 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 def summarize(folder: Path) -> dict[str, Any]:
     """Write ``summary.json`` and ``summary.csv`` over the runs in a folder, and return what the former holds.
 
+    ``figures`` says of each by name its ``kind`` and whether it is ``brief`` (`testbed.trace.figures.Figure`).
     ``points`` has one entry a point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names),
     ``trusted`` (how many of them), ``figures`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
     """
@@ -50,27 +51,37 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run.trial.point, sort_keys=True, default=str), []).append(run)
-    points = [
+    points: list[dict[str, Any]] = [
         {
             "point": group[0].trial.point,
             "runs": [run.path.name for run in group],
             "trusted": sum(bool(run.metrics["trusted"]) for run in group),
-            "figures": _figures([run.metrics for run in group]),
+            "figures": _figures(group),
         }
         for group in groups.values()
     ]
     name = runs[0].trial.scenario.name if runs else ""
-    return {"scenario": name, "confidence": CONFIDENCE, "points": points}
+    about = {
+        name: {"kind": figure.kind, "brief": figure.brief}
+        for name, figure in all_figures(runs).items()
+        if any(name in point["figures"] for point in points)
+    }
+    return {"scenario": name, "confidence": CONFIDENCE, "figures": about, "points": points}
 
 
-def _figures(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     table = {}
-    for name in FIGURES:
-        values = [metrics[name] for metrics in found if _is_number(metrics.get(name))]
+    for name in all_figures(runs):
+        values = [run.metrics[name] for run in runs if _is_number(run.metrics.get(name))]
         if values:
             mean, half = interval(values)
             table[name] = {"mean": mean, "ci95": half, "n": len(values)}
     return table
+
+
+def all_figures(runs: Sequence[Run]) -> dict[str, Figure]:
+    """Return the figures that any of these runs may have, by name."""
+    return {name: figure for run in runs for name, figure in run.figures.items()}
 
 
 def _is_number(value: object) -> bool:

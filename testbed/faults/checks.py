@@ -21,11 +21,9 @@ _DEVICE_EVENTS: Mapping[str, tuple[str, ...]] = {
     "evaluate": ("batch",),
     "request": ("batch",),
     "recovery": ("batch",),
-    "stretch": ("batch",),
-    "repartition": ("batch",),
     "log": (),
 }
-"""Events that a device writes, and which keys of a trigger can match them."""
+"""Events that a device may write whatever the method, and which keys of a trigger can match them."""
 
 
 def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
@@ -38,13 +36,16 @@ def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
 def problems(
     faults: Sequence[FaultPart],
     setting: Setting,
-    spans: Callable[[str], Collection[str]],
+    spans: Callable[[str], Collection[str] | None],
     batches: int | None = None,
+    events: Mapping[str, Collection[str]] = {},
 ) -> list[Diagnostic]:
     """Return what is wrong with faults beyond the shape of the file, in such a run.
 
-    ``spans`` gives the names of the spans that a device may begin, ``batches`` is how many batches the workload has.
-    Names of devices that do not exist are left to `devices_named`: the other keys of such a fault are not looked at.
+    ``spans`` gives the names of the spans that a device may begin, None where nobody knows; ``batches`` is how many
+    batches the workload has; ``events`` are those that the method records beside the ones of `testbed.trace.events`,
+    each with the keys of a trigger that can match it. Names of devices that do not exist are left to `devices_named`:
+    their other keys are not looked at.
     """
     names = {device.name for device in setting.devices}
     actions = [part.action for part in faults]
@@ -81,18 +82,21 @@ def _mending_problems(action: Action[Any], actions: Sequence[Action[Any]]) -> Wr
         yield (action.name,), f"no fault of this scenario {breaks} '{action.target}': nothing to {action.name}"
 
 
-def _trigger_problems(trigger: TriggerPart, spans: Collection[str], batches: int | None) -> Wrong:
-    if trigger.begins is not None and trigger.begins not in spans:
-        known = f"it begins {', '.join(sorted(spans))}" if spans else "it has no part in this plan"
-        yield ("when", "begins"), f"'{trigger.device}' never begins '{trigger.begins}': {known}"
+def _trigger_problems(
+    trigger: TriggerPart, spans: Collection[str] | None, batches: int | None, events: Mapping[str, Collection[str]]
+) -> Wrong:
+    if trigger.begins is not None and spans is not None and trigger.begins not in spans:
+        begun = f"it begins {', '.join(sorted(spans))}" if spans else "it has no part in this plan"
+        yield ("when", "begins"), f"'{trigger.device}' never begins '{trigger.begins}': {begun}"
         return
     if trigger.event is not None:
-        if trigger.event not in _DEVICE_EVENTS:
-            known = ", ".join(_DEVICE_EVENTS)
-            yield ("when", "event"), f"no device records an event '{trigger.event}': use one of {known}"
+        known = {**_DEVICE_EVENTS, **events}
+        if trigger.event not in known:
+            text = f"no device records an event '{trigger.event}': use one of {', '.join(known)}"
+            yield ("when", "event"), text
             return
         for key in ("batch", "micro"):
-            if getattr(trigger, key) is not None and key not in _DEVICE_EVENTS[trigger.event]:
+            if getattr(trigger, key) is not None and key not in known[trigger.event]:
                 yield ("when", key), f"the event '{trigger.event}' has no {key}: leave it out"
     if trigger.batch is not None and batches is not None and trigger.event != "evaluate" and trigger.batch >= batches:
         yield ("when", "batch"), f"there are {batches} batches, counted from 0: the last one is {batches - 1}"

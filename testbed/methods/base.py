@@ -14,6 +14,7 @@ from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 from testbed.plan import Details, Plan, PlanDetails
+from testbed.trace.figures import Declared
 from testbed.workload import WorkloadPart
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     tasks: ClassVar[tuple[str, ...]] = ("train",)
     Options: type[MethodOptions]
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
+    declared: ClassVar[Declared] = Declared()
+    """Figures, events, rows and tables of its own."""
 
     @abstractmethod
     def plan(self, problem: Problem[MethodOptions]) -> Plan[MethodDetails]:
@@ -125,6 +128,9 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         """Draw the order of the work in lines of text, for `testbed plan`; None where there is nothing to draw."""
         return None
 
-    def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Names of the spans this device may begin, so that a fault on one that never comes is refused."""
-        raise NotImplementedError
+    def spans(self, plan: Plan, device: str) -> frozenset[str] | None:
+        """Names of the spans this device may begin, so that a fault on one that never comes is refused.
+
+        None where that is not known: nothing is refused then.
+        """
+        return None

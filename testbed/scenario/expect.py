@@ -15,78 +15,8 @@ from typing import Any
 
 from testbed.formats import Kind
 from testbed.quantities import parse_duration, parse_fraction, parse_size
-
-FIGURES: dict[str, tuple[Kind, str]] = {
-    "accuracy": ("share", "of the test data, at the last evaluation"),
-    "test_loss": ("number", "on the test data, at the last evaluation"),
-    "loss": ("number", "training loss of the last step"),
-    "loss_first": ("number", "training loss of the first step"),
-    "steps": ("number", "training steps done, each counted once"),
-    "steps_repeated": ("number", "training steps done again after a recovery"),
-    "samples": ("number", "training samples of the steps, each step counted once"),
-    "duration": ("seconds", "from the start of the workload to the end of the lead's program"),
-    "samples_per_second": ("number", "samples over duration"),
-    "step_time": ("seconds", "median over the undisturbed steps"),
-    "step_time_mean": ("seconds", "mean over the undisturbed steps"),
-    "step_time_p95": ("seconds", "95th percentile over the undisturbed steps"),
-    "steady_steps": ("number", "undisturbed steps"),
-    "predicted_step_time": ("seconds", "what the planner predicted"),
-    "faults": ("number", "faults that struck, without those that mend"),
-    "recoveries": ("number", "faults that the method noticed and outlived"),
-    "unrecovered": ("number", "faults that the method noticed and did not outlive"),
-    "recovery_time": ("seconds", "longest, from the strike to the resumption"),
-    "detection_time": ("seconds", "longest, from the strike to the detection"),
-    "resume_time": ("seconds", "longest, from the detection to the resumption"),
-    "repartition_time": ("seconds", "longest, from the detection to the decision who goes on with what"),
-    "redistribution_time": ("seconds", "longest, from that decision until all devices have what they need"),
-    "first_batch_time": ("seconds", "longest, from the detection until the first batch after it was trained"),
-    "recovery_bytes": ("bytes", "weights and optimizer state that recoveries moved"),
-    "repartitions": ("number", "changes of the partition in a run that goes on, without those of recoveries"),
-    "repartition_pause": ("seconds", "longest that such a change let no batch in, draining included"),
-    "repartition_draining": ("seconds", "of that pause, until the pipeline was empty"),
-    "repartition_moving": ("seconds", "longest that such a change took from then on: agreeing and moving"),
-    "repartition_bytes": ("bytes", "weights and optimizer state that such changes moved"),
-    "versions_kept": ("number", "of its weights, that any stage kept at once"),
-    "step_time_before": ("seconds", "median over the undisturbed steps before the first fault that was noticed"),
-    "step_time_after": ("seconds", "median over those after the last recovery or repartition, if any"),
-    "busiest_share": ("share", "of their time, that the busiest device computes or the busiest link carries"),
-    "requests": ("number", "inferences done"),
-    "requests_per_second": ("number", "inferences over duration"),
-    "objects": ("number", "objects found in the samples of all requests"),
-    "latency": ("seconds", "median of an inference"),
-    "latency_mean": ("seconds", "mean of an inference"),
-    "latency_p95": ("seconds", "95th percentile of an inference"),
-    "latency_p99": ("seconds", "99th percentile of an inference"),
-    "latency_max": ("seconds", "longest inference"),
-    "requests_failed": ("number", "inferences given up"),
-    "path_compute": ("seconds", "of computing on an inference's critical path, mean"),
-    "path_network": ("seconds", "of messages on an inference's critical path, mean"),
-    "over_predicted": ("number", "time from one inference's result to the next, over the predicted one"),
-    "over_bound": ("number", "time of all inferences over that of the busiest processor or link; 1 is the least"),
-    "casts": ("number", "transmissions to several at once, by all devices together"),
-    "cast_time": ("seconds", "median time that a cast took to leave its device"),
-    "reception": ("share", "of the casts meant to be heard, each counted for each of its peers"),
-    "messages": ("number", "sent, by all devices together"),
-    "bytes_sent": ("bytes", "by all devices together"),
-    "bytes_received": ("bytes", "by all devices together"),
-    "compute_share": ("share", "of the duration, mean over the devices of the plan"),
-    "idle_share": ("share", "of the duration, mean over the devices of the plan"),
-    "compute_deficit": ("seconds", "by which the host made computations late, over all devices"),
-    "deficit_share": ("share", "of the undisturbed steps' time, of the worst device"),
-    "host_share": ("share", "of the undisturbed steps' or requests' time, that the host added to their critical paths"),
-    "trusted": ("bool", "whether the verdict holds nothing against the run"),
-    "status": ("text", "finished, failed, timed out or interrupted"),
-}
-"""The figures of metrics.json that a condition may name, each with what it is."""
-
-_SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
-DEVICE_FIGURES: dict[str, Kind] = {
-    **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
-    **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"], "share"),
-    **dict.fromkeys(["bytes_sent", "bytes_received", "weights", "activations"], "bytes"),
-    **dict.fromkeys(["messages_sent", "messages_received", "flops"], "number"),
-}
-"""The figures of one device, named in a condition as ``devices.<device>.<figure>``."""
+from testbed.trace.figures import Figure, Metrics
+from testbed.trace.registry import kind_of
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
@@ -131,16 +61,6 @@ class Expectation:
     value: Any
     """The figure; None where the run gave none."""
     holds: bool
-
-
-def kind_of(figure: str) -> Kind:
-    """Return what a figure is measured in; KeyError where there is no such figure."""
-    if figure in FIGURES:
-        return FIGURES[figure][0]
-    head, _, figure_of_device = figure.rpartition(".")
-    if not re.fullmatch(r"devices\.[^.]+", head):
-        raise KeyError(figure)
-    return DEVICE_FIGURES[figure_of_device]
 
 
 def parse_condition(text: str, kind: Kind) -> Condition:
@@ -193,10 +113,14 @@ def look_up(tree: object, dotted: str) -> Any:
     return tree
 
 
-def evaluate(expect: Mapping[str, str], metrics: Mapping[str, Any]) -> list[Expectation]:
-    """Return each condition with the figure it is about and whether it holds, in the order of the scenario."""
+def evaluate(expect: Mapping[str, str], metrics: Metrics, figures: Mapping[str, Figure]) -> list[Expectation]:
+    """Return each condition with the figure it is about and whether it holds, in the order of the scenario.
+
+    ``figures`` are those of the run; raises KeyError for a condition on none of them.
+    """
     results = []
     for key, text in expect.items():
         value = look_up(metrics, key)
-        results.append(Expectation(key, text, value, parse_condition(text, kind_of(key)).holds(value)))
+        holds = parse_condition(text, kind_of(key, figures)).holds(value)
+        results.append(Expectation(key, text, value, holds))
     return results

@@ -8,9 +8,11 @@ from typing import Any
 
 from testbed.errors import Diagnostic, Key
 from testbed.formats import Kind
-from testbed.scenario.expect import DEVICE_FIGURES, FIGURES, kind_of, parse_condition, parse_target
+from testbed.scenario.expect import parse_condition, parse_target
 from testbed.scenario.loading import nearest
 from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries
+from testbed.trace.figures import Figure
+from testbed.trace.registry import OF_DEVICES, kind_of
 
 PLAN = "plan."
 """Prefix of figures that the plan holds."""
@@ -31,20 +33,23 @@ def _value(point: Mapping[str, Any], key: str) -> object:
     return _NOTHING
 
 
-def row_kind(row: PaperRow) -> Kind:
-    """Return what a row's value is measured in: a ratio is a number, a figure of the plan what its name says."""
+def row_kind(row: PaperRow, figures: Mapping[str, Figure]) -> Kind:
+    """Return what a row's value is measured in: a ratio is a number, a figure of the plan what its name says.
+
+    ``figures`` are those of the runs that the row is about; KeyError for none of them.
+    """
     if row.over is not None or row.over_figure is not None:
         return "number"
     if row.figure.startswith(PLAN):
         return "bytes" if row.figure.endswith("_bytes") else "number"
-    return kind_of(row.figure)
+    return kind_of(row.figure, figures)
 
 
-def paper_value(row: PaperRow) -> float | None:
+def paper_value(row: PaperRow, figures: Mapping[str, Figure]) -> float | None:
     """Return the paper's figure in base units; raises ValueError saying what would be right."""
     if row.value is None:
         return None
-    value = parse_target(str(row.value), row_kind(row))
+    value = parse_target(str(row.value), row_kind(row, figures))
     if isinstance(value, str | bool):
         raise ValueError(f"'{row.value}' is no number")
     return value
@@ -53,18 +58,34 @@ def paper_value(row: PaperRow) -> float | None:
 def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None) -> Iterator[Diagnostic]:
     """Yield what is wrong with rows and charts, given all points of the scenario, if it has any."""
     for index, row in enumerate(part.rows if part else ()):
-        key: Key = ("paper", "rows", index)
-        known = [problem for name in ("figure", "over_figure") for problem in _figure_problems(row, name, key)]
-        yield from known
         for name in ("at", "over"):
             wanted = getattr(row, name)
             if wanted and points is not None and not any(is_at(point, wanted) for point in points):
                 shown = ", ".join(f"{inner}: {value}" for inner, value in wanted.items())
-                yield Diagnostic((*key, name), f"no point of the sweep has {shown}: name values that are swept")
-        if not known:
-            yield from _value_problems(row, key)
+                key: Key = ("paper", "rows", index, name)
+                yield Diagnostic(key, f"no point of the sweep has {shown}: name values that are swept")
     for index, chart in enumerate(part.charts if part else ()):
         yield from _chart_problems(chart, part.rows if part else (), points, ("paper", "charts", index))
+
+
+def figure_problems(
+    part: PaperPart | None, point: Mapping[str, Any], figures: Mapping[str, Figure]
+) -> Iterator[Diagnostic]:
+    """Yield what is wrong with the figures that rows ask of the run at a point, given those that the run has."""
+    for index, row in enumerate(part.rows if part else ()):
+        if not any(is_at(point, wanted) for wanted in (row.at, row.over) if wanted is not None):
+            continue
+        key: Key = ("paper", "rows", index)
+        wrong = [item for name in ("figure", "over_figure") for item in _figure_problems(row, name, key, figures)]
+        yield from wrong or _value_problems(row, key, figures)
+    for index, chart in enumerate(part.charts if part else ()):
+        drawn = {name for series in chart.series for name in series.rows}
+        rows = [row for row in part.rows if row.name in drawn] if part else []
+        # Rows about other points may be about figures that this run does not have.
+        kinds = {kind for row in rows if (kind := _kind_or_none(row, figures)) is not None}
+        if len(kinds) > 1:
+            text = f"one axis cannot show {' and '.join(sorted(kinds))}: make a chart of each"
+            yield Diagnostic(("paper", "charts", index, "series"), text)
 
 
 def _chart_problems(
@@ -80,7 +101,6 @@ def _chart_problems(
         wanted = "rising numbers, such as [1, 2, 4]" if chart.what == "lines" else "a word for each of a series' rows"
         yield Diagnostic((*key, "x"), f"says where the rows stand: write {wanted}")
     known = {row.name: row for row in rows}
-    kinds = set()
     for number, series in enumerate(chart.series):
         place: Key = (*key, "series", number, "rows")
         if len(series.rows) != len(chart.x):
@@ -88,11 +108,6 @@ def _chart_problems(
         for name in series.rows:
             if name not in known:
                 yield Diagnostic(place, f"there is no row '{name}': {nearest(name, list(known))}")
-        # What a figure is measured in is known of those that are there; others have been told of above.
-        kinds |= {_kind_or_none(known[name]) for name in series.rows if name in known} - {None}
-    if len(kinds) > 1:
-        shown = " and ".join(sorted(str(kind) for kind in kinds))
-        yield Diagnostic((*key, "series"), f"one axis cannot show {shown}: make a chart of each")
 
 
 def _point_problems(series: PaperSeries, points: Sequence[Mapping[str, Any]] | None, key: Key) -> Iterator[Diagnostic]:
@@ -104,35 +119,35 @@ def _point_problems(series: PaperSeries, points: Sequence[Mapping[str, Any]] | N
         yield Diagnostic((*key, "at"), f"{found} points of the sweep have {shown}: name values that one of them has")
 
 
-def _kind_or_none(row: PaperRow) -> Kind | None:
+def _kind_or_none(row: PaperRow, figures: Mapping[str, Figure]) -> Kind | None:
     """Return what a row's value is measured in; None for a figure that there is not."""
     try:
-        return row_kind(row)
+        return row_kind(row, figures)
     except KeyError:
         return None
 
 
-def _figure_problems(row: PaperRow, name: str, key: Key) -> Iterator[Diagnostic]:
+def _figure_problems(row: PaperRow, name: str, key: Key, figures: Mapping[str, Figure]) -> Iterator[Diagnostic]:
     figure = getattr(row, name)
     if figure is None or figure.startswith(PLAN):
         return
     try:
-        kind = kind_of(figure)
+        kind = kind_of(figure, figures)
     except KeyError:
-        text = f"there is no figure '{figure}': {nearest(figure.rpartition('.')[2], [*FIGURES, *DEVICE_FIGURES])}"
+        text = f"there is no figure '{figure}': {nearest(figure.rpartition('.')[2], [*figures, *OF_DEVICES])}"
         yield Diagnostic((*key, name), f"{text}; what the plan holds is called {PLAN}<key>")
     else:
         if kind in ("bool", "text"):
             yield Diagnostic((*key, name), f"'{figure}' is no number: name a figure that can be compared by size")
 
 
-def _value_problems(row: PaperRow, key: Key) -> Iterator[Diagnostic]:
+def _value_problems(row: PaperRow, key: Key, figures: Mapping[str, Figure]) -> Iterator[Diagnostic]:
     try:
-        paper_value(row)
+        paper_value(row, figures)
     except ValueError as error:
         yield Diagnostic((*key, "value"), str(error))
     try:
         if row.expect is not None:
-            parse_condition(row.expect, row_kind(row))
+            parse_condition(row.expect, row_kind(row, figures))
     except ValueError as error:
         yield Diagnostic((*key, "expect"), str(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,16 +48,9 @@ class Recovery:
     resumed: float | None = None
     step: int | None = None
     missing: tuple[str, ...] = field(default=())
-    repartitioned: float | None = None
-    """When it was decided, for the last time, who goes on with what; where the method says so."""
-    redistributed: float | None = None
-    """When all devices had what they need for that."""
-    trained: float | None = None
-    """When the first batch after it was done."""
-    moved: float | None = None
-    """Bytes of weights and optimizer state that were sent for it."""
-    case: str | None = None
-    """Which of its cases the method took it for."""
+    phases: Mapping[str, Event] = field(default_factory=dict)
+    """Events of further phases that the method tells, by their names, each the last time: on the way to the resumption,
+    and after it."""
 
     @property
     def duration(self) -> float | None:
@@ -112,41 +105,35 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
     found: list[Recovery] = []
     detected: Event | None = None
     missing: tuple[str, ...] = ()
-    stages: dict[str, Event] = {}
+    phases: dict[str, Event] = {}
     since = float("-inf")
 
     def recovery(first: Event, last: Event | None) -> Recovery:
         cause = _cause(strikes, first.time, since, missing)
-        decided, sent = stages.get("repartitioned"), stages.get("redistributed")
         return Recovery(
             detected=first.time,
             struck=cause.struck if cause else None,
             resumed=last.time if last else None,
             step=(last or first).fields.get("step"),
             missing=missing,
-            repartitioned=decided.time if decided else None,
-            redistributed=sent.time if sent else None,
-            moved=sent.fields.get("bytes") if sent else None,
-            case=decided.fields.get("case") if decided else None,
+            phases=phases,
         )
 
     for event in events:
         if event.event != "recovery":
             continue
-        phase = event.fields.get("phase")
+        phase = str(event.fields.get("phase"))
         missing = tuple(dict.fromkeys((*missing, *_names(event.fields.get("missing")))))
         if phase == "detected":
             detected = detected or event
-            stages.clear()
-        elif phase == "trained":
-            if found:
-                found[-1] = replace(found[-1], trained=event.time)
-        elif phase in ("repartitioned", "redistributed"):
-            stages[phase] = event
-        else:
+            phases = {}
+        elif phase == "resumed":
             found.append(recovery(detected or event, event))
-            detected, missing, since = None, (), event.time
-            stages.clear()
+            detected, missing, phases, since = None, (), {}, event.time
+        elif detected is not None:
+            phases[phase] = event
+        elif found:
+            found[-1] = replace(found[-1], phases={**found[-1].phases, phase: event})
     if detected is not None:
         found.append(recovery(detected, None))
     return found

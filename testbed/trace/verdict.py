@@ -15,9 +15,11 @@ from typing import Any
 from testbed.experiment import Experiment
 from testbed.network.link import Link, Pair
 from testbed.network.parts import LinkPart
-from testbed.plan import Plan
 from testbed.trace.disturbances import Strike
+from testbed.trace.host import HostTime, added
 from testbed.trace.outcome import Outcome
+from testbed.trace.record import Record
+from testbed.trace.recovery import recovery_list
 
 HOST_SHARE = 0.03
 """Of the undisturbed steps' (requests') time that the host may add to it: beyond, the host and not the scenario set the
@@ -59,32 +61,26 @@ class Check:
     detail: str
 
 
-def verdict(
-    outcome: Outcome,
-    experiment: Experiment,
-    plan: Plan,
-    added: HostTime,
-    struck: Sequence[Strike],
-    recovered: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
+def verdict(record: Record) -> dict[str, Any]:
     """Return ``kind`` (trusted, not trusted or prediction), ``trusted``, ``summary``, ``reasons`` and ``checks``.
 
-    ``recovered`` is a table of ``testbed.trace.metrics``. Of ``outcome.fidelity`` these figures are understood, each
-    optional: ``host_load``, ``host_saturated`` and ``host_stolen`` (shares of the run), ``queues`` (per device, packets
-    dropped by kind) and ``lateness`` (of the delay lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``).
+    Of ``outcome.fidelity`` these figures are understood, each optional: ``host_load``, ``host_saturated`` and
+    ``host_stolen`` (shares of the run), ``queues`` (per device, packets dropped by kind) and ``lateness`` (of the delay
+    lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``).
     """
+    outcome, experiment = record.outcome, record.experiment
     checks = [
         _course(outcome),
-        _record(outcome, experiment, plan),
-        *_faults(experiment, struck),
+        _record(record),
+        *_faults(experiment, record.strikes),
         *_changes(outcome, experiment),
     ]
     emulated = outcome.runtime == "emulate"
     if emulated:
         checks += [
             _links(outcome, experiment),
-            _host(added, outcome.fidelity),
-            *_recoveries(recovered),
+            _host(record.once(added), outcome.fidelity),
+            *_recoveries(record.once(recovery_list)),
             *_stolen(outcome.fidelity),
             *_queues(outcome.fidelity),
             *_delays(outcome.fidelity, experiment),
@@ -135,8 +131,9 @@ def _course(outcome: Outcome) -> Check:
     return Check("course", False, f"the run {verb}{why}")
 
 
-def _record(outcome: Outcome, experiment: Experiment, plan: Plan) -> Check:
+def _record(record: Record) -> Check:
     """Look for what must be in the log and is not."""
+    outcome, experiment, plan = record.outcome, record.experiment, record.plan
     wrote = {event.device for event in outcome.events}
     silent = sorted(set(plan.devices) - wrote)
     if silent:
@@ -210,42 +207,17 @@ def _links(outcome: Outcome, experiment: Experiment) -> Check:
     return Check("links", True, f"{len(outcome.links)} measured, all within tolerance")
 
 
-@dataclass(frozen=True)
-class HostTime:
-    """What the host added to the undisturbed steps or requests; all in seconds."""
-
-    seconds: float
-    """That they took together."""
-    computing: float
-    messaging: float
-
-    @property
-    def share(self) -> float:
-        """Of their time."""
-        return (self.computing + self.messaging) / self.seconds if self.seconds > 0 else 0.0
-
-
-def _host(added: HostTime, fidelity: Mapping[str, Any]) -> Check:
-    if added.seconds <= 0:
+def _host(found: HostTime, fidelity: Mapping[str, Any]) -> Check:
+    if found.seconds <= 0:
         return Check("host", None, "no step and no request was done")
-    computing, messaging = added.computing / added.seconds, added.messaging / added.seconds
+    computing, messaging = found.computing / found.seconds, found.messaging / found.seconds
     detail = (
-        f"the host added {added.share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
+        f"the host added {found.share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
         f"{messaging:.1%} by messages later than their links make them"
     )
-    if added.share <= HOST_SHARE:
+    if found.share <= HOST_SHARE:
         return Check("host", True, detail)
     return Check("host", False, f"{detail} (at most {HOST_SHARE:.0%}){_load(fidelity)}")
-
-
-def mean_lateness(lateness: Mapping[str, float]) -> float:
-    """Return seconds by which a packet was late on the average; an upper bound where only percentiles are known."""
-    if "mean" in lateness:
-        return lateness["mean"]
-    if not lateness:
-        return 0.0
-    tail = lateness.get("p999", lateness["p99"])
-    return 0.5 * lateness["p50"] + 0.49 * lateness["p99"] + 0.01 * tail
 
 
 def _load(fidelity: Mapping[str, Any]) -> str:

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.scenario.expect import FIGURES, evaluate, kind_of, parse_condition
+from testbed.methods import METHODS
+from testbed.scenario.expect import evaluate, parse_condition
+from testbed.trace.figures import Declared, Figure
+from testbed.trace.registry import COMMON, figures_of, kind_of
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_true_is_not_one():
 def test_evaluates_in_the_order_of_the_scenario_and_keeps_what_is_missing():
     metrics = {"accuracy": 0.95, "recovery_time": None, "devices": {"worker1": {"idle_share": 0.25}}}
     expect = {"recovery_time": "< 5s", "accuracy": ">= 0.9", "devices.worker1.idle_share": "< 20%", "latency": "< 1s"}
-    results = evaluate(expect, metrics)
+    results = evaluate(expect, metrics, COMMON)
     assert [(result.key, result.value, result.holds) for result in results] == [
         ("recovery_time", None, False),
         ("accuracy", 0.95, True),
@@ -86,15 +89,23 @@ def test_evaluates_in_the_order_of_the_scenario_and_keeps_what_is_missing():
 
 
 def test_kinds_of_figures():
-    assert kind_of("devices.worker1.bytes_sent") == "bytes"
-    assert kind_of("devices.worker1.compute") == "seconds"
+    assert kind_of("devices.worker1.bytes_sent", COMMON) == "bytes"
+    assert kind_of("devices.worker1.compute", COMMON) == "seconds"
     for unknown in ("acuracy", "devices.worker1", "devices.worker1.acuracy", "links.a.b"):
         with pytest.raises(KeyError):
-            kind_of(unknown)
+            kind_of(unknown, COMMON)
 
 
-def test_every_figure_is_one_that_metrics_documents():
-    import testbed.trace.metrics as metrics
+def test_a_method_adds_figures_under_names_of_their_own():
+    laps = Figure("laps", "number", "rounds of the token", lambda record: len(record.of("lap")))
+    assert figures_of(Declared(figures=(laps,)))["laps"] is laps
+    with pytest.raises(ValueError, match="two figures are called 'loss'"):
+        figures_of(Declared(figures=(Figure("loss", "number", "x", lambda record: None),)))
 
-    documented = set(re.findall(r"[a-z_0-9]+", metrics.metrics.__doc__))
-    assert set(FIGURES) <= documented
+
+def test_figures_of_all_methods_have_names_and_meanings():
+    for method in METHODS.values():
+        for name, figure in figures_of(method.declared).items():
+            assert re.fullmatch(r"[a-z][a-z_0-9]*", name)
+            assert figure.meaning
+            assert not figure.meaning.endswith(".")

@@ -4,6 +4,7 @@ import pytest
 
 from controller.report.figures import figure
 from testbed import formats
+from testbed.trace.registry import COMMON
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,11 @@ def test_shares_keep_apart_a_little_and_nothing() -> None:
 
 
 def test_figures_are_written_as_their_kind() -> None:
-    assert figure("step_time", 0.25) == "250 ms"
-    assert figure("accuracy", 0.5) == "50.0%"
-    assert figure("trusted", True) == "yes"
-    assert figure("devices.a.bytes_sent", 1e6) == "1 MB"
-    assert figure("recoveries", 1) == "1"
-    assert figure("loss", 0.0123456) == "0.0123"
+    assert figure("step_time", 0.25, COMMON) == "250 ms"
+    assert figure("accuracy", 0.5, COMMON) == "50.0%"
+    assert figure("trusted", True, COMMON) == "yes"
+    assert figure("devices.a.bytes_sent", 1e6, COMMON) == "1 MB"
+    assert figure("recoveries", 1, COMMON) == "1"
+    assert figure("loss", 0.0123456, COMMON) == "0.0123"
     assert formats.rate(None) == "unlimited"
     assert formats.rate(49.87e6) == "49.9 mbit"

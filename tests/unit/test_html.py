@@ -115,7 +115,7 @@ def test_an_inference_run_has_a_latency_curve() -> None:
 
 def test_the_timeline_offers_the_whole_run_two_steps_and_the_fault() -> None:
     one = run()
-    chart = timeline(one.outcome, one.metrics)
+    chart = timeline(one)
     assert [view["name"] for view in chart["views"]] == ["whole run", "two steps", "kill b"]
     assert [(window["label"], window["start"], window["end"]) for window in chart["windows"]] == [
         ("kill b", 2.32, 3.3),
@@ -134,7 +134,7 @@ def test_a_long_run_is_embedded_joined_but_whole_where_it_matters() -> None:
     many.append(Event(10.0, "testbed", "fault", {**fault, "phase": "strike"}))
     many.append(Event(10.1, "testbed", "fault", {**fault, "phase": "undo"}))
     one = run(events=sorted(many, key=lambda event: event.time))
-    chart = timeline(one.outcome, one.metrics)
+    chart = timeline(one)
     assert chart["joined"]
     assert len(chart["bars"]) < MOST_BARS / 5
     near = [bar for bar in chart["bars"] if 9.5 < bar[2] < 9.6]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from testbed.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.trace.events import Event
-from testbed.trace.metrics import metrics, percentile
+from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement
 
 
@@ -337,13 +337,6 @@ def test_a_diverged_loss_is_still_json() -> None:
     events = [Event(1.0, "a", "step", {"step": 0, "loss": float("nan"), "samples": 8})]
     assert calm(events=events)["loss"] is None
     json.dumps(figures(), allow_nan=False)
-
-
-def test_percentile_interpolates() -> None:
-    assert percentile([1.0], 95) == 1.0
-    assert percentile([2.0, 1.0], 50) == 1.5
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
 
 
 @given(

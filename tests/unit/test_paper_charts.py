@@ -17,6 +17,7 @@ from controller.report.paper import draw, render
 from controller.results import files, reproduction
 from controller.results.run import Run, run_name
 from testbed.errors import InputError
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperPart, Scenario
@@ -171,7 +172,7 @@ def test_a_chart_without_any_run_says_so(tmp_path: Path) -> None:
 def test_charts_that_cannot_come_out_are_refused_before_anything_runs(chart: dict[str, Any], told: str) -> None:
     paper = {"source": "x", "rows": ROWS, "charts": [chart]}
     with pytest.raises(InputError, match=told):
-        trials(Scenario.model_validate(recorded.SCENARIO | {"sweep": SWEEP, "paper": paper}))
+        prepare(trials(Scenario.model_validate(recorded.SCENARIO | {"sweep": SWEEP, "paper": paper}))[0])
 
 
 def test_a_range_has_to_rise() -> None:

@@ -16,6 +16,7 @@ from controller.report import paper
 from controller.results import files, reproduction
 from controller.results.run import Run, run_name
 from testbed.errors import InputError
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import PaperPart, Scenario
 
@@ -75,7 +76,7 @@ def test_rows_that_cannot_come_out_are_refused_before_anything_runs(row: dict[st
         recorded.SCENARIO | {"sweep": SWEEP, "paper": {"source": "x", "rows": [{"name": "row", **row}]}}
     )
     with pytest.raises(InputError, match=told):
-        trials(scenario)
+        prepare(trials(scenario)[0])
 
 
 def test_further_points_stand_beside_the_sweep() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from testbed.device import Device
 from testbed.methods.base import Alternative, Job, Method, Problem
 from testbed.methods.distributed import weights as slicing
+from testbed.methods.distributed.figures import DECLARED
 from testbed.methods.distributed.member import SPAN, Member
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.partition.plan import DistributedPlan
@@ -34,6 +35,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     tasks = ("infer",)
     Options = DistributedOptions
     Details = DistributedDetails
+    declared = DECLARED
 
     def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
         """Divide every layer. Raises `InputError` where that cannot be."""

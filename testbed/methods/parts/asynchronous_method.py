@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import TypeVar
 
 from testbed.device import Device
+from testbed.methods.asynchronous.figures import DECLARED
 from testbed.methods.base import Job, Method, Problem
 from testbed.methods.parts import arranging
 from testbed.methods.parts.arranging import AsynchronousDetails, AsynchronousOptions, Homogeneous
@@ -25,6 +26,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
 
     tasks = ("train",)
     Details = AsynchronousDetails
+    declared = DECLARED
 
     @abstractmethod
     def arranger(self, problem: Problem[SpecificOptions]) -> Homogeneous:

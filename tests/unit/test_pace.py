@@ -1,4 +1,4 @@
-"""The pace before and after recoveries and repartitions, and how busy the busiest is."""
+"""Steps of several devices, the pace before and after recoveries and pauses, and how busy the busiest is."""
 
 from typing import Any
 
@@ -7,12 +7,17 @@ import recorded
 
 from testbed.framing import wire_bytes
 from testbed.trace.events import Event
+from testbed.trace.figures import Declared, EventType
 from testbed.trace.metrics import metrics
+from testbed.trace.pace import percentile
+
+PAUSING = Declared(events=(EventType("pause", "nothing was trained", pause=True),))
 
 
 def figures(events: list[Event], faulty: bool = False) -> dict[str, Any]:
     experiment = recorded.trial(**({} if faulty else {"faults": ()})).experiment
-    return metrics(recorded.outcome(events=sorted(events, key=lambda event: event.time)), experiment, recorded.plan())
+    outcome = recorded.outcome(events=sorted(events, key=lambda event: event.time))
+    return metrics(outcome, experiment, recorded.plan(), PAUSING)
 
 
 def test_the_pace_before_and_after_a_fault() -> None:
@@ -23,19 +28,44 @@ def test_the_pace_before_and_after_a_fault() -> None:
     assert figures(recorded.events(faulty=False))["step_time_after"] == pytest.approx(1.0)
 
 
-def test_a_repartition_disturbs() -> None:
-    pause = Event(2.9, "a", "repartition", {"step": 2, "seconds": 0.5, "draining": 0.3, "bytes": 1000, "partition": []})
+def test_a_pause_disturbs() -> None:
+    pause = Event(2.9, "a", "pause", {"seconds": 0.5})
     found = figures([*recorded.events(faulty=False), pause])
     assert [row["steady"] for row in found["series"]["steps"]] == [False, True, False, True, True]
     assert found["step_time_after"] == pytest.approx(1.0)
-    assert (found["repartition_draining"], found["repartition_moving"]) == pytest.approx((0.3, 0.2))
 
 
 def test_after_a_throttle_that_lasts_the_pace_is_that_of_what_came_of_it() -> None:
     strike = Event(1.5, "testbed", "fault", {"action": "throttle", "target": "b", "phase": "strike", "intended": 1.5})
-    pause = Event(2.0, "a", "repartition", {"step": 2, "seconds": 0.1, "draining": 0.1, "bytes": 0, "partition": []})
+    pause = Event(2.0, "a", "pause", {"seconds": 0.1})
     found = figures([*recorded.events(faulty=False), strike, pause])
     assert found["step_time_after"] == pytest.approx(1.0)
+
+
+def test_a_step_takes_the_time_since_the_one_before_it_on_the_same_device() -> None:
+    steps = [
+        Event(time, device, "step", {"step": number, "loss": 1.0, "samples": 32})
+        for device, first, every in (("a", 0.5, 1.0), ("b", 0.75, 2.0))
+        for number in range(4)
+        for time in [first + every * (number + 1)]
+    ]
+    found = figures(steps)
+    assert [(row["device"], row["seconds"]) for row in found["series"]["steps"]][:4] == [
+        ("a", 1.5),
+        ("a", 1.0),
+        ("b", 2.75),
+        ("a", 1.0),
+    ]
+    assert (found["steps"], found["steps_repeated"], found["samples"]) == (8, 0, 8 * 32)
+    assert found["steady_steps"] == 6, "all but the first of each device"
+    assert found["step_time"] == pytest.approx(1.5)
+
+
+def test_percentile_interpolates() -> None:
+    assert percentile([1.0], 95) == 1.0
+    assert percentile([2.0, 1.0], 50) == 1.5
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
 
 
 def test_the_busiest_device_or_link() -> None:

@@ -1,0 +1,79 @@
+"""What is declared of runs, as text: lines at the head of a report, and the tables that a method adds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from controller.report.figures import figure
+from controller.results.run import Run
+from testbed import formats
+from testbed.scenario.expect import look_up
+from testbed.trace.figures import Column, Row, Table
+from testbed.trace.registry import rows_of
+
+_NAMED = re.compile(r"\{([\w.-]+)\}")
+
+
+def head(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yield (what, figure, what it is made of) for the figures that matter most."""
+    for row in rows_of(run.declared):
+        written = _line(row, run)
+        if written is not None:
+            yield (row.label, *written)
+
+
+def _line(row: Row, run: Run) -> tuple[str, str] | None:
+    """Return the text and the note of a line; None where there is nothing to say."""
+    if row.when is not None and not row.when(run.metrics):
+        return None
+    texts = []
+    # In this order: the function that makes a note may count on the figures of the text.
+    for template in (row.text, row.note):
+        text = fill(template if isinstance(template, str) else template(run.metrics), run)
+        if text is None:
+            return None
+        texts.append(text)
+    return texts[0], texts[1]
+
+
+def fill(template: str, run: Run) -> str | None:
+    """Write a template of `testbed.trace.figures.Row`; None where the run lacks a figure that it names."""
+    values = {name: look_up(run.metrics, name) for name in _NAMED.findall(template)}
+    if any(value is None for value in values.values()):
+        return None
+    return _NAMED.sub(lambda found: figure(found[1], values[found[1]], run.figures), template)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A table as text."""
+
+    title: str
+    note: str
+    columns: tuple[Column, ...]
+    rows: list[list[str]]
+    """A cell a column."""
+
+
+def tables(run: Run, *, wide: bool = True) -> Iterator[Written]:
+    """Yield the tables that the run's method adds and that have a row; without wide columns where there is no room."""
+    for table in run.declared.tables:
+        columns = tuple(column for column in table.columns if wide or not column.wide)
+        rows = [[_cell(column, item) for column in columns] for item in _items(table, run.metrics)]
+        if rows:
+            yield Written(table.title, table.note, columns, rows)
+
+
+def _items(table: Table, metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = metrics.get(table.items, ()) if isinstance(table.items, str) else table.items(metrics)
+    return list(found)
+
+
+def _cell(column: Column, item: Mapping[str, Any]) -> str:
+    value = item.get(column.value) if isinstance(column.value, str) else column.value(item)
+    if column.kind == "text":
+        return str(value) if value not in (None, "") else formats.NONE
+    return formats.moment(value) if column.kind == "moment" else formats.of_kind(column.kind, value)

@@ -1,0 +1,33 @@
+"""How the run went as a whole, and whether it can be trusted."""
+
+from __future__ import annotations
+
+from testbed.trace.figures import Figure, Row
+from testbed.trace.host import added
+from testbed.trace.verdict import verdict
+
+FIGURES = (
+    Figure(
+        "duration",
+        "seconds",
+        "from the start of the workload to the end of the lead's program",
+        lambda record: record.end,
+        brief=True,
+        compared=True,
+    ),
+    Figure(
+        "host_share",
+        "share",
+        "of the undisturbed steps' or requests' time, that the host added to their critical paths",
+        lambda record: record.once(added).share,
+    ),
+    Figure(
+        "trusted",
+        "bool",
+        "whether the verdict holds nothing against the run",
+        lambda record: bool(record.once(verdict)["trusted"]),
+    ),
+    Figure("status", "text", "finished, failed, timed out or interrupted", lambda record: record.outcome.status),
+)
+
+ROWS = (Row("Duration", "{duration}", "of the workload, without setting up"),)

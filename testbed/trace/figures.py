@@ -1,0 +1,130 @@
+"""What can be said of a run: figures by name, and the rows, tables and curves that show them.
+
+The figures that every run may have are declared in this room, those of one method in its own folder. ``expect``,
+``compare``, ``metrics.json``, the terminal, the report and the documentation all read these declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from testbed.formats import Kind
+
+if TYPE_CHECKING:
+    from testbed.trace.disturbances import Recovery
+    from testbed.trace.record import Record
+
+Metrics = Mapping[str, Any]
+"""What ``metrics.json`` holds: figures and lists by name."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One value of a run, by the name that ``metrics.json`` and ``expect`` give it."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    """Half a sentence for the table of figures; what it is of, not how it is written."""
+    compute: Callable[[Record], float | int | str | bool | None]
+    """From the record of a finished run; None where the run gives no ground for it: the figure is absent then."""
+    brief: bool = False
+    """Whether it stands in the one line that a run of a sweep gets."""
+    compared: bool = False
+    """Whether `testbed compare` puts it side by side."""
+
+
+@dataclass(frozen=True)
+class EventType:
+    """An event that a method records, so that a fault can wait for it."""
+
+    name: str
+    meaning: str
+    keys: tuple[str, ...] = ()
+    """Of ``batch`` and ``micro``, those that a fault's ``when`` can match; an event's ``step`` is its batch."""
+    pause: bool = False
+    """Whether work stood still for the event's ``seconds`` until then: such steps are not steady."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line among the figures at the head of a report; absent where a figure that it names is absent.
+
+    ``text`` and ``note`` are templates: ``{step_time}`` stands for that figure, written as its kind asks for. Either
+    may be a function of the metrics that returns the template.
+    """
+
+    label: str
+    text: str | Callable[[Metrics], str]
+    note: str | Callable[[Metrics], str] = ""
+    when: Callable[[Metrics], object] | None = None
+    """Whether there is anything to say; default: always."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    heading: str
+    kind: Kind | Literal["moment"]
+    """``moment`` is an instant of the run, in seconds."""
+    value: str | Callable[[Mapping[str, Any]], Any]
+    """Key of the listed item, or a function of it."""
+    wide: bool = False
+    """Whether it is left out where there is little room."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report; absent where nothing is listed."""
+
+    title: str
+    note: str
+    items: str | Callable[[Metrics], Sequence[Mapping[str, Any]]]
+    """Name of a list in the metrics, or a function of the metrics."""
+    columns: tuple[Column, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A chart of a report over the time of the run; absent where nothing is listed."""
+
+    title: str
+    note: str
+    items: str
+    """Name of a list in the metrics; each item has a ``time``."""
+    value: str
+    """Key of what is drawn."""
+    kind: Kind
+    by: str | None = None
+    """Key that says which line an item belongs to; None: there is one line."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a method says of its runs beside what can be said of every run. Empty is a good beginning."""
+
+    figures: tuple[Figure, ...] = ()
+    lists: Mapping[str, Callable[[Record], list[dict[str, Any]]]] | None = None
+    """Lists of JSON values that ``metrics.json`` holds under these names; one that is empty is left out."""
+    recovery: Callable[[Recovery], dict[str, Any]] | None = None
+    """What it adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
+    events: tuple[EventType, ...] = ()
+    rows: tuple[Row, ...] = ()
+    tables: tuple[Table, ...] = ()
+    curves: tuple[Curve, ...] = ()
+
+
+NOTHING = Declared()
+
+
+def by_name(figures: Iterable[Figure]) -> dict[str, Figure]:
+    """Return figures by their names; raises ValueError where two have the same."""
+    found: dict[str, Figure] = {}
+    for figure in figures:
+        if figure.name in found:
+            raise ValueError(f"two figures are called '{figure.name}': rename one of them")
+        found[figure.name] = figure
+    return found

@@ -1,0 +1,51 @@
+"""How well the model learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from testbed.trace.figures import Figure, Row
+from testbed.trace.record import Record
+
+
+def _last_evaluation(record: Record) -> dict[str, Any]:
+    evaluations = record.of("evaluate")
+    return dict(evaluations[-1].fields) if evaluations else {}
+
+
+FIGURES = (
+    Figure(
+        "accuracy",
+        "share",
+        "of the test data, at the last evaluation",
+        lambda record: _last_evaluation(record).get("accuracy"),
+        brief=True,
+        compared=True,
+    ),
+    Figure(
+        "test_loss",
+        "number",
+        "on the test data, at the last evaluation",
+        lambda record: _last_evaluation(record).get("loss"),
+        compared=True,
+    ),
+    Figure(
+        "loss",
+        "number",
+        "training loss of the last step",
+        lambda record: record.steps[-1].loss if record.steps else None,
+        brief=True,
+        compared=True,
+    ),
+    Figure(
+        "loss_first",
+        "number",
+        "training loss of the first step",
+        lambda record: record.steps[0].loss if record.steps else None,
+    ),
+)
+
+ROWS = (
+    Row("Accuracy", "{accuracy}", "on the test data"),
+    Row("Loss", "{loss}", "at first {loss_first}"),
+)

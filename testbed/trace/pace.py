@@ -1,0 +1,180 @@
+"""How fast training steps went, before and after what disturbed them, and what kept the busiest busy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from statistics import fmean, median
+
+from testbed.framing import wire_bytes
+from testbed.network.link import Pair
+from testbed.trace.figures import Figure, Metrics, Row
+from testbed.trace.intervals import Interval, subtract, total, union
+from testbed.trace.record import Record, Step, after
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile, interpolated linearly between the closest ranks; raises ValueError without values."""
+    # Here, not above: planning has no need of numpy.
+    import numpy
+
+    if not values:
+        raise ValueError("no values to take a percentile of")
+    return float(numpy.percentile(values, percent))
+
+
+def _once(record: Record) -> list[Step]:
+    """Return each step as it was done last."""
+    return list({(step.device, step.step): step for step in record.steps}.values())
+
+
+def _samples(record: Record) -> int:
+    return sum(step.samples or 0 for step in record.once(_once))
+
+
+def _samples_per_second(record: Record) -> float | None:
+    if not record.steps:
+        return None
+    return _samples(record) / record.end if record.end > 0 else 0.0
+
+
+def _seconds(record: Record) -> list[float]:
+    return [step.seconds for step in record.steady]
+
+
+def _before(record: Record) -> float | None:
+    struck = [item.struck for item in record.recoveries if item.struck is not None]
+    seconds = [step.seconds for step in record.steps if step.steady and struck and step.time <= min(struck)]
+    return median(seconds) if seconds else None
+
+
+def _after(record: Record) -> float | None:
+    seconds = [step.seconds for step in after(record.steps, record.last_change)]
+    return median(seconds) if seconds else None
+
+
+def busiest_share(record: Record) -> float | None:
+    """Return the largest share of the time since the last change that a device computes or a link carries.
+
+    Of the time of `after`'s steps; None without any.
+    """
+    windows = union(step.window for step in after(record.steps, record.last_change))
+    seconds = total(windows)
+    if seconds <= 0:
+        return None
+    computing = (
+        union((bar.start, bar.end) for bar in charted if bar.kind == "compute") for charted in record.bars.values()
+    )
+    busy = [total(part) - total(subtract(part, windows)) for part in computing]
+    carried: dict[Pair, float] = {}
+    inside = _Membership(windows)
+    for event in record.of("send"):
+        if inside.holds(event.time):
+            pair = (event.device, event.fields["peer"])
+            link = record.experiment.links.get(pair)
+            if link is not None:
+                carried[pair] = carried.get(pair, 0.0) + link.transmission_time(wire_bytes(event.fields["bytes"]))
+    return min(1.0, max([*busy, *carried.values()], default=0.0) / seconds)
+
+
+class _Membership:
+    """Says of instants that only rise whether they lie in one of several disjoint intervals."""
+
+    def __init__(self, intervals: Collection[Interval]) -> None:
+        self._left = sorted(intervals, reverse=True)
+
+    def holds(self, moment: float) -> bool:
+        while self._left and self._left[-1][1] < moment:
+            self._left.pop()
+        return bool(self._left) and self._left[-1][0] < moment
+
+
+FIGURES = (
+    Figure(
+        "steps",
+        "number",
+        "training steps done, each counted once",
+        lambda record: len(record.once(_once)),
+        compared=True,
+    ),
+    Figure(
+        "steps_repeated",
+        "number",
+        "training steps done again after a recovery",
+        lambda record: len(record.steps) - len(record.once(_once)) if record.steps else None,
+    ),
+    Figure(
+        "samples",
+        "number",
+        "training samples of the steps, each step counted once",
+        lambda record: _samples(record) if record.steps else None,
+    ),
+    Figure("samples_per_second", "number", "samples over duration", _samples_per_second, compared=True),
+    Figure(
+        "step_time",
+        "seconds",
+        "median over the undisturbed steps; a step's time runs from the step before it of the same device",
+        lambda record: median(_seconds(record)) if record.steps else None,
+        brief=True,
+        compared=True,
+    ),
+    Figure(
+        "step_time_mean",
+        "seconds",
+        "mean over the undisturbed steps",
+        lambda record: fmean(_seconds(record)) if record.steps else None,
+        compared=True,
+    ),
+    Figure(
+        "step_time_p95",
+        "seconds",
+        "95th percentile over the undisturbed steps",
+        lambda record: percentile(_seconds(record), 95) if record.steps else None,
+        compared=True,
+    ),
+    Figure(
+        "steady_steps",
+        "number",
+        "undisturbed steps; 0 when there was none and all had to be used",
+        lambda record: sum(step.steady for step in record.steps) if record.steps else None,
+    ),
+    Figure("predicted_step_time", "seconds", "what the planner predicted", lambda record: record.plan.step_time),
+    Figure(
+        "step_time_before",
+        "seconds",
+        "median over the undisturbed steps before the first fault that was noticed",
+        _before,
+        compared=True,
+    ),
+    Figure(
+        "step_time_after",
+        "seconds",
+        "median over the undisturbed steps after the last recovery or pause, of all where there was none",
+        _after,
+        compared=True,
+    ),
+    Figure(
+        "busiest_share",
+        "share",
+        "of these steps' time, that the busiest device computes or the busiest link carries",
+        busiest_share,
+        compared=True,
+    ),
+)
+
+
+def _steps_note(metrics: Metrics) -> str:
+    again = ", {steps_repeated} of them done again" if metrics["steps_repeated"] else ""
+    return "{samples_per_second} samples/s" + again
+
+
+def _time_note(metrics: Metrics) -> str:
+    note = (
+        "median of {steady_steps} undisturbed steps" if metrics["steady_steps"] else "median, no step was undisturbed"
+    )
+    return note + ("; predicted {predicted_step_time}" if metrics.get("predicted_step_time") else "")
+
+
+ROWS = (
+    Row("Steps", "{steps}", _steps_note, when=lambda metrics: metrics["steps"]),
+    Row("Step time", "{step_time}", _time_note),
+)

@@ -1,0 +1,189 @@
+"""A finished run as figures are computed from it: its events, and what several figures need, each computed once."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from testbed.experiment import Experiment
+from testbed.plan import Plan
+from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
+from testbed.trace.events import Event
+from testbed.trace.figures import NOTHING, Declared
+from testbed.trace.gantt import Bar, bars, run_end
+from testbed.trace.intervals import Interval, overlaps, union
+from testbed.trace.outcome import Outcome
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as one device reported it."""
+
+    device: str
+    step: int
+    time: float
+    """When it was done."""
+    seconds: float
+    """Since the step before it of the same device, or the start of the workload."""
+    loss: float | None
+    samples: int | None
+    steady: bool
+    """Whether it is usual and nothing disturbed it: not the device's first, as many samples as most, and in its time no
+    evaluation, no fault, no recovery and no pause."""
+
+    @property
+    def window(self) -> Interval:
+        """When it was done."""
+        return (self.time - self.seconds, self.time)
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A stretch in which work stood still without a fault."""
+
+    name: str
+    """Of the event that ended it."""
+    start: float
+    end: float
+
+
+def pauses(events: Sequence[Event], declared: Declared) -> list[Pause]:
+    """Return the pauses that a method's events tell of, in the order of their ends."""
+    names = {kind.name for kind in declared.events if kind.pause}
+    return [
+        Pause(event.event, event.time - event.fields["seconds"], event.time) for event in events if event.event in names
+    ]
+
+
+class Record:
+    """What a run left."""
+
+    def __init__(self, outcome: Outcome, experiment: Experiment, plan: Plan, declared: Declared = NOTHING) -> None:
+        """``declared`` is what the run's method says of its runs."""
+        self.outcome = outcome
+        self.experiment = experiment
+        self.plan = plan
+        self.declared = declared
+        self._made: dict[Callable[[Record], object], object] = {}
+
+    def once(self, compute: Callable[[Record], Made]) -> Made:
+        """Return what a function makes of this record, computed when it is first asked for."""
+        if compute not in self._made:
+            self._made[compute] = compute(self)
+        return self._made[compute]  # type: ignore[return-value]
+
+    @cached_property
+    def end(self) -> float:
+        """Seconds until the lead's program had ended."""
+        return run_end(self.outcome.events, self.plan.lead)
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Those up to the end, in the order of time; ``outcome.events`` has the later ones as well."""
+        return [event for event in self.outcome.events if event.time <= self.end]
+
+    @cached_property
+    def _named(self) -> Mapping[str, list[Event]]:
+        found: dict[str, list[Event]] = defaultdict(list)
+        for event in self.events:
+            found[event.event].append(event)
+        return found
+
+    def of(self, name: str) -> list[Event]:
+        """Return the events of one name, in the order of time."""
+        return self._named.get(name, [])
+
+    @cached_property
+    def bars(self) -> Mapping[str, list[Bar]]:
+        """What each device was doing when, in the order of their starts."""
+        found: dict[str, list[Bar]] = defaultdict(list)
+        for bar in bars(self.outcome.events, self.end):
+            found[bar.device].append(bar)
+        return found
+
+    @cached_property
+    def strikes(self) -> list[Strike]:
+        """Every fault that struck."""
+        return strikes(self.events)
+
+    @cached_property
+    def recoveries(self) -> list[Recovery]:
+        """Every fault that the method noticed."""
+        return recoveries(self.events)
+
+    @cached_property
+    def pauses(self) -> list[Pause]:
+        """When work stood still without a fault, as the method declares."""
+        return pauses(self.events, self.declared)
+
+    @cached_property
+    def last_change(self) -> float:
+        """When the last recovery or pause was over; 0 without one."""
+        resumed = [item.resumed for item in self.recoveries if item.resumed is not None]
+        return max([0.0, *resumed, *(pause.end for pause in self.pauses)])
+
+    @cached_property
+    def _disturbed(self) -> list[Interval]:
+        faults = [strike.window(self.end) for strike in self.strikes if not strike.mends]
+        recovering = [(item.detected, self.end if item.resumed is None else item.resumed) for item in self.recoveries]
+        standing = [(pause.start, pause.end) for pause in self.pauses]
+        return [*faults, *standing, *recovering]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """Every training step that was reported, in the order of time; those done again after a fault stand twice."""
+        done = self.of("step")
+        usual = Counter(event.fields.get("samples") for event in done).most_common(1)
+        evaluated = [event.time for event in self.of("evaluate")]
+        before: dict[str, float] = {}
+        found = []
+        for event in done:
+            begun = before.get(event.device, 0.0)
+            steady = (
+                event.device in before
+                and event.fields.get("samples") == usual[0][0]
+                and bisect_right(evaluated, begun) == bisect_right(evaluated, event.time)
+                and not overlaps((begun, event.time), self._disturbed)
+            )
+            fields = event.fields
+            found.append(
+                Step(
+                    event.device,
+                    fields.get("step"),  # type: ignore[arg-type]
+                    event.time,
+                    event.time - begun,
+                    fields.get("loss"),
+                    fields.get("samples"),
+                    steady,
+                )
+            )
+            before[event.device] = event.time
+        return found
+
+    @cached_property
+    def steady(self) -> list[Step]:
+        """The undisturbed steps; all where none is undisturbed."""
+        return [step for step in self.steps if step.steady] or self.steps
+
+    @cached_property
+    def served(self) -> list[Interval]:
+        """When each request was under way."""
+        return [(event.time - event.fields["latency"], event.time) for event in self.of("request")]
+
+    @cached_property
+    def phase(self) -> list[Interval]:
+        """The stretches that step times and latencies are taken from; the whole run where there are none."""
+        steady = [step.window for step in self.steps if step.steady]
+        return union(steady or self.served) or [(0.0, self.end)]
+
+
+def after(steps: Sequence[Step], moment: float) -> list[Step]:
+    """Return the undisturbed steps that began after a moment; all but the first where a fault outlasts the run."""
+    rows = [step for step in steps if step.window[0] >= moment]
+    return [step for step in rows if step.steady] or rows[1:]

@@ -1,0 +1,126 @@
+"""Which faults struck, and how the method outlived them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from testbed.trace.disturbances import Recovery, Strike
+from testbed.trace.events import Event
+from testbed.trace.figures import Figure, Metrics, Row
+from testbed.trace.host import deficit
+from testbed.trace.record import Record
+
+
+def _longest(spans: list[float]) -> float | None:
+    return max(spans, default=None)
+
+
+def _done(record: Record) -> list[Recovery]:
+    return [item for item in record.recoveries if item.resumed is not None]
+
+
+FIGURES = (
+    Figure(
+        "faults",
+        "number",
+        "faults that struck, without those that mend",
+        lambda record: sum(not strike.mends for strike in record.strikes),
+    ),
+    Figure(
+        "recoveries",
+        "number",
+        "faults that the method noticed and outlived",
+        lambda record: len(_done(record)),
+        compared=True,
+    ),
+    Figure(
+        "unrecovered",
+        "number",
+        "faults that the method noticed and did not outlive",
+        lambda record: len(record.recoveries) - len(_done(record)),
+    ),
+    Figure(
+        "detection_time",
+        "seconds",
+        "longest, from the strike to the detection",
+        lambda record: _longest([item.detected - item.struck for item in record.recoveries if item.struck is not None]),
+        compared=True,
+    ),
+    Figure(
+        "resume_time",
+        "seconds",
+        "longest, from the detection to the resumption",
+        lambda record: _longest([(item.resumed or 0.0) - item.detected for item in _done(record)]),
+        compared=True,
+    ),
+    Figure(
+        "recovery_time",
+        "seconds",
+        "longest, from the strike to the resumption",
+        lambda record: _longest([item.duration or 0.0 for item in _done(record)]),
+        brief=True,
+        compared=True,
+    ),
+)
+
+
+def _fault(strike: Strike) -> dict[str, Any]:
+    return {
+        "action": strike.action,
+        "target": strike.target,
+        "intended": strike.intended,
+        "struck": strike.struck,
+        "late": strike.struck - strike.intended,
+        "undone": strike.undone,
+        "recovered": strike.recovered,
+        "mends": strike.mends,
+    }
+
+
+def faults(record: Record) -> list[dict[str, Any]]:
+    """Return ``fault_list``: every fault that struck."""
+    return [_fault(strike) for strike in record.strikes]
+
+
+def recovery_list(record: Record) -> list[dict[str, Any]]:
+    """Return every fault that the method noticed, with what the method itself tells of its recovery.
+
+    ``deficit`` is by how many seconds the host made one device's computations late meanwhile, the worst one's.
+    """
+    told = record.declared.recovery
+    return [_recovery(item, record) | (told(item) if told else {}) for item in record.recoveries]
+
+
+def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
+    own: dict[str, list[Event]] = defaultdict(list)
+    begun = item.detected if item.struck is None else item.struck
+    for event in record.outcome.events:
+        if item.resumed is not None and begun < event.time <= item.resumed:
+            own[event.device].append(event)
+    window = [(begun, begun if item.resumed is None else item.resumed)]
+    return {
+        "struck": item.struck,
+        "detected": item.detected,
+        "resumed": item.resumed,
+        "seconds": item.duration,
+        "step": item.step,
+        "missing": list(item.missing),
+        "deficit": max((deficit(part, window) for part in own.values()), default=0.0),
+    }
+
+
+def _note(metrics: Metrics) -> str:
+    note = "from the strike until work went on"
+    return f"the longest of {{recoveries}}, {note}" if metrics["recoveries"] > 1 else note
+
+
+ROWS = (Row("Recovery", "{recovery_time}", _note),)
+LAST_ROWS = (
+    Row(
+        "Unrecovered",
+        "{unrecovered}",
+        "faults that were noticed and not outlived",
+        when=lambda metrics: metrics["unrecovered"],
+    ),
+)

@@ -1,0 +1,184 @@
+"""How long inferences took, and what of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean, median
+
+from testbed.trace.bound import busiest
+from testbed.trace.critical import CriticalPaths, Spent
+from testbed.trace.events import Event
+from testbed.trace.figures import Figure, Metrics, Row
+from testbed.trace.intervals import Interval
+from testbed.trace.pace import percentile
+from testbed.trace.record import Record
+
+
+def _ends(record: Record) -> list[Event]:
+    """Return what became of each request in the end: a lead that starts over after its own death asks all again."""
+    ends = [event for event in record.events if event.event in ("request", "failed")]
+    last = {event.fields["request"]: event for event in ends}
+    return [event for event in ends if last[event.fields["request"]] is event]
+
+
+def _latencies(record: Record) -> list[float]:
+    return [float(event.fields["latency"]) for event in record.once(_ends) if event.event == "request"]
+
+
+def _windows(record: Record) -> list[Interval]:
+    return [
+        (event.time - event.fields["latency"], event.time) for event in record.once(_ends) if event.event == "request"
+    ]
+
+
+def _whole(record: Record) -> Interval | None:
+    """Return the time from the first request to the last answer; None where nothing was answered."""
+    windows = record.once(_windows)
+    return (min(begin for begin, _ in windows), max(end for _, end in windows)) if windows else None
+
+
+def _count(record: Record) -> int | None:
+    return len(record.once(_latencies)) or None
+
+
+def _median(record: Record) -> float | None:
+    latencies = record.once(_latencies)
+    return median(latencies) if latencies else None
+
+
+def _longest(record: Record) -> float | None:
+    latencies = record.once(_latencies)
+    return max(latencies) if latencies else None
+
+
+def _per_second(record: Record) -> float | None:
+    latencies = record.once(_latencies)
+    if not latencies:
+        return None
+    return len(latencies) / record.end if record.end > 0 else 0.0
+
+
+def _objects(record: Record) -> int | None:
+    seen = {(event.fields["request"], event.fields["sample"]): event for event in record.of("objects")}
+    found = [len(event.fields["boxes"]) for event in seen.values()]
+    if not found or not record.once(_latencies):
+        return None
+    return sum(found)
+
+
+def _failed(record: Record) -> int | None:
+    ends = record.once(_ends)
+    return sum(event.event == "failed" for event in ends) if ends else None
+
+
+def _spent(record: Record) -> list[Spent]:
+    windows = record.once(_windows)
+    if not windows:
+        return []
+    paths = CriticalPaths(record.events, record.experiment)
+    return [paths.spent(record.plan.lead, window) for window in windows]
+
+
+def _over_predicted(record: Record) -> float | None:
+    whole, predicted = record.once(_whole), record.plan.step_time
+    if whole is None or not predicted:
+        return None
+    return (whole[1] - whole[0]) / len(record.once(_windows)) / predicted
+
+
+def _over_bound(record: Record) -> float | None:
+    whole = record.once(_whole)
+    needed = busiest(record.events, record.experiment, whole) if whole else 0.0
+    return (whole[1] - whole[0]) / needed if whole and needed else None
+
+
+def _percentile(percent: float, record: Record) -> float | None:
+    latencies = record.once(_latencies)
+    return percentile(latencies, percent) if latencies else None
+
+
+FIGURES = (
+    Figure(
+        "requests",
+        "number",
+        "inferences done",
+        _count,
+        compared=True,
+    ),
+    Figure("requests_per_second", "number", "inferences over duration", _per_second, compared=True),
+    Figure("objects", "number", "objects found in the samples of all requests", _objects),
+    Figure(
+        "latency",
+        "seconds",
+        "median of an inference",
+        _median,
+        brief=True,
+        compared=True,
+    ),
+    Figure(
+        "latency_mean",
+        "seconds",
+        "mean of an inference",
+        lambda record: fmean(record.once(_latencies)) if record.once(_latencies) else None,
+    ),
+    Figure(
+        "latency_p95",
+        "seconds",
+        "95th percentile of an inference",
+        lambda record: _percentile(95, record),
+        compared=True,
+    ),
+    Figure("latency_p99", "seconds", "99th percentile of an inference", lambda record: _percentile(99, record)),
+    Figure("latency_max", "seconds", "longest inference", _longest),
+    Figure("requests_failed", "number", "inferences given up", _failed),
+    Figure(
+        "path_compute",
+        "seconds",
+        "of computing on an inference's critical path, mean",
+        lambda record: fmean(each.computing for each in record.once(_spent)) if record.once(_spent) else None,
+    ),
+    Figure(
+        "path_network",
+        "seconds",
+        "of messages on an inference's critical path, mean",
+        lambda record: fmean(each.messaging for each in record.once(_spent)) if record.once(_spent) else None,
+    ),
+    Figure(
+        "over_predicted",
+        "number",
+        "time from one inference's result to the next, over the predicted one",
+        _over_predicted,
+    ),
+    Figure(
+        "over_bound",
+        "number",
+        "time of all inferences over that of the busiest processor or link; 1 is the least",
+        _over_bound,
+    ),
+)
+
+
+def _weights(metrics: Metrics) -> str:
+    return "random" if metrics["weights"] is None else Path(metrics["weights"]).name
+
+
+def _weights_note(metrics: Metrics) -> str:
+    return "drawn from the seed: the answers mean nothing" if metrics["weights"] is None else "read from this file"
+
+
+def _requests_note(metrics: Metrics) -> str:
+    return "{requests_per_second} a second" + (", {requests_failed} failed" if metrics["requests_failed"] else "")
+
+
+ROWS = (
+    Row("Weights", _weights, _weights_note, when=lambda metrics: "requests" in metrics),
+    Row("Requests", "{requests}", _requests_note),
+    Row("Objects", "{objects}", "found in all requests together; boxes.json has them"),
+    Row("Latency", "{latency}", "median; 95 % within {latency_p95}"),
+    Row(
+        "Path",
+        "{path_compute}",
+        "of what a request waited for was computing, {path_network} messages; mean",
+    ),
+    Row("Predicted", "{predicted_step_time}", "a request, by the plan; took {over_predicted} times that"),
+)

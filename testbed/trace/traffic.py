@@ -1,0 +1,112 @@
+"""What went over the network, in all and link by link."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from testbed.framing import cast_wire_bytes, wire_bytes
+from testbed.network.link import Link, Pair
+from testbed.trace.devices import devices
+from testbed.trace.figures import Figure
+from testbed.trace.outcome import LinkMeasurement
+from testbed.trace.record import Record
+
+
+def _sum(key: str, record: Record) -> int:
+    return sum(row[key] for row in record.once(devices).values())
+
+
+def _reception(record: Record) -> float | None:
+    meant = sum(len(event.fields["peers"]) for event in record.of("cast"))
+    heard = sum("cast" in event.fields for event in record.of("receive"))
+    return heard / meant if meant else None
+
+
+def _cast_time(record: Record) -> float | None:
+    casts = record.of("cast")
+    return median(event.fields["duration"] for event in casts) if casts else None
+
+
+FIGURES = (
+    Figure(
+        "casts",
+        "number",
+        "transmissions to several at once, by all devices together",
+        lambda record: len(record.of("cast")) or None,
+    ),
+    Figure("cast_time", "seconds", "median time that a cast took to leave its device", _cast_time),
+    Figure("reception", "share", "of the casts meant to be heard, each counted for each of its peers", _reception),
+    Figure(
+        "messages",
+        "number",
+        "sent, by all devices together; a cast counts once",
+        lambda record: _sum("messages_sent", record),
+    ),
+    Figure(
+        "bytes_sent",
+        "bytes",
+        "by all devices together; a cast counts once",
+        lambda record: _sum("bytes_sent", record),
+        compared=True,
+    ),
+    Figure("bytes_received", "bytes", "by all devices together", lambda record: _sum("bytes_received", record)),
+)
+
+
+def links(record: Record) -> list[dict[str, Any]]:
+    """Return one row per directed link that was used or measured, in the order of the experiment."""
+    count: Counter[Pair] = Counter()
+    size: Counter[Pair] = Counter()
+    carried: defaultdict[Pair, float] = defaultdict(float)
+    casts: Counter[Pair] = Counter()
+    heard: Counter[Pair] = Counter()
+    for event in record.events:
+        if event.event == "receive" and "cast" in event.fields:
+            heard[event.fields["peer"], event.device] += 1
+        peers = [event.fields["peer"]] if event.event == "send" else event.fields.get("peers", ())
+        if event.event in ("send", "cast"):
+            content = event.fields.get("bytes", 0)
+            framed = cast_wire_bytes(content) if event.event == "cast" else wire_bytes(content)
+            for peer in peers:
+                count[event.device, peer] += 1
+                size[event.device, peer] += content
+                carried[event.device, peer] += framed
+                casts[event.device, peer] += event.event == "cast"
+    known = record.experiment.links
+    measured = {(item.source, item.destination): item for item in record.outcome.links}
+    order = [pair for pair in known if pair in count or pair in measured]
+    order += [pair for pair in count if pair not in known]
+    rows = []
+    for pair in order:
+        found = measured.get(pair)
+        requested = found.requested if found else known.get(pair)
+        rows.append(
+            {
+                "source": pair[0],
+                "destination": pair[1],
+                "messages": count[pair],
+                "bytes": size[pair],
+                "casts": casts[pair],
+                "casts_heard": heard[pair],
+                "requested": None if requested is None else asdict(requested),
+                "measured": _measured(found),
+                "problem": found.problem if found else None,
+                "used_share": _used(requested, carried[pair], record.end),
+            }
+        )
+    return rows
+
+
+def _measured(found: LinkMeasurement | None) -> dict[str, Any] | None:
+    if found is None or (found.rate is None and found.delay is None and found.loss is None):
+        return None
+    return {"rate": found.rate, "delay": found.delay, "loss": found.loss, "packets": found.packets}
+
+
+def _used(link: Link | None, wire_bytes: float, end: float) -> float | None:
+    if link is None or link.rate is None or end <= 0:
+        return None
+    return link.transmission_time(wire_bytes) / end
