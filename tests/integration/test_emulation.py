@@ -56,7 +56,7 @@ def scenario(name: str, **changes: Any) -> Prepared:
 def run(prepared: Prepared, on_stage: Callable[[str], None] = lambda _text: None) -> tuple[Outcome, dict[str, Any]]:
     data = prepared.trial.scenario.workload.data
     outcome = emulate(prepared, load_data(data), on_stage=on_stage, accept_links=True)
-    return outcome, metrics(outcome, prepared.experiment, prepared.plan)
+    return outcome, metrics(outcome, prepared.experiment, prepared.plan, prepared.method.declared)
 
 
 def events(outcome: Outcome, kind: str) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ def test_the_busiest_stage_hardly_ever_rests():
     planned = adapting(devices=UNEQUAL, steps=60)
     (trial,) = trials(planned)
     plan = METHODS["ftpipehd"].plan(problem_of(planned)[0])
-    figures = metrics(run(planned), trial.experiment, plan)
+    figures = metrics(run(planned), trial.experiment, plan, METHODS["ftpipehd"].declared)
     pipeline = slowed(planned, 1, 4, 4)
     assert figures["busiest_share"] >= 0.95
     assert figures["step_time_after"] == pytest.approx(pipeline.batch_time(pipeline.least_bottleneck()), rel=0.02)

@@ -44,7 +44,8 @@ def measured(name, rate="100mbit", devices=UNEQUAL, kill=None, steps=60):
     speeds = [problem.device(name).speed for name in names]
     pipeline = pipeline_over(problem, names, capacities=[speeds[0] / speed for speed in speeds])
     cuts = (0, *(last for _, _, last in partition))
-    return outcome, metrics(outcome, trial.experiment, METHODS[name].plan(problem)), pipeline, cuts
+    method = METHODS[name]
+    return outcome, metrics(outcome, trial.experiment, method.plan(problem), method.declared), pipeline, cuts
 
 
 @pytest.mark.parametrize("rate", ["100mbit", "20mbit"])

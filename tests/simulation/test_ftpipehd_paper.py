@@ -36,7 +36,7 @@ def run(trial: Trial, weights: Any = None) -> tuple[Prepared, dict[str, Any], An
     dataset = load_data(trial.scenario.workload.data)
     outcome = simulate(ready, dataset, weights=weights)
     assert outcome.status == "finished", outcome.error
-    return ready, metrics(outcome, trial.experiment, ready.plan), outcome.weights
+    return ready, metrics(outcome, trial.experiment, ready.plan, ready.method.declared), outcome.weights
 
 
 def known(ready: Prepared, *names: str) -> Asynchronous:

@@ -13,6 +13,7 @@ from testbed.scenario.expect import evaluate
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
+from testbed.trace.registry import figures_of
 
 FOLDER = Path(__file__).parents[2] / "scenarios" / "smoke"
 
@@ -26,6 +27,10 @@ def test_smoke_scenario(file):
         dataset = load_data(scenario.workload.data, data_folder(scenario))
         outcome = simulate(ready, dataset)
         assert outcome.status == "finished", outcome.error
-        figures = metrics(outcome, trial.experiment, ready.plan)
-        assert [result for result in evaluate(scenario.expect, figures) if not result.holds] == []
+        figures = metrics(outcome, trial.experiment, ready.plan, ready.method.declared)
+        assert [
+            result
+            for result in evaluate(scenario.expect, figures, figures_of(ready.method.declared))
+            if not result.holds
+        ] == []
         assert figures["duration"] < 20, "it has to be over within 30 s on containers, setting up included"
