@@ -59,7 +59,7 @@ def problems(
             *_mending_problems(action, actions),
         ]
         if part.when is not None:
-            wrong += _trigger_problems(part.when, spans(part.when.device), batches)
+            wrong += _trigger_problems(part.when, spans(part.when.device), batches, events)
         found += [Diagnostic(("faults", index, *key), text) for key, text in wrong]
     return found
 
