@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from testbed.device import Cost, Device, Span
 from testbed.methods.base import Problem
 from testbed.methods.parts import costs, messages
+from testbed.methods.parts.former_stage import Place, Stage
 from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.replicas import Point, Replicas
 from testbed.methods.parts.replication import Replication
 from testbed.methods.parts.shard import State, restrict
-from testbed.methods.parts.stage import Place, Stage
 from testbed.schedule import versions
 from testbed.wire import Message
 

@@ -10,10 +10,10 @@ from testbed.methods.base import Problem
 from testbed.methods.parts import messages
 from testbed.methods.parts.asynchronous import AsynchronousStage, Asynchrony
 from testbed.methods.parts.background import Background
+from testbed.methods.parts.former_stage import Place, Stage
 from testbed.methods.parts.outbox import Outbox
 from testbed.methods.parts.profiling import bandwidth
 from testbed.methods.parts.replicas import Inventory, Point, Replicas
-from testbed.methods.parts.stage import Place, Stage
 from testbed.methods.parts.worker import Duty, Worker
 from testbed.wire import Message
 

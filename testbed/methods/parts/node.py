@@ -8,9 +8,9 @@ from typing import TypeVar
 from testbed.device import Device
 from testbed.methods.base import Job
 from testbed.methods.parts.background import Background
+from testbed.methods.parts.former_stage import Routine
 from testbed.methods.parts.lead import Lead
 from testbed.methods.parts.outbox import Outbox
-from testbed.methods.parts.stage import Routine
 from testbed.methods.parts.worker import StageWorker, Worker
 from testbed.wire import Message
 

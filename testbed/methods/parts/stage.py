@@ -1,63 +1,115 @@
-"""One stage of a pipeline in one configuration: takes what arrives, computes, passes on."""
+"""One stage of a pipeline in one configuration: loads its units, takes what arrives, computes, passes on."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from testbed.data.batches import micro_batches
-from testbed.device import Cost, Device, Span
+from testbed.device import Cost, Span
 from testbed.methods.base import Problem
-from testbed.methods.parts import costs, messages
+from testbed.methods.parts import costs
 from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.outbox import Outbox
-from testbed.methods.parts.shard import Shard, State, restrict
-from testbed.schedule import Schedule
-from testbed.wire import Message
+from testbed.methods.parts.shard import Shard, State
+from testbed.methods.parts.typed import Typed
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
 
-SPANS = {messages.TRAIN: "forward", messages.EVALUATE: "evaluate", messages.INFER: "forward"}
+Purpose = Literal["train", "evaluate", "infer"]
+SPANS: dict[Purpose, str] = {"train": "forward", "evaluate": "evaluate", "infer": "forward"}
 """Name of the span in which a micro-batch goes forward, by what it is for."""
 
 
 @dataclass(frozen=True)
-class Routine:
-    """What a method wants of every stage in training."""
+class Configure(Typed, kind="configure", opens=True):
+    """From the coordinator: be this stage."""
 
-    schedule: Schedule
-    checkpoint_every: int
-    """Steps after which each stage sends its state to the lead; it does so after the last step in any case."""
-    recompute: bool = False
-    """Whether all stages but the last keep no activations, and forward a second time before they backward."""
-
-    def checkpoints(self, step: int, steps: int) -> bool:
-        """Say whether the state after ``step`` of ``steps`` is kept."""
-        return step % self.checkpoint_every == 0 or step == steps
+    configuration: int
+    stages: Sequence[tuple[str, int, int]]
+    """(device, first unit, one after its last), in their order."""
+    steps: int
+    """Training steps of the whole workload."""
+    given: bool
+    """Whether the state is here; else it comes from the seed."""
+    state: State
 
 
 @dataclass(frozen=True)
-class Place:
+class Activation(Typed, kind="activation", key=("work", "batch", "micro")):
+    """To the next stage, the first one's from the coordinator: inputs of a micro-batch."""
+
+    configuration: int
+    work: Purpose
+    batch: int
+    """The training step, or the batch of an evaluation or inference."""
+    micro: int
+    micros: int
+    """Micro-batches of the batch."""
+    samples: int
+    """Of the whole batch."""
+    tensor: torch.Tensor
+    """(samples of the micro-batch, ...)"""
+
+
+@dataclass(frozen=True)
+class Labels(Typed, kind="labels", key=("batch",)):
+    """From the coordinator to the last stage: labels of a whole batch, (samples,)."""
+
+    configuration: int
+    batch: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Gradient(Typed, kind="gradient", key=("batch", "micro")):
+    """To the stage before: the gradient of what it has sent."""
+
+    configuration: int
+    batch: int
+    micro: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Output(Typed, kind="output", key=("work", "batch")):
+    """From the last stage to the coordinator: outputs of a batch, (samples, ...)."""
+
+    configuration: int
+    work: Purpose
+    batch: int
+    tensor: torch.Tensor
+
+
+STAGE_KINDS: tuple[type[Typed], ...] = (Configure, Activation, Labels, Gradient, Output)
+
+
+@dataclass(frozen=True)
+class Position:
     """Where a stage stands in one configuration."""
 
     configuration: int
-    lead: str
-    stages: tuple[tuple[str, int, int], ...]
-    """(device, first, last) in their order."""
+    coordinator: str
+    stages: Sequence[tuple[str, int, int]]
+    """(device, first unit, one after its last), in their order."""
     index: int
     steps: int
     """Training steps of the whole workload."""
 
+    @staticmethod
+    def told(device: str, coordinator: str, configure: Configure) -> Position:
+        """Return where a device stands by what it was told."""
+        index = [name for name, _, _ in configure.stages].index(device)
+        return Position(configure.configuration, coordinator, configure.stages, index, configure.steps)
+
     @property
     def units(self) -> tuple[int, int]:
         """First unit, and the one after the last."""
-        return self.stages[self.index][1:]
+        _, first, last = self.stages[self.index]
+        return first, last
 
     @property
     def before(self) -> str | None:
@@ -71,190 +123,78 @@ class Place:
 
 
 class Stage:
-    """The numerics and the traffic of one stage; lives as long as its configuration.
+    """A `testbed.methods.parts.roles.Role`; lives as long as its configuration.
 
-    It learns what to do from what arrives: the first micro-batch of a training step starts that step, every other
-    micro-batch of an evaluation or inference is forwarded in the order of arrival.
+    It learns what to do from what arrives: a micro-batch of training begins a piece of training, which ``train`` is
+    called for with the first activation still in the mailbox; any other is forwarded in the order of arrival.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        problem: Problem,
-        place: Place,
-        outbox: Outbox,
-        routine: Routine | None,
-        incarnation: float,
-    ) -> None:
-        self.place = place
+    def __init__(self, mailbox: Mailbox, problem: Problem, position: Position, state: State | None) -> None:
+        """``state`` is what it begins with; None: the seed's."""
+        self.position = position
+        self.problem = problem
+        self.mailbox = mailbox
+        self.device = mailbox.device
+        self.units = problem.model.units[slice(*position.units)]
         self.actions = 0
-        """Pieces of work done: rises as long as the stage gets on."""
         self.computing = False
-        self._device = device
-        self._problem = problem
-        self._outbox = outbox
-        self._routine = routine
-        self._incarnation = incarnation
-        self._mailbox = Mailbox()
-        self._orders: asyncio.Queue[Message] = asyncio.Queue()
-        self._units = problem.model.units[slice(*place.units)]
-        self._keeping: asyncio.Task[None] | None = None
-        """The checkpoint that is being sent."""
-        self._shard: Shard
+        self.shard: Shard
+        self.train: Callable[[Activation], Awaitable[None]] | None = None
+        self._beside: set[asyncio.Task[None]] = set()
+        self._state = state
 
-    @property
-    def configuration(self) -> int:
-        """The configuration that it lasts for."""
-        return self.place.configuration
-
-    def put(self, message: Message) -> None:
-        """Take in a message of this configuration."""
-        if message.kind == messages.LABELS:
-            self._mailbox.put((message.kind, message["batch"]), message.tensors[messages.TENSOR])
-            return
-        training = message.kind == messages.GRADIENT or message["work"] == messages.TRAIN
-        if training:
-            self._mailbox.put((message.kind, message["batch"], message["micro"]), message.tensors[messages.TENSOR])
-        if message.kind == messages.ACTIVATION and (not training or self._begins(message)):
-            self._orders.put_nowait(message)
-
-    def _begins(self, message: Message) -> bool:
-        """Say whether this activation begins a piece of training."""
-        return bool(message["micro"] == 0)
-
-    async def run(self, state: State | None) -> None:
-        """Build the shard, from a state or from the seed, say so to the lead, and work until cancelled."""
-        await self._load(state)
-        self._tell(self.place.lead, messages.CONFIGURED, incarnation=self._incarnation)
-        await self._serve()
-
-    async def _load(self, state: State | None) -> None:
-        optimizer = self._problem.workload.optimizer
+    async def prepare(self) -> None:
+        """Build the shard, from the state or from the seed."""
+        optimizer = self.problem.workload.optimizer
 
         def build() -> Shard:
-            shard = Shard(self._problem.model, *self.place.units, self._problem.seed, optimizer)
-            if state is not None:
-                shard.load(state)
+            shard = Shard(self.problem.model, *self.position.units, self.problem.seed, optimizer)
+            if self._state is not None:
+                shard.load(self._state)
             return shard
 
-        self._shard = await self._compute(build, costs.copy(self._units, optimizer), Span("load"))
+        self.shard = await self.compute(build, costs.copy(self.units, optimizer), Span("load"))
 
-    async def _serve(self) -> None:
+    async def serve(self) -> None:
+        """Train and forward whatever arrives, until cancelled."""
         try:
             while True:
-                order = await self._orders.get()
-                if order["work"] == messages.TRAIN:
-                    await self._train(order)
+                first = await self.mailbox.peek(Activation)
+                if first.work == "train":
+                    assert self.train is not None
+                    await self.train(first)
                 else:
-                    await self._forward_only(order)
+                    await self._forward_only(await self.mailbox.take(Activation))
         finally:
-            if self._keeping is not None:
-                self._keeping.cancel()
+            for task in self._beside:
+                task.cancel()
 
-    def _tell(self, peer: str, kind: str, tensor: torch.Tensor | None = None, **fields: Any) -> None:
-        """Send a message of this configuration without waiting."""
-        tensors = {} if tensor is None else {messages.TENSOR: tensor}
-        self._outbox.post(peer, kind, tensors, **{**fields, "configuration": self.place.configuration})
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task beside the role's work, which ends with it."""
+        task = self.mailbox.start(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        return task
 
-    async def _compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
+    def post(self, peer: str, message: Typed) -> asyncio.Future[None]:
+        """Send without waiting."""
+        return self.mailbox.post(peer, message)
+
+    async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
+        """Do a piece of work on the device's processor, and count it."""
         self.computing = True
         try:
-            return await self._device.compute(work, cost, span)
+            return await self.device.compute(work, cost, span)
         finally:
             self.computing = False
             self.actions += 1
 
-    async def _forward_only(self, order: Message) -> None:
-        """Pass one micro-batch through; the last stage hands the outputs to the lead."""
-        inputs = order.tensors[messages.TENSOR]
-        span = Span(SPANS[order["work"]], order["batch"])
-        outputs = await self._compute(lambda: self._shard.infer(inputs), costs.forward(self._units, len(inputs)), span)
-        if self.place.after is None:
-            self._tell(self.place.lead, messages.OUTPUT, outputs, work=order["work"], batch=order["batch"])
+    async def _forward_only(self, given: Activation) -> None:
+        """Pass one micro-batch through; the last stage hands the outputs to the coordinator."""
+        inputs, position = given.tensor, self.position
+        cost, span = costs.forward(self.units, len(inputs)), Span(SPANS[given.work], given.batch)
+        outputs = await self.compute(lambda: self.shard.infer(inputs), cost, span)
+        if position.after is None:
+            self.post(position.coordinator, Output(position.configuration, given.work, given.batch, outputs))
         else:
-            self._tell(self.place.after, messages.ACTIVATION, outputs, **order.fields)
-
-    async def _train(self, order: Message) -> None:
-        """Do one training step as the schedule says, update, and checkpoint when it is time."""
-        assert self._routine is not None
-        batch, parts = order["batch"], micro_batches(order["samples"], order["micros"])
-        last = self.place.after is None
-        labels: Any = await self._mailbox.take((messages.LABELS, batch)) if last else None
-        loss = 0.0
-        for action in self._routine.schedule(len(self.place.stages), self.place.index, len(parts)):
-            part = parts[action.micro]
-            if action.kind == "backward":
-                await self._backward(batch, action.micro, part.stop - part.start)
-            elif last:
-                loss += await self._forward_loss(batch, action.micro, labels[part], order["samples"])
-            else:
-                await self._forward(order, action.micro)
-        if last:
-            self._tell(self.place.lead, messages.LOSS, batch=batch, loss=loss)
-        cost = costs.update(self._units, self._problem.workload.optimizer)
-        await self._compute(self._shard.update, cost, Span("update", batch))
-        if self._routine.checkpoints(batch + 1, self.place.steps):
-            await self._checkpoint(batch)
-        if self.place.before is None:
-            self._tell(self.place.lead, messages.UPDATED, batch=batch)
-
-    async def _forward(self, order: Message, micro: int) -> None:
-        batch = order["batch"]
-        inputs = await self._mailbox.take((messages.ACTIVATION, batch, micro))
-        assert self._routine is not None
-        forward = self._shard.forward_lightly if self._routine.recompute else self._shard.forward
-        outputs = await self._compute(
-            partial(forward, (batch, micro), inputs),
-            costs.forward(self._units, len(inputs)),
-            Span("forward", batch, micro),
-        )
-        assert self.place.after is not None
-        self._tell(self.place.after, messages.ACTIVATION, outputs, **{**order.fields, "micro": micro})
-
-    async def _forward_loss(self, batch: int, micro: int, labels: torch.Tensor, samples: int) -> float:
-        inputs = await self._mailbox.take((messages.ACTIVATION, batch, micro))
-        return await self._compute(
-            partial(self._shard.forward_loss, (batch, micro), inputs, labels, samples),
-            costs.forward(self._units, len(inputs)),
-            Span("forward", batch, micro),
-        )
-
-    async def _backward(self, batch: int, micro: int, samples: int) -> None:
-        gradient = None
-        if self.place.after is not None:
-            gradient = await self._mailbox.take((messages.GRADIENT, batch, micro))
-        assert self._routine is not None
-        cost = costs.backward(self._units, samples)
-        if self._routine.recompute and self.place.after is not None:
-            cost = Cost(cost.flops + costs.forward(self._units, samples).flops)
-        gradient = await self._compute(
-            partial(self._shard.backward, (batch, micro), gradient),
-            cost,
-            Span("backward", batch, micro),
-        )
-        if self.place.before is not None:
-            self._tell(self.place.before, messages.GRADIENT, gradient, batch=batch, micro=micro)
-
-    async def _checkpoint(self, batch: int) -> None:
-        """Copy the state as it is after this step; send it while training goes on.
-
-        One that is still being sent is waited for first: a link too slow for the checkpoints slows training down
-        instead of filling the memory.
-        """
-        if self._keeping is not None:
-            await self._keeping
-        cost = costs.copy(self._units, self._problem.workload.optimizer)
-        state = await self._compute(self._shard.state, cost, Span("checkpoint", batch))
-        self._keeping = asyncio.create_task(self._keep(batch + 1, state))
-
-    async def _keep(self, step: int, state: State) -> None:
-        """Send a state unit by unit, so that gradients to the same device find their way in between."""
-        for unit in range(*self.place.units):
-            await self._outbox.post(
-                self.place.lead,
-                messages.STATE,
-                restrict(state, unit, unit + 1),
-                configuration=self.place.configuration,
-                step=step,
-                unit=unit,
-            )
+            self.post(position.after, replace(given, tensor=outputs))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from testbed.device import Device
 from testbed.methods.base import Job, Method, Problem
-from testbed.methods.parts.lead import Temper
-from testbed.methods.parts.node import run_stages
-from testbed.methods.parts.stage import Routine
+from testbed.methods.parts.feed import Requests, Training
+from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.parts.membership import MEMBERSHIP_KINDS
+from testbed.methods.parts.recovery import persist
+from testbed.methods.parts.roles import RoleHolder
+from testbed.methods.parts.stage import Configure, Position, Stage
+from testbed.methods.parts.stages import recover_stages, supervise_stages
 from testbed.methods.pipeline.options import PipelineOptions
 from testbed.methods.pipeline.planner import PipelineDetails, plan, stages_over
-from testbed.methods.pipeline.training import Trainer
+from testbed.methods.pipeline.trainer import Trainer
+from testbed.methods.pipeline.updates import TRAINING_KINDS, Routine, SynchronousUpdates
 from testbed.plan import Plan
 from testbed.schedule import SCHEDULES, grid
 
@@ -19,7 +26,7 @@ class Pipeline(Method[PipelineOptions, PipelineDetails]):
 
     A batch is cut into micro-batches whose gradients add up to the batch's, so weights equal the undivided model's
     to round-off; batch normalisation alone sees micro-batches, as in GPipe, and so differs. Stages that die, come back
-    or stay away are dealt with as `testbed.methods.parts.lead` says.
+    or stay away are dealt with as `testbed.methods.parts.checkpointing` says.
     """
 
     name = "pipeline"
@@ -33,19 +40,33 @@ class Pipeline(Method[PipelineOptions, PipelineDetails]):
         return plan(self.name, problem)
 
     async def program(self, device: Device, job: Job[PipelineOptions, PipelineDetails]) -> None:
-        """Lead on the first device, serve as a stage elsewhere."""
-        problem, options = job.problem, job.problem.options
-        routine = Routine(SCHEDULES[options.schedule], options.checkpoint_every, options.recompute)
-        temper = Temper(options.patience, options.return_window, options.return_window)
-
-        await run_stages(
-            device,
-            job,
-            routine,
-            lambda worker, outbox: Trainer(
-                device, job, worker, outbox, temper, lambda there: stages_over(problem, there), routine
-            ),
+        """Coordinate on the first device; be a stage there and elsewhere."""
+        problem, coordinator, options = job.problem, job.plan.lead, job.problem.options
+        routine = Routine(
+            SCHEDULES[options.schedule],
+            options.pieces,
+            options.checkpoint_every,
+            options.evaluate_every,
+            options.recompute,
         )
+
+        def stage_of(configure: Configure) -> Stage:
+            position = Position.told(device.name, coordinator, configure)
+            stage = Stage(mailbox, problem, position, configure.state if configure.given else None)
+            stage.train = SynchronousUpdates(stage, routine).train
+            return stage
+
+        async with Mailbox(device, problem.links, (*MEMBERSHIP_KINDS, *TRAINING_KINDS)) as mailbox:
+            holder = RoleHolder(mailbox, coordinator)
+            holder.follow(Configure, stage_of)
+            if device.name != coordinator:
+                await holder.serve()
+            assert job.dataset is not None
+            training = Training(job.dataset, problem.workload, problem.seed)
+            tests = Requests(job.dataset, problem.workload.batch_size)
+            supervisor = supervise_stages(mailbox, holder.presence, problem)
+            recovery = recover_stages(supervisor, job, training.steps, partial(stages_over, problem))
+            await persist(Trainer(supervisor, recovery, training, tests, routine), recovery, supervisor)
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
         """Draw a step as a grid, a row a stage and a column a slot."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from testbed.device import Device
 from testbed.methods.base import Job, Method, Problem
-from testbed.methods.parts.lead import Temper
-from testbed.methods.parts.node import run_stages
-from testbed.methods.parts.server import Server
+from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.parts.membership import MEMBERSHIP_KINDS
+from testbed.methods.parts.recovery import persist
+from testbed.methods.parts.roles import RoleHolder
+from testbed.methods.parts.serving import Serving
+from testbed.methods.parts.stage import STAGE_KINDS, Configure, Position, Stage
+from testbed.methods.parts.stages import recover_stages, supervise_stages
 from testbed.methods.sequential.planner import SequentialDetails, SequentialOptions, plan, stages_over
 from testbed.plan import Plan
 
@@ -15,7 +21,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     """Each device computes its units and passes the result on; the outputs come back to the first device.
 
     With one request in flight its latency is that of the whole chain; with more the devices work on several at once
-    ("layer pipelining"). Devices that die are dealt with as `testbed.methods.parts.lead` says; requests that
+    ("layer pipelining"). Devices that die are dealt with as `testbed.methods.parts.checkpointing` says; requests that
     got lost with them are sent again, and their latency counts from the first time.
     """
 
@@ -30,17 +36,21 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         return plan(self.name, problem)
 
     async def program(self, device: Device, job: Job[SequentialOptions, SequentialDetails]) -> None:
-        """Send requests on the first device, serve as a stage elsewhere."""
-        problem, options = job.problem, job.problem.options
-        temper = Temper(options.patience, options.return_window, options.return_window)
-        await run_stages(
-            device,
-            job,
-            None,
-            lambda worker, outbox: Server(
-                device, job, worker, outbox, temper, lambda there: stages_over(problem, there), options.in_flight
-            ),
-        )
+        """Send requests on the first device; be a stage there and elsewhere."""
+        problem, coordinator, options = job.problem, job.plan.lead, job.problem.options
+
+        def stage_of(configure: Configure) -> Stage:
+            position = Position.told(device.name, coordinator, configure)
+            return Stage(mailbox, problem, position, configure.state if configure.given else None)
+
+        async with Mailbox(device, problem.links, (*MEMBERSHIP_KINDS, *STAGE_KINDS)) as mailbox:
+            holder = RoleHolder(mailbox, coordinator)
+            holder.follow(Configure, stage_of)
+            if device.name != coordinator:
+                await holder.serve()
+            supervisor = supervise_stages(mailbox, holder.presence, problem)
+            recovery = recover_stages(supervisor, job, 0, partial(stages_over, problem))
+            await persist(Serving(supervisor, job, options.in_flight), recovery, supervisor)
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a stage; a device that the plan leaves out becomes one after a recovery at most."""

@@ -1,0 +1,47 @@
+"""The coordinator's side of stages in a row: telling them what to be, and supervising them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from testbed.methods.base import Job, Problem
+from testbed.methods.parts import costs
+from testbed.methods.parts.arrangement import StagesOptions
+from testbed.methods.parts.checkpointing import FromCheckpoint, Partitioner
+from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.parts.membership import Presence
+from testbed.methods.parts.shard import State, restrict, weights_of
+from testbed.methods.parts.stage import Configure
+from testbed.methods.parts.supervision import Supervisor, Timeouts
+from testbed.plan import Piece
+
+
+def supervise_stages(mailbox: Mailbox, presence: Presence, problem: Problem[StagesOptions]) -> Supervisor:
+    """Return what waits for the stages, as patiently as the options say."""
+    options = problem.options
+    timeouts = Timeouts(options.patience, options.return_window, options.return_window)
+    return Supervisor(mailbox, presence, problem, timeouts, partial(backlog, problem))
+
+
+def recover_stages(supervisor: Supervisor, job: Job, steps: int, partitioner: Partitioner) -> FromCheckpoint:
+    """Set up the stages of the plan, to go on from checkpoints of which the last is exposed.
+
+    ``steps`` are those of the whole training.
+    """
+    configure, units = partial(configure_stage, supervisor, steps), len(job.problem.model.units)
+    recovery = FromCheckpoint(supervisor, configure, partitioner, units, job.weights)
+    supervisor.device.expose(lambda: weights_of(recovery.checkpoint.state or {}))
+    supervisor.start(job.plan.pieces)
+    return recovery
+
+
+def configure_stage(supervisor: Supervisor, steps: int, part: Piece, state: State | None) -> Configure:
+    """Return the message that tells a device to be a stage, with its units of a state; None: from the seed."""
+    given = {} if state is None else restrict(state, part.first, part.last)
+    return Configure(supervisor.mailbox.configuration, supervisor.stages, steps, state is not None, given)
+
+
+def backlog(problem: Problem, part: Piece) -> float:
+    """Return how many bytes a stage may be sending to the coordinator: a checkpoint, and inputs."""
+    workload, units = problem.workload, problem.model.units[part.first : part.last]
+    return costs.state_bytes(units, workload.optimizer) + workload.batch_size * units[0].input_bytes

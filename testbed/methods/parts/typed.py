@@ -1,0 +1,116 @@
+"""Messages as dataclasses: a family of methods declares one class for each kind that its programs send."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from testbed.wire import Message, WireError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typed:
+    """Base of all typed messages. For example::
+
+        @dataclass(frozen=True)
+        class Gradient(Typed, kind="gradient", key=("batch", "micro")):
+            configuration: int
+            batch: int
+            micro: int
+            tensor: torch.Tensor
+
+    A field annotated ``torch.Tensor`` travels as the tensor of that name. One annotated ``State`` brings all other
+    tensors of the message, under their own names. Every other field is a JSON value; tuples arrive as lists. A field
+    that is None, and is None by default, is left out. A message with a field ``configuration`` counts in that
+    configuration only; see `testbed.methods.parts.mailbox.Mailbox`.
+    """
+
+    kind: ClassVar[str] = ""
+    """Its name on the wire."""
+    key: ClassVar[tuple[str, ...]] = ()
+    """The fields that tell two messages of a kind apart, ``sender`` among them if wanted; none: each is another."""
+    opens: ClassVar[bool] = False
+    """Whether it may be of a newer configuration than its receiver's. Its handler opens that one."""
+
+    sender: str = ""
+    """Set on arrival."""
+    padding: int = 0
+    """Bytes charged beside the content."""
+
+    def __init_subclass__(cls, kind: str = "", key: tuple[str, ...] = (), opens: bool = False) -> None:
+        super().__init_subclass__()
+        cls.kind, cls.key, cls.opens = kind or cls.kind, key or cls.key, opens or cls.opens
+
+    @property
+    def identity(self) -> Hashable:
+        """The value of the key, a tuple of values where it has several fields; None where there is no key."""
+        if len(self.key) == 1:
+            return getattr(self, self.key[0])  # type: ignore[no-any-return]
+        return tuple(getattr(self, name) for name in self.key) or None
+
+
+K = TypeVar("K", bound=Typed)
+
+
+@dataclass(frozen=True)
+class _Form:
+    values: tuple[tuple[str, bool], ...]
+    """JSON fields, and whether None is left out."""
+    tensors: tuple[str, ...]
+    state: str | None
+
+
+_FORMS: dict[type[Typed], _Form] = {}
+
+
+def _form(kind: type[Typed]) -> _Form:
+    found = _FORMS.get(kind)
+    if found is None:
+        found = _FORMS[kind] = _read_form(kind)
+    return found
+
+
+def _read_form(kind: type[Typed]) -> _Form:
+    values: list[tuple[str, bool]] = []
+    tensors: list[str] = []
+    state = None
+    for field in fields(kind):
+        annotation = str(field.type)
+        if field.name in ("sender", "padding"):
+            continue
+        if annotation.startswith("torch.Tensor"):
+            tensors.append(field.name)
+        elif annotation == "State":
+            state = field.name
+        else:
+            values.append((field.name, field.default is None))
+    return _Form(tuple(values), tuple(tensors), state)
+
+
+def encode(message: Typed) -> Message:
+    """Return a typed message as it travels."""
+    form = _form(type(message))
+    values: dict[str, Any] = {}
+    for name, optional in form.values:
+        value = getattr(message, name)
+        if value is not None or not optional:
+            values[name] = value
+    given = {name: getattr(message, name) for name in form.tensors}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if form.state is not None:
+        tensors.update(getattr(message, form.state))
+    return Message(message.kind, values, tensors, message.sender, message.padding)
+
+
+def decode(kind: type[K], message: Message) -> K:
+    """Return a message that arrived, as its kind; raises `WireError` where its fields are not those of the kind."""
+    form = _form(kind)
+    tensors = {name: message.tensors[name] for name in form.tensors if name in message.tensors}
+    given: dict[str, Any] = {**message.fields, **tensors}
+    if form.state is not None:
+        given[form.state] = {name: value for name, value in message.tensors.items() if name not in tensors}
+    try:
+        return kind(**given, sender=message.sender, padding=message.padding)
+    except TypeError as error:
+        raise WireError(f"message '{message.kind}' of {message.sender}: {error}") from error
