@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from testbed import methods
+from testbed import formats, methods
 from testbed.data import catalog as data
 from testbed.data.batches import steps_per_epoch
 from testbed.data.files import find
@@ -281,8 +281,8 @@ def _memory_problems(trial: Trial, plan: Plan) -> Iterator[Diagnostic]:
         if plan.memory(name) > device.memory:
             yield Diagnostic(
                 _device_key(name, trial.scenario),
-                f"'{name}' has {device.memory / 1e6:.1f} MB of memory, its part of the plan needs "
-                f"{plan.memory(name) / 1e6:.1f} MB: use more or larger devices, a smaller model or batch_size",
+                f"'{name}' has {formats.size(device.memory)} of memory, its part of the plan needs "
+                f"{formats.size(plan.memory(name))}: use more or larger devices, a smaller model or batch_size",
             )
 
 

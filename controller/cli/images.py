@@ -8,6 +8,7 @@ import secrets
 import click
 
 from controller.cli.options import as_json
+from testbed import formats
 
 
 @click.command()
@@ -42,4 +43,4 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
         click.echo(json.dumps(rows, indent=2))
         return
     for row in rows:
-        click.echo(f"{row['image'].replace('_', ' '):16}{row['tag']:36}{row['bytes'] / 1e6:8.0f} MB")
+        click.echo(f"{row['image'].replace('_', ' '):16}{row['tag']:36}{formats.size(row['bytes']):>10}")

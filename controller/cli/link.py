@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -22,7 +22,7 @@ from testbed.errors import InputError, TestbedError
 from testbed.faults.conditions import Conditions
 from testbed.faults.machines import carry_out
 from testbed.network import checks
-from testbed.network.link import Link, Pair, link_from
+from testbed.network.link import Link, Pair, links_from_json, links_to_json
 from testbed.network.overlay import overlay
 from testbed.network.parts import LinkPart
 from testbed.network.presets import PRESETS
@@ -56,16 +56,15 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
     What was applied is read back from every device's interface as this command runs.
     """
     shown = Lab.open(runstate.choose(run_id)).shaper.show()
-    links = _links(shown)
+    links = links_from_json(shown["links"])
     chosen = {pair: links[pair] for pair in _choose(links, source, destination)}
     if as_json:
-        rows = [{"source": pair[0], "destination": pair[1], **asdict(each)} for pair, each in chosen.items()]
-        click.echo(json.dumps({**shown, "links": rows}, indent=2))
+        click.echo(json.dumps({**shown, "links": links_to_json(chosen)}, indent=2))
     else:
         click.echo(f"backend {shown['backend']}")
         table(
             ["source", "destination", "figures"],
-            [[*pair, describe(asdict(each))] for pair, each in chosen.items()],
+            [[*pair, describe(each.to_json())] for pair, each in chosen.items()],
         )
     wrong = [f"{name}: {text}" for name, device in shown["devices"].items() for text in device["differences"]]
     if wrong:
@@ -104,7 +103,7 @@ def change(
     carry_out(_Setting(pairs, part, direct), containers)
     shown = containers.shown
     for pair in pairs:
-        click.echo(f"{pair[0]} -> {pair[1]}: {describe(asdict(shown.link(pair)))}")
+        click.echo(f"{pair[0]} -> {pair[1]}: {describe(shown.link(pair).to_json())}")
 
 
 @dataclass(frozen=True)
@@ -152,10 +151,10 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
     shaper = Lab.open(runstate.choose(run_id)).shaper
     shown = shaper.show()
     running = shown["devices"].keys()
-    pairs = [pair for pair in _choose(_links(shown), source, destination) if running >= set(pair)]
+    pairs = [pair for pair in _choose(links_from_json(shown["links"]), source, destination) if running >= set(pair)]
     measured = shaper.probe(pairs)
     if as_json:
-        click.echo(json.dumps([asdict(each) for each in measured], indent=2))
+        click.echo(json.dumps([each.to_json() for each in measured], indent=2))
     else:
         rows = []
         for each in measured:
@@ -163,7 +162,7 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
                 [
                     each.source,
                     each.destination,
-                    describe(asdict(each.requested)),
+                    describe(each.requested.to_json()),
                     formats.rate(each.rate) if each.rate is not None else formats.NONE,
                     formats.seconds(each.delay),
                     formats.share(each.loss),
@@ -176,15 +175,6 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
     problems = sum(each.problem is not None for each in measured)
     if problems:
         raise TestbedError(f"{problems} of {len(measured)} links are outside their tolerance")
-
-
-def _links(shown: dict[str, Any]) -> dict[Pair, Link]:
-    links = {}
-    for entry in shown["links"]:
-        fields = dict(entry)
-        pair = (fields.pop("source"), fields.pop("destination"))
-        links[pair] = link_from(fields)
-    return links
 
 
 def _choose(links: Iterable[Pair], source: str | None, destination: str | None) -> list[Pair]:

@@ -12,7 +12,7 @@ import requests
 from controller.shaping.plan import Endpoint
 from testbed.errors import HostError, InputError
 from testbed.network.cell import Cell
-from testbed.network.link import Link, Pair, link_from
+from testbed.network.link import Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
 
 __all__ = ["Endpoint", "Shaper"]
@@ -68,7 +68,7 @@ class Shaper:
         """
         body = {
             "endpoints": [dataclasses.asdict(each) for each in endpoints],
-            "links": _links_to(links),
+            "links": links_to_json(links),
             "seed": seed,
             "cells": [dataclasses.asdict(each) for each in cells],
         }
@@ -76,13 +76,12 @@ class Shaper:
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links, live; no other link notices."""
-        self._request("POST", "/set", {"links": _links_to(links)})
+        self._request("POST", "/set", {"links": links_to_json(links)})
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
         """Measure these links between the devices themselves; a few seconds for a lab."""
         answer = self._request("POST", "/probe", {"pairs": [list(pair) for pair in pairs]}, timeout=120)
-        found = answer["measurements"]
-        return [LinkMeasurement(**{**each, "requested": link_from(each["requested"])}) for each in found]
+        return [LinkMeasurement.from_json(each) for each in answer["measurements"]]
 
     def show(self) -> dict[str, Any]:
         """Return ``backend``, ``links`` and ``devices``; of each device where the kernel differs, read back now."""
@@ -93,10 +92,3 @@ class Shaper:
         """Return drops at queues and the delay line's lateness; ``reset`` starts the lateness anew."""
         figures: dict[str, Any] = self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
         return figures
-
-
-def _links_to(links: Mapping[Pair, Link]) -> list[dict[str, Any]]:
-    return [
-        {"source": source, "destination": destination, **dataclasses.asdict(link)}
-        for (source, destination), link in links.items()
-    ]

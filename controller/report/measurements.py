@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
@@ -26,12 +25,12 @@ def measurements_table(measurements: Sequence[LinkMeasurement]) -> RenderableTyp
 
 def _row(each: LinkMeasurement) -> Mapping[str, Any]:
     """Return a measurement as a row of ``metrics()["links"]``, nothing having been sent yet."""
-    found = {name: value for name, value in asdict(each).items() if name not in ("requested", "problem")}
+    found = {name: value for name, value in each.to_json().items() if name not in ("requested", "problem")}
     none = all(found[name] is None for name in ("rate", "delay", "loss"))
     return {
         "source": each.source,
         "destination": each.destination,
-        "requested": asdict(each.requested),
+        "requested": each.requested.to_json(),
         "measured": None if none else found,
         "problem": each.problem,
         "bytes": 0,

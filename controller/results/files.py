@@ -22,7 +22,6 @@ from controller.results.manifest import manifest
 from controller.results.publishing import publish
 from controller.results.run import Run, declared_by
 from testbed.errors import InputError
-from testbed.network.link import link_from
 from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
@@ -83,7 +82,7 @@ def load(folder: Path) -> Run:
             status=facts["status"],
             events=_read_events(folder / "events.jsonl"),
             error=facts["error"],
-            links=[_read_link(item) for item in fidelity.get("links", [])],
+            links=[LinkMeasurement.from_json(item) for item in fidelity.get("links", [])],
             host=facts["host"],
             fidelity=fidelity.get("figures", {}),
             wall_seconds=facts["wall_seconds"],
@@ -145,12 +144,8 @@ def _write_weights(path: Path, weights: dict[str, Any]) -> None:
 
 
 def _fidelity(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:
-    links = [asdict(item) for item in outcome.links]
+    links = [item.to_json() for item in outcome.links]
     return {"verdict": figures["verdict"], "figures": outcome.fidelity, "links": links}
-
-
-def _read_link(item: dict[str, Any]) -> LinkMeasurement:
-    return LinkMeasurement(**{**item, "requested": link_from(item["requested"])})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ be healed by another. A lock is held from reading them until they have been appl
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import math
@@ -26,7 +25,7 @@ from testbed.faults.conditions import Changed, Conditions, State
 from testbed.faults.machines import carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import Operation
-from testbed.network.link import Link, Pair, link_from
+from testbed.network.link import Link, Pair, links_from_json, links_to_json
 
 if TYPE_CHECKING:
     from controller.lab.agents import Agent
@@ -152,22 +151,18 @@ class Containers:
 
 def _written(now: Conditions) -> dict[str, Any]:
     """Return as JSON what was done to links and speeds."""
-    links = [
-        {"source": source, "destination": destination, "link": dataclasses.asdict(link)}
-        for (source, destination), link in now.set_links.items()
-    ]
     in_force = {
         handle: ActionPart.of(action).model_dump(mode="json", by_alias=True, exclude_none=True)
         for handle, action in now.in_force.items()
     }
-    return {"links": links, "speeds": dict(now.set_speeds), "in_force": in_force}
+    return {"links": links_to_json(now.set_links), "speeds": dict(now.set_speeds), "in_force": in_force}
 
 
 def _read(written: Mapping[str, Any], untouched: Conditions) -> Conditions:
     """Return the conditions that were written down."""
     return replace(
         untouched,
-        set_links={(each["source"], each["destination"]): link_from(each["link"]) for each in written["links"]},
+        set_links=links_from_json(written["links"]),
         set_speeds=written["speeds"],
         in_force={handle: ActionPart.model_validate(part).action for handle, part in written["in_force"].items()},
     )

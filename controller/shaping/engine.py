@@ -25,7 +25,7 @@ from controller.shaping.helper import prioritise, serve_request
 from controller.shaping.lateness import LatenessHistogram
 from testbed.framing import ETHERNET_HEADER
 from testbed.network import impairments
-from testbed.network.link import Link, link_from
+from testbed.network.link import Link
 
 _MOST_READ = 64
 """Packets read from one device before those that are due are let go."""
@@ -369,7 +369,7 @@ class Loop:
         elif rate < math.inf:
             port.downlink = Bottleneck(rate, limit)
         for each in request["impairments"]:
-            queue, link, seed = each["queue"], link_from(each["link"]), each["seed"]
+            queue, link, seed = each["queue"], Link.from_json(each["link"]), each["seed"]
             content = nfqueue.WHOLE if link.duplicate or link.corrupt else _IP_HEADER if port.downlink else 0
             if queue in port.lines:
                 port.lines[queue].alter(link, seed)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hmac
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flask
@@ -16,19 +15,9 @@ from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.errors import InputError, TestbedError
 from testbed.network.cell import Cell
-from testbed.network.link import Link, Pair, link_from
+from testbed.network.link import links_from_json
 
 _LARGEST_REQUEST = 16 << 20
-
-
-def links_from(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
-    """Read links from JSON objects: source, destination and the fields of `Link`."""
-    links = {}
-    for entry in entries:
-        fields = dict(entry)
-        pair = (fields.pop("source"), fields.pop("destination"))
-        links[pair] = link_from(fields)
-    return links
 
 
 def application(shaping: Shaping, token: str) -> flask.Flask:
@@ -69,18 +58,18 @@ def application(shaping: Shaping, token: str) -> flask.Flask:
 def _attach(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
     shaping.seed = int(request.get("seed", shaping.seed))
     cells = [Cell(tuple(each["devices"]), each["rate"]) for each in request.get("cells", ())]
-    shaping.attach([Endpoint(**each) for each in request["endpoints"]], links_from(request["links"]), cells)
+    shaping.attach([Endpoint(**each) for each in request["endpoints"]], links_from_json(request["links"]), cells)
     return {}
 
 
 def _set(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
-    shaping.set(links_from(request["links"]))
+    shaping.set(links_from_json(request["links"]))
     return {}
 
 
 def _probe(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
     pairs = [(source, destination) for source, destination in request["pairs"]]
-    return {"measurements": [dataclasses.asdict(each) for each in shaping.probe(pairs)]}
+    return {"measurements": [each.to_json() for each in shaping.probe(pairs)]}
 
 
 def serve(shaping: Shaping, token: str, host: str, port: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
@@ -26,7 +25,7 @@ from controller.shaping.probes import Site, measure
 from testbed.errors import HostError, InputError
 from testbed.network.cell import Cell
 from testbed.network.checks import problems
-from testbed.network.link import Link, Pair
+from testbed.network.link import Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
 
 
@@ -260,10 +259,7 @@ class Shaping:
                     "interface": attached.interface.name,
                     "differences": differences,
                 }
-            links = [
-                {"source": source, "destination": destination, **dataclasses.asdict(link)}
-                for (source, destination), link in sorted(self._links.items())
-            ]
+            links = links_to_json(dict(sorted(self._links.items())))
             return {"backend": self._backend.name, "devices": devices, "links": links}
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Pair = tuple[str, str]
@@ -76,8 +76,26 @@ class Link:
         """Return the seconds that the sender is busy putting bytes on the wire."""
         return 0.0 if self.rate is None else wire_bytes * 8 / self.rate
 
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        return asdict(self)
 
-def link_from(figures: Mapping[str, Any]) -> Link:
-    """Return the link that ``dataclasses.asdict`` was given; raises TypeError for figures that there are not."""
-    bursts = figures.get("bursts")
-    return Link(**{**figures, "bursts": None if bursts is None else GilbertElliott(**bursts)})
+    @staticmethod
+    def from_json(figures: Mapping[str, Any]) -> Link:
+        """Return the link that `to_json` wrote; raises TypeError for a figure that there is not."""
+        bursts = figures.get("bursts")
+        return Link(**{**figures, "bursts": None if bursts is None else GilbertElliott(**bursts)})
+
+
+def links_to_json(links: Mapping[Pair, Link]) -> list[dict[str, Any]]:
+    """Return directed links as plain values: source, destination and the figures of each."""
+    return [{"source": pair[0], "destination": pair[1], **link.to_json()} for pair, link in links.items()]
+
+
+def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
+    """Return the links that `links_to_json` wrote; raises KeyError or TypeError for what is missing or unknown."""
+    links = {}
+    for entry in entries:
+        figures = dict(entry)
+        links[figures.pop("source"), figures.pop("destination")] = Link.from_json(figures)
+    return links

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from testbed import formats
 from testbed.data.batches import micro_batches
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
@@ -124,8 +125,8 @@ class Chain:
         device, need = self.devices[fullest], self._memory(fullest, first, last)
         names = self.units[first].name + ("" if last == first + 1 else f" to {self.units[last - 1].name}")
         raise InputError(
-            f"{device.name} has {_megabytes(device.memory)} of memory, but its part of the model ({names}) needs "
-            f"{_megabytes(need)} at batch_size {self.batch_size}: {self._what_fits()}",
+            f"{device.name} has {formats.size(device.memory)} of memory, but its part of the model ({names}) needs "
+            f"{formats.size(need)} at batch_size {self.batch_size}: {self._what_fits()}",
             ("devices", device.name, "memory"),
         )
 
@@ -360,7 +361,3 @@ class Pipeline(Chain):
             if slot.stage == 0 and slot.action.kind == "forward" and slot.action.micro % self.micro_batches == 0
         ]
         return starts[2] - starts[1]
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"

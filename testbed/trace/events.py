@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from testbed.network.link import Link
@@ -30,7 +30,7 @@ TESTBED = "testbed"
 def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
     """Return the fields of a ``link`` event: those that any link has, and what else there is to say of this one."""
     plain = {"rate": link.rate, "delay": link.delay, "loss": link.loss, "up": link.up}
-    others = {name: value for name, value in asdict(link).items() if value != getattr(Link, name)}
+    others = {name: value for name, value in link.to_json().items() if value != getattr(Link, name)}
     return {"source": source, "destination": destination, **plain, **others}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from testbed.network.link import Link
@@ -28,6 +29,15 @@ class LinkMeasurement:
     packets: int = 0
     problem: str | None = None
     """Why this link is outside its tolerance."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> LinkMeasurement:
+        """Return what `to_json` wrote; raises TypeError for a figure that there is not."""
+        return LinkMeasurement(**{**found, "requested": Link.from_json(found["requested"])})
 
 
 @dataclass

@@ -139,7 +139,7 @@ def test_not_enough_devices():
     fault = {"partition": [["source"]], "at": "50ms"}
     outcome = run(scenario(workload=work, devices=devices, faults=[fault], method={"return_window": "2s"}))
     assert outcome.status == "failed"
-    assert "not enough devices: source has 120.0 kB of memory, but" in outcome.error
+    assert "not enough devices: source has 120 kB of memory, but" in outcome.error
     assert "\n" not in outcome.error
 
 

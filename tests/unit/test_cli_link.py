@@ -21,7 +21,7 @@ from testbed.errors import InputError, TestbedError
 from testbed.faults.machines import carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import Operation
-from testbed.network.link import GilbertElliott, Link, Pair
+from testbed.network.link import GilbertElliott, Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
 
 
@@ -35,7 +35,7 @@ class Memory:
         self.containers: Containers
 
     def show(self) -> dict[str, Any]:
-        rows = [{"source": pair[0], "destination": pair[1], **asdict(link)} for pair, link in self.links.items()]
+        rows = links_to_json(self.links)
         devices = {name: {"differences": self.differences} for name in "ab"}
         return {"backend": "userspace", "links": rows, "devices": devices}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from testbed import formats
 from testbed.errors import TestbedError
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class Ledger:
         self.peak = max(self.peak, self.activations)
         if self.weights + self.activations > self._memory:
             raise TestbedError(
-                f"{self._device} has {self._memory / 1e6:.1f} MB of memory, and its weights "
-                f"({self.weights / 1e6:.1f} MB) and activations ({self.activations / 1e6:.1f} MB) are more: use more "
+                f"{self._device} has {formats.size(self._memory)} of memory, and its weights "
+                f"({formats.size(self.weights)}) and activations ({formats.size(self.activations)}) are more: use more "
                 "devices, a smaller batch_size or fewer requests in_flight"
             )
         return tensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from testbed import formats
 from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
@@ -56,11 +57,7 @@ def check_memory(device: DeviceSpec, memory: float) -> None:
     """Raise `InputError` where a device's part does not fit into it."""
     if memory > device.memory:
         raise InputError(
-            f"{device.name} has {_written(device.memory)} of memory, its part of the model needs "
-            f"{_written(memory)}: use more or larger devices, a smaller model or a smaller batch_size",
+            f"{device.name} has {formats.size(device.memory)} of memory, its part of the model needs "
+            f"{formats.size(memory)}: use more or larger devices, a smaller model or a smaller batch_size",
             ("devices", device.name, "memory"),
         )
-
-
-def _written(size: float) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from testbed import formats
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.partition.drafts import Name, Wish, draft
@@ -27,9 +28,10 @@ def plan(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> Distrib
     if not found.excess(devices):
         return found.flow.plan
     fullest = found.fullest(devices)
+    available = formats.size(devices[fullest].memory)
     raise InputError(
-        f"{devices[fullest].name} has {_written(devices[fullest].memory)} of memory, but its part of {network.name} by "
-        f"{wish.scheme} needs {_written(found.needs[fullest])}: {_what_fits(network, devices, wish)}",
+        f"{devices[fullest].name} has {available} of memory, but its part of {network.name} by "
+        f"{wish.scheme} needs {formats.size(found.needs[fullest])}: {_what_fits(network, devices, wish)}",
         ("devices", devices[fullest].name, "memory"),
     )
 
@@ -74,7 +76,3 @@ def enough_devices(network: Network, devices: Sequence[DeviceSpec], wish: Wish) 
             return next(count for count in range(missed + 1, probe + 1) if count == probe or fits(count))
         missed = probe
     return 0
-
-
-def _written(size: float) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
