@@ -97,5 +97,6 @@ def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
     links = {}
     for entry in entries:
         figures = dict(entry)
-        links[figures.pop("source"), figures.pop("destination")] = Link.from_json(figures)
+        pair = (figures.pop("source"), figures.pop("destination"))
+        links[pair] = Link.from_json(figures)
     return links
