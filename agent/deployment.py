@@ -11,6 +11,7 @@ from agent.http import Refused
 from agent.settings import Address, Settings, address
 from testbed.errors import InputError
 from testbed.methods.base import Method, Problem
+from testbed.methods.external import MethodCode
 from testbed.network.link import Link, Pair
 from testbed.plan import Plan
 from testbed.ports import CAST_PORT, DATA_PORT
@@ -30,6 +31,8 @@ class _Document(BaseModel):
     device: str
     scenario: Scenario
     plan: Plan
+    method: MethodCode | None = None
+    """Where it is none of this code."""
     peers: dict[str, str]
     broadcast: str | None = None
 
@@ -70,7 +73,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
                 f"this is device '{settings.device}' of run '{settings.run}',"
                 f" not '{document.device}' of '{document.run}'",
             )
-        method, problem = build_problem(trials(document.scenario)[0])
+        method, problem = build_problem(trials(document.scenario)[0], document.method)
         problem.device(settings.device)
         plan = document.plan.with_details(method.Details)
         peers = {

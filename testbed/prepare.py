@@ -22,6 +22,7 @@ from testbed.faults import checks
 from testbed.faults.replay import traced_links
 from testbed.faults.setting import Setting
 from testbed.methods.base import Method, Problem
+from testbed.methods.external import MethodCode, from_code
 from testbed.models import CATALOG, create, weights
 from testbed.models.chain import Model
 from testbed.plan import Plan
@@ -95,15 +96,22 @@ def prepare(trial: Trial) -> Prepared:
     return Prepared(trial, method, problem, plan, pretraining)
 
 
-def build_problem(trial: Trial) -> tuple[Method, Problem]:
+def find_method(scenario: Scenario) -> Method:
+    """Return the method that a scenario names; raises `InputError` where there is none such."""
+    return methods.find(scenario.workload.method, scenario.source.folder)
+
+
+def build_problem(trial: Trial, code: MethodCode | None = None) -> tuple[Method, Problem]:
     """Return the method and the problem that a trial poses it: what a planner and every program look at.
+
+    ``code`` is the method where its file or its package is not at hand.
 
     Raises `InputError` where the workload names what does not exist or what does not fit. Needs no data files.
     """
     scenario, experiment = trial.scenario, trial.experiment
     workload = scenario.workload
     try:
-        method = methods.get(workload.method.name)
+        method = find_method(scenario) if code is None else from_code(code)
         kind = data.describe(workload.data.name)
         model = create(workload.model.name, workload.model.options(), kind.shape, kind.classes)
     except InputError as error:
@@ -145,11 +153,10 @@ def batches(scenario: Scenario) -> int | None:
 def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     workload = scenario.workload
     key: Key = ("workload",)
-    if workload.method.name not in methods.METHODS:
-        text = f"there is no method '{workload.method.name}': {nearest(workload.method.name, methods.METHODS)}"
-        yield Diagnostic((*key, "method", "name"), text)
+    method = _method_or_problem(scenario)
+    if isinstance(method, Diagnostic):
+        yield method
     else:
-        method = methods.METHODS[workload.method.name]
         if workload.task not in method.tasks:
             can = " and ".join(method.tasks)
             yield Diagnostic((*key, "task"), f"the method '{method.name}' cannot {workload.task}: it can {can}")
@@ -167,6 +174,17 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         except ValidationError as error:
             yield from explain(error, entry.Options, (*key, "model"))
     yield from _data_problems(scenario)
+
+
+def _method_or_problem(scenario: Scenario) -> Method | Diagnostic:
+    part = scenario.workload.method
+    if part.file is None and part.name not in methods.METHODS:
+        text = f"there is no method '{part.name}': {nearest(part.name, methods.METHODS)}"
+        return Diagnostic(("workload", "method", "name"), text)
+    try:
+        return find_method(scenario)
+    except InputError as error:
+        return Diagnostic(("workload", *error.key), error.text)
 
 
 def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -243,8 +261,8 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
 
 def _figures(scenario: Scenario) -> dict[str, Figure]:
     """Return the figures that a run of the scenario may have; with a method that there is not, those of all methods."""
-    name = scenario.workload.method.name
-    known = [methods.METHODS[name]] if name in methods.METHODS else methods.METHODS.values()
+    method = _method_or_problem(scenario)
+    known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
     return {each: figure for method in known for each, figure in figures_of(method.declared).items()}
 
 

@@ -49,7 +49,11 @@ class MethodPart(Part):
     """A method by name, with its options (see `testbed methods`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = Field(description="one of `testbed methods`; further keys are its options")
+    name: str = Field(description="one of `testbed methods`, or of `file`; further keys are its options")
+    file: str | None = Field(
+        None,
+        description="Python file that defines the method, relative to the scenario file; it is sent to the devices",
+    )
 
     def options(self) -> dict[str, Any]:
         """Return what the method's own options model has to validate."""

@@ -22,7 +22,9 @@ from controller.results.manifest import manifest
 from controller.results.publishing import publish
 from controller.results.run import Run, declared_by
 from testbed.errors import InputError
+from testbed.methods import external
 from testbed.plan import Plan
+from testbed.prepare import find_method
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.scenario.schema import Scenario
@@ -50,10 +52,13 @@ def write(
     Raises OSError where the place cannot be written.
     """
     facts = manifest(trial, outcome, command, weights)
+    scenario, sources = _beside_its_method(trial.scenario)
     run = Run(folder, trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan, declared_by(trial)))
 
     def fill(draft: Path) -> None:
-        (draft / "scenario.yaml").write_text(scenario_yaml(trial.scenario), encoding="utf-8")
+        (draft / "scenario.yaml").write_text(scenario_yaml(scenario), encoding="utf-8")
+        for name, text in sources.items():
+            (draft / name).write_text(text, encoding="utf-8")
         _write_json(draft / "plan.json", plan.model_dump(mode="json"))
         _write_json(draft / "manifest.json", facts)
         with (draft / "events.jsonl").open("w", encoding="utf-8") as lines:
@@ -109,6 +114,17 @@ def rebuild(run: Run) -> None:
 def _natural(path: Path) -> list[tuple[bool, float, str]]:
     parts = re.split(r"(\d+(?:\.\d+)?)", path.name)
     return [(index % 2 == 0, float(part) if index % 2 else 0.0, part) for index, part in enumerate(parts)]
+
+
+def _beside_its_method(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
+    """Return the scenario as it can lie beside the file of its method, and the text of that file by name, if any."""
+    part = scenario.workload.method
+    code = external.code_of(find_method(scenario)) if part.file is not None else None
+    if part.file is None or code is None:
+        return scenario, {}
+    name = Path(part.file).name
+    workload = scenario.workload.model_copy(update={"method": part.model_copy(update={"file": name})})
+    return scenario.model_copy(update={"workload": workload}), {name: code.sources[code.module]}
 
 
 def scenario_yaml(scenario: Scenario) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testbed import methods
 from testbed.experiment import Experiment
 from testbed.plan import Plan
+from testbed.prepare import find_method
 from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import Declared, Figure
@@ -60,7 +60,7 @@ class Run:
 
 def declared_by(trial: Trial) -> Declared:
     """Return what a trial's method says of its runs."""
-    return methods.get(trial.scenario.workload.method.name).declared
+    return find_method(trial.scenario).declared
 
 
 def run_name(trial: Trial) -> str:

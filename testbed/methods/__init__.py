@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from testbed.errors import InputError
+from testbed.methods import external
+from testbed.workload import MethodPart
 
 if TYPE_CHECKING:
     from testbed.methods.base import Method
@@ -28,31 +32,49 @@ _CLASSES = {
 
 @cache
 def _load(name: str) -> Method:
-    module, _, attribute = _CLASSES[name].partition(":")
-    method: Method = getattr(importlib.import_module(module), attribute)()
-    return method
+    if name in _CLASSES:
+        module, _, attribute = _CLASSES[name].partition(":")
+        method: Method = getattr(importlib.import_module(module), attribute)()
+        return method
+    try:
+        installed: Method = _installed()[name].load()()
+    except Exception as error:
+        text = f"the package that brings '{name}' cannot be used: {type(error).__name__}: {error}"
+        raise InputError(text, ("method", "name")) from error
+    return installed
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    return {each.name: each for each in entry_points(group=external.GROUP) if each.name not in _CLASSES}
 
 
 class _Registry(Mapping[str, "Method"]):
     """Name -> method; a method's module is imported when it is first asked for."""
 
     def __getitem__(self, name: str) -> Method:
-        if name not in _CLASSES:
+        if name not in _CLASSES and name not in _installed():
             raise KeyError(name)
         return _load(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_CLASSES)
+        return iter([*_CLASSES, *_installed()])
 
     def __len__(self) -> int:
-        return len(_CLASSES)
+        return len(_CLASSES) + len(_installed())
 
 
 METHODS: Mapping[str, Method] = _Registry()
+"""Those of this code, and those of installed packages."""
 
 
 def get(name: str) -> Method:
     """Return the method of that name; raises `InputError` naming those there are."""
-    if name not in _CLASSES:
-        raise InputError(f"there is no method '{name}'; choose one of {', '.join(_CLASSES)}", ("method", "name"))
-    return _load(name)
+    if name not in METHODS:
+        raise InputError(f"there is no method '{name}'; choose one of {', '.join(METHODS)}", ("method", "name"))
+    return METHODS[name]
+
+
+def find(part: MethodPart, folder: Path) -> Method:
+    """Return the method that a scenario names; its file is relative to a folder. Raises `InputError` as `get` does."""
+    return get(part.name) if part.file is None else external.from_file(folder / part.file, part.name)

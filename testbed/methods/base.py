@@ -107,7 +107,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     summary: ClassVar[str]
     """One line for `testbed methods`."""
     tasks: ClassVar[tuple[str, ...]] = ("train",)
-    Options: type[MethodOptions]
+    Options: type[MethodOptions] = Options  # type: ignore[assignment]  # the default of its type
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
     declared: ClassVar[Declared] = Declared()
     """Figures, events, rows and tables of its own."""

@@ -86,6 +86,20 @@ def eventually(condition: Callable[[], bool], seconds: float) -> bool:
     return False
 
 
+def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(tmp_path: Path) -> None:
+    ring = Path(__file__).parents[2] / "scenarios" / "examples" / "ring.yaml"
+    out = tmp_path / "ring"
+    done = command("run", ring, "--out", out, "--accept-links")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((out / "metrics.json").read_text())["tokens_lost"] == 1
+    assert (out / "ring.py").read_text() == ring.with_name("ring.py").read_text()
+    assert "tokens that did not come back" in (out / "report.html").read_text()
+    # Read from its own folder again: the figures are those of the file that lies there.
+    again = command("report", out)
+    assert again.returncode == 0, again.stderr
+    assert left_of("ring") == []
+
+
 def test_both_clocks_compute_the_same(tmp_path: Path) -> None:
     path = scenario(tmp_path, "run-same")
     for runtime in ("emulate", "simulate"):
