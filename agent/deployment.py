@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -33,6 +33,7 @@ class _Document(BaseModel):
     plan: Plan
     method: MethodCode | None = None
     """Where it is none of this code."""
+    samples: dict[str, int] = {}
     peers: dict[str, str]
     broadcast: str | None = None
 
@@ -74,6 +75,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
                 f" not '{document.device}' of '{document.run}'",
             )
         method, problem = build_problem(trials(document.scenario)[0], document.method)
+        problem = replace(problem, samples=document.samples)
         problem.device(settings.device)
         plan = document.plan.with_details(method.Details)
         peers = {

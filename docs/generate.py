@@ -101,8 +101,8 @@ def _keys(schema: Mapping[str, Any], root: Mapping[str, Any], prefix: str) -> It
 def _alternatives(value: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     if "$ref" in value:
         yield from _alternatives(root["$defs"][value["$ref"].rpartition("/")[2]], root)
-    elif "anyOf" in value and "examples" not in value:
-        for choice in value["anyOf"]:
+    elif ("anyOf" in value or "oneOf" in value) and "examples" not in value:
+        for choice in value.get("anyOf") or value["oneOf"]:
             yield from _alternatives(choice, root)
     else:
         yield value

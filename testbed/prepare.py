@@ -6,16 +6,19 @@ Imports no torch and reads no data, so that `testbed validate` and `plan` answer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 from pydantic import ValidationError
 
 from testbed import formats, methods
 from testbed.data import catalog as data
 from testbed.data.batches import steps_per_epoch
+from testbed.data.dataset import Dataset
 from testbed.data.files import find
 from testbed.data.pictures import is_picture
+from testbed.data.split import Indices, split
 from testbed.errors import Diagnostic, InputError, Key
 from testbed.experiment import Experiment
 from testbed.faults import checks
@@ -52,6 +55,8 @@ class Prepared:
     plan: Plan
     pretraining: Prepared | None = None
     """What leaves the weights to begin with, where they come from a scenario."""
+    shares: Mapping[str, Indices] = field(default_factory=dict)
+    """By device that owns data, which training samples, (samples,); empty where all are the lead's."""
 
     @property
     def scenario(self) -> Scenario:
@@ -62,6 +67,19 @@ class Prepared:
     def experiment(self) -> Experiment:
         """The same as a runtime needs it."""
         return self.trial.experiment
+
+    def share(self, dataset: Dataset, device: str) -> Dataset | None:
+        """Return what a device is given: the training samples that it owns, and the test samples if it is the lead.
+
+        None where that is nothing.
+        """
+        lead = device == self.plan.lead
+        if not self.shares:
+            return dataset if lead else None
+        own = self.shares.get(device)
+        if own is None and not lead:
+            return None
+        return dataset.part(np.empty(0, np.int64) if own is None else own, lead)
 
 
 def prepare(trial: Trial) -> Prepared:
@@ -80,6 +98,8 @@ def prepare(trial: Trial) -> Prepared:
         raise scenario.source.error(problems)
     method, problem = build_problem(trial)
     try:
+        shares = _shares(scenario, method, problem)
+        problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
         plan = method.plan(problem)
     except InputError as error:
         raise scenario.source.error([_locate(error, trial)]) from None
@@ -93,7 +113,7 @@ def prepare(trial: Trial) -> Prepared:
     ]
     if problems:
         raise scenario.source.error(problems)
-    return Prepared(trial, method, problem, plan, pretraining)
+    return Prepared(trial, method, problem, plan, pretraining, shares)
 
 
 def find_method(scenario: Scenario) -> Method:
@@ -138,12 +158,14 @@ def weights_file(scenario: Scenario) -> Path | None:
 
 
 def batches(scenario: Scenario) -> int | None:
-    """Return how many batches the workload has; None where only the data's files can tell."""
+    """Return how many batches the workload has; None where only the data's files can tell, or who owns how many."""
     workload = scenario.workload
     if workload.task == "infer":
         return workload.requests
     if workload.steps is not None:
         return workload.steps
+    if workload.data.split != "lead":
+        return None
     samples = workload.data.train or (DIGITS_TRAIN if workload.data.name == "digits" else None)
     if samples is None or workload.epochs is None:
         return None
@@ -227,6 +249,25 @@ def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     part = scenario.workload.data
     if name == "digits" and part.train is not None and part.train > DIGITS_TRAIN:
         yield Diagnostic((*key, "train"), f"digits has {DIGITS_TRAIN} training samples, not {part.train}: use fewer")
+
+
+def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, Indices]:
+    """Return who owns which training samples; empty where all are the lead's. Raises `InputError`.
+
+    Reads the labels, of data that are split alone. Not a part of `build_problem`: devices are sent their samples.
+    """
+    part, key = problem.workload.data, ("data", "split")
+    owners = method.data_owners(problem)
+    if part.split == "lead":
+        if owners:
+            text = f"the devices of '{method.name}' learn from their own samples: write iid, or keys such as dirichlet"
+            raise InputError(text, key)
+        return {}
+    if not owners or problem.workload.task == "infer":
+        reason = "an inference learns from none" if owners else f"'{method.name}' keeps all of them on its lead"
+        raise InputError(f"shares training samples among devices, but {reason}: leave it out", key)
+    labels = data.train_labels(part, data_folder(scenario))
+    return split(labels, data.describe(part.name).classes, owners, part.split, problem.seed)
 
 
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:

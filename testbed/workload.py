@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from testbed.part import Part
 
@@ -25,6 +25,37 @@ class ModelPart(Part):
         return dict(self.model_extra or {})
 
 
+class SplitPart(Part):
+    """How unevenly training samples are shared among the devices that own data."""
+
+    sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        None, min_length=1, description="samples of each device that owns data, in their order, drawn at random"
+    )
+    dirichlet: float | None = Field(
+        None,
+        gt=0,
+        description="each class is shared in proportions drawn from a Dirichlet distribution of this concentration: "
+        "0.1 gives a device few classes, 100 nearly its share of each",
+    )
+    shards: int | None = Field(
+        None, ge=1, description="classes a device: each has samples of as many classes, and devices share a class"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        given = [key for key in ("sizes", "dirichlet", "shards") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError("takes exactly one of 'sizes', 'dirichlet' and 'shards'")
+        return self
+
+
+Split = Annotated[
+    Annotated[Literal["lead", "iid"], Tag("[name]")] | Annotated[SplitPart, Tag("[keys]")],
+    # Which of the two is meant shows, so that an error is about that one alone.
+    Discriminator(lambda value: "[keys]" if isinstance(value, dict | SplitPart) else "[name]"),
+]
+
+
 class DataPart(Part):
     """A data set by name (see `testbed data list`)."""
 
@@ -34,6 +65,11 @@ class DataPart(Part):
     )
     path: str | None = Field(None, description="for `image`: the picture's file, relative to the scenario file")
     train: int | None = Field(None, ge=1, description="use only the first N training samples")
+    split: Split = Field(
+        "lead",
+        description="who owns training samples. lead: the lead all of them; iid: each device as many, drawn at random; "
+        "keys: as they say",
+    )
     test: int | None = Field(None, ge=1, description="use only the first N test samples")
 
 

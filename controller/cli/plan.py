@@ -12,6 +12,9 @@ from controller.cli.options import as_json, overrides
 from controller.cli.printing import dump, make_console
 from testbed import formats
 
+CLASSES_SHOWN = 4
+"""Of a device, those with most samples; all of them are in the JSON."""
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -29,7 +32,8 @@ def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     For each device of the plan: its units, parameters, memory against what it has, and the FLOPs it computes in
     a step; then the step time that the planner predicts and, for a pipeline, its schedule drawn as a grid
-    (F0 is the forward of micro-batch 0, B0 its backward). A method that can divide the work in several ways shows
+    (F0 is the forward of micro-batch 0, B0 its backward). Where `workload.data.split` shares training samples
+    among devices: how many each has, of which classes. A method that can divide the work in several ways shows
     each beside the chosen one. A sweep is planned at each of its points.
 
     SCENARIO is a file, or the name of one in scenarios/.
@@ -68,6 +72,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "batch_size": problem.workload.batch_size,
         "lead": chosen.lead,
         "pieces": [_describe_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
+        "data": _describe_data(prepared),
         "memory": {name: chosen.memory(name) for name in chosen.devices},
         "idle": [device.name for device in experiment.devices if device.name not in chosen.devices],
         "step_time": chosen.step_time,
@@ -75,6 +80,20 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "alternatives": [asdict(each) for each in prepared.method.alternatives(problem)],
         "details": chosen.details.model_dump(mode="json"),
     }
+
+
+def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
+    """Return who owns how many training samples of which classes; None where all are the lead's."""
+    from testbed.data.catalog import train_labels
+    from testbed.data.split import class_counts
+    from testbed.prepare import data_folder
+
+    if not prepared.shares:
+        return None
+    labels = train_labels(prepared.problem.workload.data, data_folder(prepared.scenario))
+    counts = class_counts(labels, prepared.shares)
+    owners = [{"device": name, "samples": sum(counts[name].values()), "classes": counts[name]} for name in counts]
+    return {"samples": len(labels), "owners": owners}
 
 
 def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
@@ -134,15 +153,35 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     for name in described["idle"]:
         table.add_row(name, "-")
     console.print(table)
-    console.print(f"\n[dim]* lead, holds the data; of: the device's memory; FLOP, time: per {unit}[/dim]")
+    lead = "lead" if described["data"] else "lead, holds the data"
+    console.print(f"\n[dim]* {lead}; of: the device's memory; FLOP, time: per {unit}[/dim]")
     if described["step_time"] is not None:
         console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]")
+    if described["data"]:
+        console.print()
+        _print_data(console, described["data"])
     if described["schedule"]:
         console.print()
         console.print(described["schedule"], soft_wrap=True)
     if described["alternatives"]:
         console.print()
         _print_alternatives(console, described["alternatives"])
+
+
+def _print_data(console: Console, data: dict[str, Any]) -> None:
+    """Print who owns which training samples."""
+    from controller.report import tables
+
+    table = tables.table("device", "samples", "classes", "samples of a class", right=("samples", "classes"))
+    for row in data["owners"]:
+        counts = row["classes"]
+        most = sorted(counts, key=lambda label: (-counts[label], label))
+        shown = ", ".join(f"{label}: {counts[label]:,}" for label in most[:CLASSES_SHOWN])
+        more = ", ..." if len(most) > CLASSES_SHOWN else ""
+        table.add_row(row["device"], f"{row['samples']:,}", str(len(counts)), shown + more)
+    console.print(table)
+    owned = sum(row["samples"] for row in data["owners"])
+    console.print(f"\n[dim]{owned:,} of {data['samples']:,} training samples; the lead has the test samples[/dim]")
 
 
 def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:

@@ -133,6 +133,7 @@ def deployment(lab: Lab, prepared: Prepared, device: str) -> dict[str, Any]:
         "scenario": prepared.scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
         "plan": prepared.plan.model_dump(mode="json"),
         "method": None if code is None else code.model_dump(mode="json"),
+        "samples": dict(prepared.problem.samples),
         "peers": {name: found.address for name, found in lab.devices.items() if name != device},
         "broadcast": lab.broadcast,
     }
@@ -233,10 +234,11 @@ class _Execution:
         agent = self._lab.agent(name)
         agent.deploy(deployment(self._lab, self._prepared, name))
         self._containers.inform(name)
-        if name == self._lead:
-            agent.put_data(self._dataset)
-            if self._weights is not None:
-                agent.put_shard(self._weights)
+        own = self._prepared.share(self._dataset, name)
+        if own is not None:
+            agent.put_data(own)
+        if name == self._lead and self._weights is not None:
+            agent.put_shard(self._weights)
 
     def _start(self, name: str) -> None:
         self._lab.agent(name).start(self._origin)

@@ -244,6 +244,16 @@ def describe(name: str) -> Source:
     raise InputError(f"there is no data set '{name}'; choose one of {', '.join(DATASETS)}", ("data", "name"))
 
 
+def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
+    """Return the labels of the training samples that a scenario names, (samples,); raises `InputError` as `load`."""
+    source = describe(part.name)
+    if source.read is None:
+        return synthetic.train_labels(part.name, part.train)
+    name, (_, labels), _ = source.read(source, folder)
+    _check_limit(name, "train", len(labels), part.train)
+    return labels[: part.train].astype(np.int64)
+
+
 def load(part: DataPart, folder: Path | None = None) -> Dataset:
     """Read the set that a scenario names, its files from ``folder`` (``part.folder`` where that is None).
 
@@ -273,8 +283,12 @@ def _take(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Return the first ``limit`` samples as floats; only those are ever widened to four bytes a pixel."""
     images, labels = samples
-    if limit is not None and limit > len(images):
-        raise InputError(f"{name} has {len(images)} samples in this part, not {limit}", ("data", part))
+    _check_limit(name, part, len(images), limit)
     scaled = images[:limit].astype(np.float32)
     scaled /= 255
     return scaled, labels[:limit].astype(np.int64)
+
+
+def _check_limit(name: str, part: str, samples: int, limit: int | None) -> None:
+    if limit is not None and limit > samples:
+        raise InputError(f"{name} has {samples} samples in this part, not {limit}", ("data", part))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,17 @@ class Dataset:
     train_labels: npt.NDArray[np.int64]
     test_images: npt.NDArray[np.float32]
     test_labels: npt.NDArray[np.int64]
+
+    def part(self, train: npt.NDArray[np.int64], tests: bool) -> Dataset:
+        """Return a set with these training samples alone, (samples,) by their indices, and all or no test samples."""
+        test = slice(None) if tests else slice(0)
+        return replace(
+            self,
+            train_images=self.train_images[train],
+            train_labels=self.train_labels[train],
+            test_images=self.test_images[test],
+            test_labels=self.test_labels[test],
+        )
 
     @property
     def shape(self) -> tuple[Any, ...]:

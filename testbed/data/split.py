@@ -1,62 +1,122 @@
-"""How training samples are shared among devices: by indices, seeded, every sample to exactly one device."""
+"""Who owns which training samples: shares of indices, a function of labels, owners and seed alone."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from testbed.errors import InputError, Key
 from testbed.seeds import derive
+from testbed.workload import Split, SplitPart
 
 Indices = npt.NDArray[np.int64]
 
+_KEY: Key = ("data", "split")
 
-def _check(samples: int, devices: int) -> None:
-    if not 1 <= devices <= samples:
-        raise ValueError(f"{samples} samples cannot be shared among {devices} devices")
+
+def split(labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int) -> dict[str, Indices]:
+    """Share samples among the devices that own data; no sample goes to two of them.
+
+    All samples are shared, but for `sizes` that add up to fewer and for classes that `shards` gives to nobody.
+
+    Args:
+        labels: of all training samples, (samples,).
+        classes: that there are, numbered from 0.
+        owners: the devices that own data.
+        how: as ``workload.data.split`` says; not ``lead``, which shares nothing.
+        seed: the scenario's.
+
+    Returns:
+        By device, the indices of its samples in ascending order, (samples of the device,).
+
+    Raises:
+        InputError: where a device would be left without samples, or there are too few samples or classes.
+
+    """
+    if len(owners) > len(labels):
+        text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
+        raise InputError(text, _KEY)
+    if not isinstance(how, SplitPart):
+        found, remedy = _iid(labels, len(owners), seed), ""
+    elif how.sizes is not None:
+        found, remedy = _sizes(labels, owners, how.sizes, seed), ""
+    elif how.dirichlet is not None:
+        found = _dirichlet(labels, len(owners), how.dirichlet, seed)
+        remedy = "use a larger value, fewer devices or another seed"
+    else:
+        assert how.shards is not None
+        found = _shards(labels, classes, len(owners), how.shards, seed)
+        remedy = "use more samples or fewer devices"
+    for name, share in zip(owners, found, strict=True):
+        if not len(share):
+            raise InputError(f"leaves {name} without samples: {remedy}", _KEY)
+    return {name: np.sort(share) for name, share in zip(owners, found, strict=True)}
+
+
+def class_counts(labels: Indices, shares: Mapping[str, Indices]) -> dict[str, dict[int, int]]:
+    """Return how many samples of which classes each device owns; of classes that it has none of, nothing."""
+    counted = {name: np.unique(labels[share], return_counts=True) for name, share in shares.items()}
+    return {name: dict(zip(of.tolist(), counts.tolist(), strict=True)) for name, (of, counts) in counted.items()}
 
 
 def _generator(seed: int, kind: str) -> np.random.Generator:
     return np.random.default_rng(derive(seed, "split", kind))
 
 
-def iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
+def _iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
     """Share at random; the shares' sizes differ by one at most."""
-    _check(len(labels), devices)
-    order = _generator(seed, "iid").permutation(len(labels))
-    return [np.sort(share) for share in np.array_split(order, devices)]
+    return np.array_split(_generator(seed, "iid").permutation(len(labels)), devices)
 
 
-def balanced(labels: Indices, devices: int, seed: int) -> list[Indices]:
-    """Share each class evenly: a class's counts, and the shares' sizes, differ by one at most."""
-    _check(len(labels), devices)
-    order = _generator(seed, "balanced").permutation(len(labels))
-    by_class = order[np.argsort(labels[order], kind="stable")]
-    # Dealing the sorted samples out like cards goes on from class to class where the last one stopped.
-    return [np.sort(by_class[device::devices]) for device in range(devices)]
+def _sizes(labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: int) -> list[Indices]:
+    """Share at random, so many samples to each."""
+    key = (*_KEY, "sizes")
+    if len(sizes) != len(owners):
+        raise InputError(f"names {len(sizes)} sizes, but {len(owners)} devices own data: {', '.join(owners)}", key)
+    if sum(sizes) > len(labels):
+        raise InputError(f"add up to {sum(sizes)} samples, but there are {len(labels)}: use smaller ones", key)
+    order = _generator(seed, "sizes").permutation(len(labels))
+    return np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
 
 
-def dirichlet(labels: Indices, devices: int, seed: int, alpha: float, least: int = 1) -> list[Indices]:
-    """Share each class in proportions drawn from a Dirichlet distribution with concentration ``alpha``.
-
-    A small alpha gives each device few classes, a large one nears `iid`. A device left with fewer than ``least``
-    samples is given some of the largest share.
-    """
-    _check(len(labels), devices)
-    if alpha <= 0:
-        raise ValueError(f"alpha must be positive, not {alpha}")
-    if least * devices > len(labels):
-        raise ValueError(f"{len(labels)} samples do not give {devices} devices {least} each")
+def _dirichlet(labels: Indices, devices: int, concentration: float, seed: int) -> list[Indices]:
+    """Share each class in proportions drawn from a Dirichlet distribution (Hsu et al., 2019)."""
     generator = _generator(seed, "dirichlet")
-    shares: list[list[int]] = [[] for _ in range(devices)]
+    shares: list[list[Indices]] = [[] for _ in range(devices)]
     for label in np.unique(labels):
         members = generator.permutation(np.flatnonzero(labels == label))
-        edges = np.cumsum(generator.dirichlet([alpha] * devices))[:-1]
+        edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1]
         for share, part in zip(shares, np.split(members, (edges * len(members)).astype(int)), strict=True):
-            share.extend(part.tolist())
-    for share in shares:
-        while len(share) < least:
-            share.append(max(shares, key=len).pop())
-    return [np.sort(np.array(share, dtype=np.int64)) for share in shares]
+            share.append(part)
+    return [np.concatenate(share) for share in shares]
+
+
+def _shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -> list[Indices]:
+    """Deal so many classes to each device, all classes about equally often; who has a class shares it evenly.
+
+    The "quantity-based label imbalance" of Li et al. (Federated learning on non-IID data silos, 2022).
+    """
+    if each > classes:
+        raise InputError(f"there are {classes} classes, not {each}: use fewer", (*_KEY, "shards"))
+    generator = _generator(seed, "shards")
+    deck: list[int] = []
+    hands: list[list[int]] = []
+    for _ in range(devices):
+        hand: list[int] = []
+        while len(hand) < each:
+            if all(label in hand for label in deck):
+                deck += generator.permutation(classes).tolist()
+            hand.append(deck.pop(next(place for place, label in enumerate(deck) if label not in hand)))
+        hands.append(hand)
+    shares: list[list[Indices]] = [[] for _ in range(devices)]
+    for label in range(classes):
+        holders = [device for device, hand in enumerate(hands) if label in hand]
+        members = generator.permutation(np.flatnonzero(labels == label))
+        for device, part in zip(holders, np.array_split(members, max(len(holders), 1)), strict=False):
+            shares[device].append(part)
+    return [np.concatenate(share) for share in shares]
 
 
 def holdout(labels: Indices, fraction: float) -> tuple[Indices, Indices]:

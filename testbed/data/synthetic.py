@@ -34,6 +34,15 @@ def parse(name: str) -> tuple[tuple[int, int, int], int]:
     return (channels, height, width), classes
 
 
+def train_labels(name: str, train: int | None) -> npt.NDArray[np.int64]:
+    """Return the labels of the set's training samples, (samples,), without making the samples."""
+    return _labels(train or TRAIN, parse(name)[1])
+
+
+def _labels(count: int, classes: int) -> npt.NDArray[np.int64]:
+    return np.arange(count, dtype=np.int64) % classes
+
+
 def make(name: str, train: int | None, test: int | None) -> Dataset:
     """Make the set of that name; the same for everybody, whatever the scenario's seed."""
     shape, classes = parse(name)
@@ -45,7 +54,7 @@ def make(name: str, train: int | None, test: int | None) -> Dataset:
 
     def draw(part: str, count: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         noise = np.random.default_rng(derive(0, "synthetic", part, *shape, classes))
-        labels = np.arange(count, dtype=np.int64) % classes
+        labels = _labels(count, classes)
         images = prototypes[labels]
         images += np.float32(_NOISE) * noise.standard_normal(images.shape, dtype=np.float32)
         return images.clip(0, 1, out=images), labels

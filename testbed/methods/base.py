@@ -79,6 +79,8 @@ class Problem(Generic[ProblemOptions]):
     workload: WorkloadPart
     options: ProblemOptions
     seed: int
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """Training samples by device, of those that own data; none where all samples are the lead's."""
 
     def device(self, name: str) -> DeviceSpec:
         """Return the device of that name."""
@@ -92,7 +94,8 @@ class Job(Generic[ProblemOptions, PlanDetails]):
     problem: Problem[ProblemOptions]
     plan: Plan[PlanDetails]
     dataset: Dataset | None
-    """Only on the plan's lead."""
+    """The training samples that this device owns, and on the plan's lead the test samples; None on a device without
+    any. Where the workload does not split its data, all samples are the lead's."""
     weights: Mapping[str, torch.Tensor] | None = None
     """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead."""
 
@@ -119,6 +122,13 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     @abstractmethod
     async def program(self, device: Device, job: Job[MethodOptions, MethodDetails]) -> None:
         """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
+
+    def data_owners(self, problem: Problem[MethodOptions]) -> tuple[str, ...]:
+        """Return the devices that ``workload.data.split`` shares training samples among; pure.
+
+        None, unless a method says otherwise: all samples are the lead's, and a split is refused.
+        """
+        return ()
 
     def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
         """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""

@@ -296,8 +296,9 @@ def _parts(schema: Mapping[str, Any], model: type[BaseModel]) -> list[Mapping[st
     """Return the alternatives of one value's schema, references followed."""
     if "$ref" in schema:
         return _parts(_schema(model)["$defs"][schema["$ref"].rpartition("/")[2]], model)
-    if "anyOf" in schema:
-        return [part for choice in schema["anyOf"] for part in _parts(choice, model)]
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if choices:
+        return [part for choice in choices for part in _parts(choice, model)]
     return [schema]
 
 
@@ -358,7 +359,8 @@ _STRUCTURES = {
 
 
 def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Diagnostic:
-    key: Key = tuple(part for part in detail["loc"] if part != "[key]")
+    # In brackets stands what is no key of the file: a mapping's key as such, one of several kinds of value.
+    key: Key = tuple(part for part in detail["loc"] if not str(part).startswith("["))
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         text = f"unknown key '{key[-1]}': {nearest(str(key[-1]), _known(key[:-1], model))}"

@@ -44,7 +44,8 @@ def simulate(
 
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
         lead = device.name == plan.lead
-        return method.program(device, Job(problem, plan, dataset if lead else None, weights if lead else None))
+        own = None if dataset is None else prepared.share(dataset, device.name)
+        return method.program(device, Job(problem, plan, own, weights if lead else None))
 
     limit = experiment.time_limit
     world = World(

@@ -173,7 +173,9 @@ async def expose(device: Device, job: Job, options: Instructions) -> None:
     weights = dict(job.weights or {})
     device.expose(lambda: weights)
     if job.dataset is not None:
-        device.record("log", data=job.dataset.name, samples=len(job.dataset.train_labels))
+        train, tests = len(job.dataset.train_labels), len(job.dataset.test_labels)
+        owned = dict(job.problem.samples)
+        device.record("log", data=job.dataset.name, samples=train, tests=tests, owned=owned)
     await device.compute(lambda: weights.update(w=torch.ones(2, 3)), Cost(), Span("work"))
     await device.receive()
 

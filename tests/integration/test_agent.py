@@ -185,17 +185,18 @@ def test_events_are_read_again_from_any_number(pair: list[LoopbackDevice]) -> No
 
 def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
-    agent.deploy(deployment(pair[0], pair[:1], "expose"))
+    agent.deploy(deployment(pair[0], pair[:1], "expose") | {"samples": {"a": 4, "b": 2}})
     agent.put_shard({"w": torch.zeros(2, 3), "kept": torch.arange(4, dtype=torch.bfloat16)})
     images = np.zeros((6, 1, 2, 2), np.float32)
-    agent.put_data(Dataset("tiny", 2, images, np.zeros(6, np.int64), images, np.zeros(6, np.int64)))
+    dataset = Dataset("tiny", 2, images, np.zeros(6, np.int64), images, np.zeros(6, np.int64))
+    agent.put_data(dataset.part(np.array([0, 2, 3, 5]), tests=False))
     with pytest.raises(AgentError, match="no weights"):
         agent.weights()
     after = int(agent.metrics()["testbed_events_total"])
     agent.start(time.monotonic())
     stream = agent.events(after)
     log = next(event for event in stream if event.event == "log")
-    assert log.fields == {"data": "tiny", "samples": 6}
+    assert log.fields == {"data": "tiny", "samples": 4, "tests": 0, "owned": {"a": 4, "b": 2}}
     assert next(event for event in stream if event.event == "compute")
     weights = agent.weights()
     assert weights["w"].tolist() == [[1, 1, 1], [1, 1, 1]]

@@ -21,7 +21,7 @@ from testbed.data import DATASETS, describe, load
 from testbed.data.batches import batch, in_order, micro_batches, steps_per_epoch
 from testbed.data.catalog import Remote
 from testbed.data.fetch import fetch
-from testbed.data.split import balanced, dirichlet, holdout, iid
+from testbed.data.split import holdout
 from testbed.errors import HostError, InputError
 from testbed.workload import DataPart
 
@@ -220,46 +220,6 @@ def test_synthetic_sets_say_so_and_can_be_learned() -> None:
 def test_synthetic_names_that_mean_nothing(name: str) -> None:
     with pytest.raises(InputError, match=f"'{name}'"):
         load(part(name))
-
-
-@given(seed=st.integers(0, 99), devices=st.integers(1, 12), alpha=st.sampled_from([0.05, 1.0, 100.0]))
-def test_every_sample_goes_to_exactly_one_device(seed: int, devices: int, alpha: float) -> None:
-    shares = {
-        "iid": iid(LABELS, devices, seed),
-        "balanced": balanced(LABELS, devices, seed),
-        "dirichlet": dirichlet(LABELS, devices, seed, alpha, least=3),
-    }
-    for kind, parts in shares.items():
-        assert len(parts) == devices
-        assert sorted(np.concatenate(parts).tolist()) == list(range(len(LABELS)))
-        sizes = [len(share) for share in parts]
-        assert min(sizes) >= 3
-        if kind != "dirichlet":
-            assert max(sizes) - min(sizes) <= 1
-    counts = np.stack([np.bincount(LABELS[share], minlength=5) for share in shares["balanced"]])
-    assert (counts.max(0) - counts.min(0)).max() <= 1
-    again = dirichlet(LABELS, devices, seed, alpha, least=3)
-    assert all(np.array_equal(one, other) for one, other in zip(again, shares["dirichlet"], strict=True))
-
-
-def test_a_small_alpha_skews_and_a_large_one_does_not() -> None:
-    labels = np.repeat(np.arange(10), 100)
-
-    def largest_class(alpha: float) -> float:
-        shares = dirichlet(labels, 5, seed=1, alpha=alpha)
-        return float(np.mean([np.bincount(labels[share]).max() / len(share) for share in shares]))
-
-    assert largest_class(0.05) > 0.4
-    assert largest_class(1000.0) < 0.15
-
-
-def test_splits_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="3 samples cannot be shared among 4 devices"):
-        iid(LABELS[:3], 4, seed=0)
-    with pytest.raises(ValueError, match="alpha must be positive"):
-        dirichlet(LABELS, 2, seed=0, alpha=0)
-    with pytest.raises(ValueError, match="do not give 2 devices 60 each"):
-        dirichlet(LABELS, 2, seed=0, alpha=1, least=60)
 
 
 def test_holdout_takes_its_share_of_each_class() -> None:
