@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agent.casting import Caster, Lost
 from agent.disk import Disk
 from agent.events import EventLog
-from agent.pacing import Charge, DeviceTime, Measured, Pace, Processor, fixed, slowed
+from agent.pacing import Charge, DeviceTime, Measured, Pace, Processors, fixed, slowed
 from agent.receiving import Arrival, Inbox
 from agent.sending import Lane
 from agent.settings import Address, Settings
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class RealDevice:
     """One device from the start of its program to its end; see `testbed.device.Device` for what it promises.
 
-    The program runs in an asyncio loop, which sends too; work runs in the processor's thread, and what arrives is
+    The program runs in an asyncio loop, which sends too; work runs in the processors' threads, and what arrives is
     handed over by the server's threads. ``origin`` is the monotonic instant at which
     the workload began.
     """
@@ -50,7 +50,7 @@ class RealDevice:
     ) -> None:
         self.name = settings.device
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self.processor = Processor(pace)
+        self.processors = Processors(spec.processors, pace)
         self.lanes: dict[str, Lane] = {}
         self.totals = Totals()
         self.inbox = Inbox(peers, settings.inbox_limit, self._arrived)
@@ -77,7 +77,7 @@ class RealDevice:
     def close(self) -> None:
         """Stop every thread; what is under way is given up, what still arrives is forgotten."""
         self._closed = True
-        self.processor.close()
+        self.processors.close()
         self._caster.close()
         for lane in self.lanes.values():
             lane.close()
@@ -107,8 +107,8 @@ class RealDevice:
         return self._disk.saved(name)
 
     def between_works(self, call: Callable[[], T]) -> T:
-        """Call something while the processor does nothing else; blocks until it could."""
-        return self.processor.between_works(call)
+        """Call something while the processor, if there is but one, does nothing else; blocks until it could."""
+        return self.processors.between_works(call)
 
     async def sleep(self, seconds: float) -> None:
         """Wait on the wall clock."""
@@ -117,7 +117,7 @@ class RealDevice:
         self._time.hear(end)
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Do the work in the processor's thread, and return its result when the device would have it."""
+        """Do the work in a processor's thread, and return its result when the device would have it."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def begin(instant: float) -> bool:
@@ -145,7 +145,7 @@ class RealDevice:
                 )
             self._from_thread(self._settle, future, result, failure, ended)
 
-        self.processor.put(work, self._charge(cost), begin, end, self._time.heard)
+        self.processors.put(work, self._charge(cost), begin, end, self._time.heard)
         return await future
 
     def _charge(self, cost: Cost) -> Charge:

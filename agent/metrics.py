@@ -76,7 +76,7 @@ def exposition(runner: Runner) -> str:
         family("received_messages_total", "counter", "Messages that arrived.", {"": totals.messages_received})
         family("inbox_messages", "gauge", "Messages that wait for the program.", {"": device.waiting})
         family("inbox_bytes", "gauge", "Memory of messages that wait or arrive.", {"": device.inbox.bytes})
-        family("compute_queue", "gauge", "Pieces of work that wait for the processor.", {"": device.processor.waiting})
+        family("compute_queue", "gauge", "Pieces of work that wait for the processor.", {"": device.processors.waiting})
         family(
             "send_queue",
             "gauge",

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from agent.pacing import Processor, fixed
+from agent.pacing import Processors, fixed
 
 LOAD = 0.1
 """Share of its charge for which work really computes, as torch does for small layers."""
@@ -27,7 +27,7 @@ def spin(seconds: float) -> None:
 
 def measure(charges: list[float], seconds: float) -> dict[str, Any]:
     """Return ``spans`` and ``wall``."""
-    processor, over = Processor(), threading.Event()
+    processors, over = Processors(), threading.Event()
     spans: list[list[float]] = []
     began = time.monotonic()
 
@@ -42,7 +42,7 @@ def measure(charges: list[float], seconds: float) -> dict[str, Any]:
             else:
                 over.set()
 
-        processor.put(lambda: spin(charge * LOAD), fixed(charge), lambda _: True, end, ready)
+        processors.put(lambda: spin(charge * LOAD), fixed(charge), lambda _: True, end, ready)
 
     put(0, began)
     over.wait()

@@ -1,4 +1,4 @@
-"""The device's time: one processor whose real work is stretched to what the device would need, and nothing else.
+"""The device's time: processors whose real work is stretched to what the device would need, and nothing else.
 
 The host's own share, Python between a message and the work that it sets off or between that work and the next message,
 differs from host to host and is no part of any device. It is kept out twice. Work is charged from the instant of what
@@ -14,6 +14,7 @@ import math
 import queue
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,13 +50,24 @@ class Measured:
 
 
 class Pace:
-    """How fast a processor goes as a share of its own speed, and since when. Safe to use from several threads."""
+    """How fast processors go as a share of their own speed, and since when. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: list[tuple[float, float]] = [(-math.inf, 1.0)]
-        self.changed = threading.Event()
-        """Set at each change, for whoever waits for work to be over."""
+        self._watchers: list[threading.Event] = []
+
+    def watch(self) -> threading.Event:
+        """Return an event that is set at each change from now on, for one thread that waits for work to be over."""
+        changed = threading.Event()
+        with self._lock:
+            self._watchers.append(changed)
+        return changed
+
+    def forget(self, changed: threading.Event) -> None:
+        """Set this event no more."""
+        with self._lock:
+            self._watchers.remove(changed)
 
     @property
     def factor(self) -> float:
@@ -68,7 +80,8 @@ class Pace:
             raise ValueError(f"a processor goes at a positive share of its speed, not {factor}")
         with self._lock:
             self._steps.append((time.monotonic(), factor))
-        self.changed.set()
+            for changed in self._watchers:
+                changed.set()
 
     def due(self, origin: float, charge: float) -> float:
         """Return when work is over that takes ``charge`` seconds at full speed and begins at ``origin``.
@@ -76,10 +89,7 @@ class Pace:
         As far as is known now: a change that is still to come moves it.
         """
         with self._lock:
-            # What lies before the work under way is of no use any more: work is asked about in the order of time.
-            while len(self._steps) > 1 and self._steps[1][0] <= origin:
-                del self._steps[0]
-            steps = list(self._steps)
+            steps = self._steps[max(0, bisect_right(self._steps, (origin, math.inf)) - 1) :]
         instant, left = origin, charge
         for (_, factor), (until, _) in pairwise([*steps, (math.inf, 0.0)]):
             took = left / factor
@@ -131,16 +141,20 @@ class _Work:
     """Monotonic instant from which it could begin."""
 
 
-class Processor:
-    """Runs work in the order it is put, one piece at a time, in a thread of its own."""
+class Processors:
+    """Begin work in the order it is put, each in a thread of its own with one piece at a time."""
 
-    def __init__(self, pace: Pace | None = None) -> None:
+    def __init__(self, count: int = 1, pace: Pace | None = None) -> None:
         self._pace = pace or Pace()
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._free = 0.0
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._thread.start()
+        self._changed = [self._pace.watch() for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(changed,), name="compute", daemon=True)
+            for changed in self._changed
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def put(
         self,
@@ -153,15 +167,16 @@ class Processor:
         """Queue work that is to take what it is charged from the monotonic instant ``ready`` on (now, where None).
 
         ``begin`` is called with the instant at which it begins for the device and may return False to skip it; ``end``
-        gets its result or exception ``LEAD_SECONDS`` before the time has passed. Both are called in the processor's
-        thread.
+        gets its result or exception ``LEAD_SECONDS`` before the time has passed. Both are called in the
+        processor's thread.
         """
         self._queue.put(_Work(work, charge, begin, end, time.monotonic() if ready is None else ready))
 
     def between_works(self, call: Callable[[], T]) -> T:
-        """Call something in the processor's thread, or here once that has ended; blocks until it is done."""
+        """Call something in a processor's thread, or here once those have ended; blocks until it is done."""
         if self._stop.is_set():
-            self._thread.join()
+            for thread in self._threads:
+                thread.join()
             return call()
         outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self.put(call, fixed(0.0), lambda _: True, lambda result, failure, _: outcome.put((result, failure)))
@@ -169,7 +184,7 @@ class Processor:
             try:
                 result, failure = outcome.get(timeout=0.1)
             except queue.Empty:
-                if not self._thread.is_alive() and outcome.empty():
+                if not any(thread.is_alive() for thread in self._threads) and outcome.empty():
                     return call()
                 continue
             if failure is not None:
@@ -179,7 +194,7 @@ class Processor:
     @property
     def threads(self) -> list[int]:
         """The kernel's numbers of the threads that compute."""
-        return [self._thread.native_id] if self._thread.native_id is not None else []
+        return [thread.native_id for thread in self._threads if thread.native_id is not None]
 
     @property
     def waiting(self) -> int:
@@ -187,24 +202,28 @@ class Processor:
         return self._queue.qsize()
 
     def close(self) -> None:
-        """End the thread after the work under way, without waiting its time out."""
+        """End the threads after the work under way, without waiting its time out."""
         self._stop.set()
-        self._queue.put(None)
-        self._pace.changed.set()
+        for changed in self._changed:
+            self._queue.put(None)
+            changed.set()
 
-    def _run(self) -> None:
+    def _run(self, changed: threading.Event) -> None:
         precise_sleep()
+        free = 0.0
         while (item := self._queue.get()) is not None and not self._stop.is_set():
             start = time.monotonic()
             # For the device, work that waited began when the work before it was over. That this thread wakes up a
             # little late must not add up over thousands of pieces; but time lost for good, as in a pause, is not
             # caught up.
-            wanted = max(item.ready, self._free)
+            wanted = max(item.ready, free)
             origin = max(wanted, start - CATCH_UP_SECONDS)
             if item.begin(origin):
-                self._perform(item, start, origin, origin - wanted)
+                free = self._perform(item, start, origin, origin - wanted, changed)
+        self._pace.forget(changed)
 
-    def _perform(self, item: _Work, start: float, origin: float, late: float) -> None:
+    def _perform(self, item: _Work, start: float, origin: float, late: float, changed: threading.Event) -> float:
+        """Do a piece of work; return when this processor is free again."""
         result, failure = None, None
         processor_time = time.thread_time()
         try:
@@ -214,18 +233,18 @@ class Processor:
         busy = time.monotonic() - start
         if failure is not None:
             item.end(None, failure, Measured(start, busy, busy, 0.0, late))
-            return
+            return origin
         charge = item.charge(time.thread_time() - processor_time)
-        due = self._wait(origin, charge, start + busy)
-        self._free = max(due, start + busy)
+        due = self._wait(origin, charge, start + busy, changed)
+        free = max(due, start + busy)
         if not self._stop.is_set():
-            duration = max(self._free, time.monotonic()) - origin
+            duration = max(free, time.monotonic()) - origin
             late += max(0.0, origin + duration - due)
             item.end(result, None, Measured(origin, duration, busy, max(0.0, busy - (due - origin)), late))
+        return free
 
-    def _wait(self, origin: float, charge: float, busy_until: float) -> float:
+    def _wait(self, origin: float, charge: float, busy_until: float, changed: threading.Event) -> float:
         """Wait until ``LEAD_SECONDS`` before the work is over for the device; return when it is over."""
-        changed = self._pace.changed
         while True:
             changed.clear()
             due = self._pace.due(origin, charge)

@@ -49,7 +49,7 @@ class Runner:
         self.settings = settings
         self.log = EventLog(settings.event_limit)
         self.pace = Pace()
-        """Of the device's processor, from its boot on, whatever program runs."""
+        """Of the device's processors, from its boot on, whatever program runs."""
         self.state = "idle"
         self.error: str | None = None
         self.device: RealDevice | None = None
@@ -221,7 +221,7 @@ class Runner:
 
 async def _watch(device: RealDevice) -> None:
     """Record now and then, and at the end, for how long the host kept the device waiting."""
-    waiting, since = WaitingTime(without=device.processor.threads), time.monotonic()
+    waiting, since = WaitingTime(without=device.processors.threads), time.monotonic()
 
     def record() -> None:
         nonlocal since

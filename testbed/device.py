@@ -71,9 +71,10 @@ class Device(Protocol):
         """Return the next message of any peer, in the order of arrival."""
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Do the work on the device's one processor; takes ``cost.flops / speed`` of the device's time.
+        """Do the work on one of the device's processors; takes ``cost.flops / speed`` of the device's time.
 
-        Calls queue up and run one at a time in the order of the calls. Records ``begin`` and ``compute``.
+        Calls queue up and begin in the order of the calls, as many at once as the device has processors: one, unless
+        the scenario says otherwise. Records ``begin`` and ``compute``.
         """
 
     async def sleep(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ class DeviceSpec:
 
     name: str
     speed: float
-    """FLOP/s that the pacing charges compute at (a multiply and an add are two)."""
+    """FLOP/s that the pacing charges compute at (a multiply and an add are two), of each processor."""
     memory: float
     """Bytes; the container's limit and the planner's bound."""
     cpus: float | None = None
@@ -24,6 +24,8 @@ class DeviceSpec:
     """bit/s on the wire that the device sends to all others together; None is no limit beside the links' own."""
     downlink: float | None = None
     """bit/s on the wire that it receives from all others together."""
+    processors: int = 1
+    """Pieces of work that it computes at once, each at ``speed``."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Profile:
     again), a peak, or an assumption."""
     source: str
     """Where the figures come from."""
+    processors: int = 1
+    """That compute at once, each at ``speed``."""
 
 
 _GIB = 2.0**30
@@ -105,6 +109,14 @@ _PROFILES = (
         32 * _GIB,
         "measured, HPL float64, six desktop cores",
         f"{_TOP500_BENCHMARK} (Ryzen 5 5600X at 3.7 GHz); memory is an assumption",
+    ),
+    Profile(
+        "i7-11850h",
+        38.2e9,
+        32 * _GIB,
+        "assumption: each of its eight processors like one of edge-server's six",
+        "PipeLearn (Zhang et al.), test platform: 8 cores, 32 GB; the paper gives no speed",
+        processors=8,
     ),
     Profile(
         "cloud-server",

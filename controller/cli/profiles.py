@@ -15,6 +15,7 @@ from testbed import formats
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from testbed.hardware import Profile
     from testbed.network.presets import LinkPreset
 
 
@@ -48,8 +49,7 @@ def profiles(as_json: bool) -> None:
     console = make_console()
     console.print("[bold]Devices[/bold]")
     devices = [
-        (each.name, formats.speed(each.speed), format_size(each.memory), each.basis, each.source)
-        for each in PROFILES.values()
+        (each.name, _speed(each), format_size(each.memory), each.basis, each.source) for each in PROFILES.values()
     ]
     _print_sourced(console, devices)
     console.print("\n[bold]Links[/bold]: up is towards the first device of the scenario")
@@ -58,6 +58,11 @@ def profiles(as_json: bool) -> None:
         for each in PRESETS.values()
     ]
     _print_sourced(console, links)
+
+
+def _speed(profile: Profile) -> str:
+    several = f"{profile.processors} x " if profile.processors > 1 else ""
+    return several + formats.speed(profile.speed)
 
 
 def _delay(preset: LinkPreset) -> str:

@@ -125,6 +125,7 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
                 uplink=part.uplink,
                 downlink=part.downlink,
                 slowdown=part.slowdown,
+                processors=part.processors if part.processors is not None else profile.processors,
             )
     if problems:
         raise scenario.source.error(problems)

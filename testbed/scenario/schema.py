@@ -26,6 +26,12 @@ class DevicePart(Part):
         None, ge=1, le=1000, description="make this number of alike devices, named <name>1 to <name>N"
     )
     speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed")
+    processors: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="compute this number of things at once, each at `speed`; default: the profile's, mostly 1",
+    )
     memory: Size | None = Field(None, gt=0, description="overrides the profile's memory")
     cpus: float | None = Field(None, gt=0, description="CFS quota, for workloads that do not pace themselves")
     slowdown: float | None = Field(

@@ -68,8 +68,9 @@ class SimulatedDevice:
         "_channels",
         "_inbox",
         "_loop",
-        "_processor",
+        "_queue",
         "_receivers",
+        "_under_way",
         "_world",
         "alive",
         "errors",
@@ -99,7 +100,9 @@ class SimulatedDevice:
         """When the last of them has left."""
         self._inbox: deque[Message] = deque()
         self._receivers: deque[asyncio.Future[None]] = deque()
-        self._processor: deque[_Work] = deque()
+        self._queue: deque[_Work] = deque()
+        """Work that no processor has begun."""
+        self._under_way: list[_Work] = []
 
     def now(self) -> float:
         """Return the virtual time."""
@@ -250,17 +253,15 @@ class SimulatedDevice:
         if not self.alive:
             self._stop()
         future: asyncio.Future[T] = self._loop.create_future()
-        self._processor.append(_Work(work, cost, span, future))
-        if len(self._processor) == 1:
-            self._begin()
+        self._queue.append(_Work(work, cost, span, future))
+        self._begin()
         return await future
 
     def _begin(self) -> None:
-        """Begin the first work of the queue that somebody still waits for."""
-        while self._processor:
-            work = self._processor[0]
+        """Begin work of the queue that somebody still waits for, as long as there is a free processor."""
+        while self._queue and len(self._under_way) < self.host.spec.processors:
+            work = self._queue.popleft()
             if work.future.done():
-                self._processor.popleft()
                 continue
             work.start = self._loop.now
             self.write("begin", work.span.fields())
@@ -269,12 +270,11 @@ class SimulatedDevice:
             try:
                 work.result = work.work()
             except Exception as error:  # noqa: BLE001 - it is the program's to handle
-                self._processor.popleft()
                 work.future.set_exception(error)
                 continue
             work.remaining = work.cost.flops / self.host.speed
+            self._under_way.append(work)
             self._go_on(work)
-            return
 
     def _go_on(self, work: _Work) -> None:
         if not self.host.paused:
@@ -282,28 +282,25 @@ class SimulatedDevice:
             self._loop.at(work.ends, self._end, work)
 
     def pause(self) -> None:
-        """Stop the processor and hold back the program."""
+        """Stop the processors and hold back the program."""
         self._loop.freeze(self)
-        if self._processor:
-            work = self._processor[0]
+        for work in self._under_way:
             work.remaining, work.ends = work.ends - self._loop.now, -1.0
 
     def resume(self) -> None:
-        """Let the processor and the program go on."""
+        """Let the processors and the program go on."""
         self._loop.thaw(self)
-        if self._processor:
-            self._go_on(self._processor[0])
+        for work in self._under_way:
+            self._go_on(work)
 
     def change_speed(self, factor: float) -> None:
         """Do what is left of the work under way at so many times the speed so far."""
-        if not self._processor:
-            return
-        work = self._processor[0]
-        if self.host.paused:
-            work.remaining /= factor
-        elif work.ends > self._loop.now:  # it is not over, nor only just about to begin
-            work.remaining = (work.ends - self._loop.now) / factor
-            self._go_on(work)
+        for work in self._under_way:
+            if self.host.paused:
+                work.remaining /= factor
+            elif work.ends > self._loop.now:  # it is not over
+                work.remaining = (work.ends - self._loop.now) / factor
+                self._go_on(work)
 
     def kill(self) -> None:
         """End the program wherever it is; nothing that it still does has any effect."""
@@ -315,7 +312,7 @@ class SimulatedDevice:
     def _end(self, work: _Work) -> None:
         if not self.alive or work.ends != self._loop.now:
             return
-        self._processor.popleft()
+        self._under_way.remove(work)
         duration = self._loop.now - work.start
         self.write(
             "compute",
@@ -335,8 +332,7 @@ class SimulatedDevice:
     def waits_for(self) -> str:
         """Say what the program waits for, for the report of a deadlock."""
         reasons = [f"{name} to acknowledge" for name, channel in self._channels.items() if channel.waits(self)]
-        if self._processor:
-            reasons.append(f"its processor ({self._processor[0].span.name})")
+        reasons += [f"its processor ({work.span.name})" for work in self._under_way]
         if any(not receiver.done() for receiver in self._receivers):
             reasons.append("a message")
         if not self.running:

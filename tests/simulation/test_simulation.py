@@ -44,6 +44,39 @@ def test_processor_is_serial():
     assert ends == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
+def test_several_processors_begin_work_in_its_order_and_compute_at_once():
+    ends = []
+
+    async def lead(device: Device):
+        async def work(i, flops):
+            await device.compute(lambda: None, Cost(flops), Span("w", batch=i))
+            ends.append((i, device.now()))
+
+        await asyncio.gather(*(work(i, flops) for i, flops in enumerate((2e6, 1e6, 2e6, 1e6))))
+
+    world({"lead": lead}, access={"lead": {"processors": 2}}).run()
+    assert ends == [(1, 1.0), (0, 2.0), (2, 3.0), (3, 3.0)]
+
+
+def test_a_pause_and_a_throttle_hit_all_processors():
+    ends = []
+
+    async def lead(device: Device):
+        async def work(i):
+            await device.compute(lambda: None, Cost(4e6), Span("w", batch=i))
+            ends.append(device.now())
+
+        await asyncio.gather(*(work(i) for i in range(2)))
+
+    faults = [
+        {"pause": "lead", "at": "1s", "for": "1s"},
+        {"throttle": {"device": "lead", "slowdown": 2}, "at": "3s"},
+    ]
+    world({"lead": lead}, access={"lead": {"processors": 2}}, faults=faults).run()
+    # A second of work, a pause, another second, and the two that are left at half the speed.
+    assert ends == [7.0, 7.0]
+
+
 def test_deadlock_is_named():
     async def waits(device: Device):
         await device.receive()

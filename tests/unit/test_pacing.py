@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agent import pacing
-from agent.pacing import CATCH_UP_SECONDS, LEAD_SECONDS, DeviceTime, Measured, Pace, Processor, fixed, slowed
+from agent.pacing import CATCH_UP_SECONDS, LEAD_SECONDS, DeviceTime, Measured, Pace, Processors, fixed, slowed
 
 
 class Clock:
@@ -38,27 +39,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def perform(processor: Processor, works: list[tuple[Any, float]]) -> list[Measured]:
+def perform(processors: Processors, works: list[tuple[Any, float]]) -> list[Measured]:
     """Queue works behind a first one, so that all wait before any begins; return how they went."""
     measured: list[Measured] = []
     gate, over = threading.Event(), threading.Event()
-    processor.put(gate.wait, fixed(0.0), lambda _: True, lambda *_: None)
+    processors.put(gate.wait, fixed(0.0), lambda _: True, lambda *_: None)
     for work, charge in works:
-        processor.put(work, fixed(charge), lambda _: True, lambda _result, _failure, how: measured.append(how))
-    processor.put(lambda: None, fixed(0.0), lambda _: True, lambda *_: over.set())
+        processors.put(work, fixed(charge), lambda _: True, lambda _result, _failure, how: measured.append(how))
+    processors.put(lambda: None, fixed(0.0), lambda _: True, lambda *_: over.set())
     gate.set()
     assert over.wait(5)
-    processor.close()
+    processors.close()
     return measured
 
 
 def test_work_takes_what_is_charged(clock: Clock) -> None:
-    (how,) = perform(Processor(), [(lambda: clock.sleep(0.1), 0.5)])
+    (how,) = perform(Processors(), [(lambda: clock.sleep(0.1), 0.5)])
     assert how == Measured(100.0, pytest.approx(0.5), pytest.approx(0.1), 0.0, 0.0)
 
 
 def test_a_slow_host_is_a_deficit(clock: Clock) -> None:
-    first, second = perform(Processor(), [(lambda: clock.sleep(0.3), 0.1), (lambda: None, 0.1)])
+    first, second = perform(Processors(), [(lambda: clock.sleep(0.3), 0.1), (lambda: None, 0.1)])
     assert first.duration == first.busy == pytest.approx(0.3)
     assert first.deficit == pytest.approx(0.2)
     assert second.start == pytest.approx(100.3)
@@ -67,33 +68,33 @@ def test_a_slow_host_is_a_deficit(clock: Clock) -> None:
 
 def test_waking_late_does_not_add_up(clock: Clock) -> None:
     clock.lateness = LEAD_SECONDS + 0.001
-    measured = perform(Processor(), [(lambda: None, 0.01)] * 100)
+    measured = perform(Processors(), [(lambda: None, 0.01)] * 100)
     assert measured[-1].start == pytest.approx(100.99)
     assert all(how.duration == pytest.approx(0.011) for how in measured)
 
 
 def test_waking_a_little_late_does_not_show(clock: Clock) -> None:
     clock.lateness = LEAD_SECONDS / 2
-    (how,) = perform(Processor(), [(lambda: None, 0.01)])
+    (how,) = perform(Processors(), [(lambda: None, 0.01)])
     assert how.duration == pytest.approx(0.01)
 
 
 def test_results_come_early_enough_to_prepare_what_follows(clock: Clock) -> None:
-    processor, over = Processor(), threading.Event()
+    processors, over = Processors(), threading.Event()
     handed_over: list[float] = []
 
     def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
         handed_over.extend([clock.now, how.start + how.duration])
         over.set()
 
-    processor.put(lambda: None, fixed(0.01), lambda _: True, end)
+    processors.put(lambda: None, fixed(0.01), lambda _: True, end)
     assert over.wait(5)
-    processor.close()
+    processors.close()
     assert handed_over == [pytest.approx(100.01 - LEAD_SECONDS), pytest.approx(100.01)]
 
 
 def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
-    processor, over = Processor(), threading.Event()
+    processors, over = Processors(), threading.Event()
     began: list[float] = []
     measured: list[Measured] = []
 
@@ -101,10 +102,10 @@ def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
         began.append(instant)
         return True
 
-    processor.put(lambda: None, fixed(0.01), begin, lambda _result, _failure, how: measured.append(how), ready=99.998)
-    processor.put(lambda: None, fixed(0.01), begin, lambda *_: over.set(), ready=90.0)
+    processors.put(lambda: None, fixed(0.01), begin, lambda _result, _failure, how: measured.append(how), ready=99.998)
+    processors.put(lambda: None, fixed(0.01), begin, lambda *_: over.set(), ready=90.0)
     assert over.wait(5)
-    processor.close()
+    processors.close()
     assert began == [pytest.approx(99.998), pytest.approx(100.008)]
     assert measured[0].start == pytest.approx(99.998)
 
@@ -122,37 +123,37 @@ def test_time_lost_in_a_pause_is_not_caught_up(clock: Clock) -> None:
 
     works: list[tuple[Any, float]] = [(lambda: None, 0.01)] * 3
     clock.lateness = 3.0
-    measured = perform(Processor(), works)
+    measured = perform(Processors(), works)
     assert measured[1].start == pytest.approx(103.01 - LEAD_SECONDS - CATCH_UP_SECONDS)
     assert measured[1].duration > 0.01
 
 
 def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
     failures: list[BaseException | None] = []
-    processor = Processor()
+    processors = Processors()
     over = threading.Event()
 
     def end(_result: object, failure: BaseException | None, _measured: Measured) -> None:
         failures.append(failure)
         over.set()
 
-    processor.put(lambda: 1 // 0, fixed(10.0), lambda _: True, end)
+    processors.put(lambda: 1 // 0, fixed(10.0), lambda _: True, end)
     assert over.wait(5)
     assert isinstance(failures[0], ZeroDivisionError)
     assert clock.now == 100.0
-    assert processor.between_works(lambda: 7) == 7
-    processor.close()
-    assert processor.between_works(lambda: 8) == 8
+    assert processors.between_works(lambda: 7) == 7
+    processors.close()
+    assert processors.between_works(lambda: 8) == 8
     with pytest.raises(ZeroDivisionError):
-        Processor().between_works(lambda: 1 // 0)
+        Processors().between_works(lambda: 1 // 0)
 
 
 def test_work_that_nobody_awaits_is_skipped(clock: Clock) -> None:
     done: list[int] = []
-    processor = Processor()
-    processor.put(lambda: done.append(1), fixed(1.0), lambda _: False, lambda *_: done.append(2))
-    assert processor.between_works(lambda: list(done)) == []
-    processor.close()
+    processors = Processors()
+    processors.put(lambda: done.append(1), fixed(1.0), lambda _: False, lambda *_: done.append(2))
+    assert processors.between_works(lambda: list(done)) == []
+    processors.close()
 
 
 def test_a_throttled_processor_takes_longer_from_that_moment_on(clock: Clock) -> None:
@@ -175,46 +176,77 @@ def test_a_throttled_processor_takes_longer_from_that_moment_on(clock: Clock) ->
 
 def test_work_under_way_feels_a_change_of_speed() -> None:
     pace = Pace()
-    processor, over = Processor(pace), threading.Event()
+    processors, over = Processors(pace=pace), threading.Event()
     measured: list[Measured] = []
 
     def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
         measured.append(how)
         over.set()
 
-    processor.put(lambda: None, fixed(10.0), lambda _: True, end)
+    processors.put(lambda: None, fixed(10.0), lambda _: True, end)
     pace.set(1000.0)
     assert over.wait(2)
-    processor.close()
+    processors.close()
     assert measured[0].duration < 1.0
     assert measured[0].deficit == 0.0
 
 
 def test_slowdown_multiplies_what_the_host_needs(clock: Clock) -> None:
-    processor, over = Processor(), threading.Event()
+    processors, over = Processors(), threading.Event()
     measured: list[Measured] = []
 
     def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
         measured.append(how)
         over.set()
 
-    processor.put(lambda: clock.sleep(0.1), slowed(5.0), lambda _: True, end)
+    processors.put(lambda: clock.sleep(0.1), slowed(5.0), lambda _: True, end)
     assert over.wait(5)
-    processor.close()
+    processors.close()
     assert measured[0].duration == pytest.approx(0.5)
     assert measured[0].late == 0.0
 
 
 def test_beginning_too_late_shows(clock: Clock) -> None:
-    processor, over = Processor(), threading.Event()
+    processors, over = Processors(), threading.Event()
     measured: list[Measured] = []
 
     def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
         measured.append(how)
         over.set()
 
-    processor.put(lambda: None, fixed(0.01), lambda _: True, end, ready=99.9)
+    processors.put(lambda: None, fixed(0.01), lambda _: True, end, ready=99.9)
     assert over.wait(5)
-    processor.close()
+    processors.close()
     assert measured[0].deficit == 0.0
     assert measured[0].late == pytest.approx(0.1 - CATCH_UP_SECONDS)
+
+
+@pytest.mark.timed
+def test_as_many_works_as_there_are_processors_go_on_at_once() -> None:
+    processors, over = Processors(2), threading.Event()
+    measured: list[Measured] = []
+
+    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+        measured.append(how)
+        if len(measured) == 3:
+            over.set()
+
+    ready = time.monotonic()
+    for charge in (0.2, 0.1, 0.2):
+        processors.put(lambda: None, fixed(charge), lambda _: True, end, ready)
+    assert over.wait(2)
+    processors.close()
+    ends = [how.start + how.duration - ready for how in measured]
+    # The third begins when the second is over.
+    assert ends == pytest.approx([0.1, 0.2, 0.3], abs=0.03)
+
+
+def test_all_processors_feel_a_change_of_speed() -> None:
+    pace = Pace()
+    processors, over = Processors(2, pace), threading.Semaphore(0)
+    for _ in range(2):
+        processors.put(lambda: None, fixed(10.0), lambda _: True, lambda *_: over.release())
+    pace.set(1000.0)
+    assert over.acquire(timeout=2)
+    assert over.acquire(timeout=2)
+    processors.close()
