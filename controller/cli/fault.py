@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from controller.cli.linkoptions import link_options, read
 from controller.lab import runstate
 from controller.lab.lab import Lab
+from controller.running.byhand import carry_out_by_hand
+from controller.running.byhand import flap as flapping
 from controller.running.faults import Containers
-from controller.running.faults import flap as flapping
 from testbed.errors import InputError
 from testbed.faults.actions.flap import Flap
 from testbed.faults.conditions import Action, Changed
-from testbed.faults.machines import carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import Operation
 from testbed.faults.setting import Setting
@@ -45,7 +45,7 @@ def _checked(run_id: str | None, given: dict[str, object]) -> tuple[Containers, 
 def _apply(run_id: str | None, given: dict[str, object]) -> None:
     """Check an action, apply it, and say what it changed."""
     containers, action, handle = _checked(run_id, given)
-    changed = carry_out(Operation(action, handle), containers)
+    changed = carry_out_by_hand(Operation(action, handle), containers)
     if action.switches:
         nothing = "" if changed.devices else f" is {containers.states()[action.target]}, nothing to do"
         click.echo(f"{action.name}: {action.target}{nothing}")
@@ -197,4 +197,4 @@ def undo(handle: str, run_id: str | None) -> None:
     in_force = containers.shown.in_force
     if handle not in in_force:
         raise InputError(f"'{handle}' is not in force; what is: {', '.join(in_force) or 'nothing'}")
-    click.echo(_summary(carry_out(Operation(in_force[handle], handle, "undo"), containers)))
+    click.echo(_summary(carry_out_by_hand(Operation(in_force[handle], handle, "undo"), containers)))

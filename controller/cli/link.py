@@ -16,11 +16,11 @@ from controller.cli.table import table
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.report.grouping import describe
+from controller.running.byhand import carry_out_by_hand
 from controller.running.faults import Containers
 from testbed import formats
 from testbed.errors import InputError, TestbedError
 from testbed.faults.conditions import Conditions
-from testbed.faults.machines import carry_out
 from testbed.network import checks
 from testbed.network.link import Link, Pair, links_from_json, links_to_json
 from testbed.network.overlay import overlay
@@ -100,7 +100,7 @@ def change(
     for pair in pairs:
         _choose(lab.experiment.links, *pair)
     containers = Containers(lab)
-    carry_out(_Setting(pairs, part, direct), containers)
+    carry_out_by_hand(_Setting(pairs, part, direct), containers)
     shown = containers.shown
     for pair in pairs:
         click.echo(f"{pair[0]} -> {pair[1]}: {describe(shown.link(pair).to_json())}")
@@ -119,6 +119,10 @@ class _Setting:
     def apply(self, now: Conditions) -> Conditions:
         """Return the conditions after it; raise InputError where a link would be one that cannot be."""
         return now.set_figures({pair: self._figures(pair, now) for pair in self.pairs})
+
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return nothing: the events of the links that change say it all."""
+        return []
 
     def _figures(self, pair: Pair, now: Conditions) -> Link:
         wanted = replace(overlay(now.own_link(pair), self.part, now.from_first(pair)), **self.direct)

@@ -17,7 +17,8 @@ from controller.lab.agents import AgentGone
 from controller.lab.lab import Backend, Lab
 from controller.lab.reaper import guard
 from controller.running import verification
-from controller.running.faults import Containers
+from controller.running.byhand import Journal
+from controller.running.faults import Containers, events_of
 from controller.running.fidelity import HostMonitor, since
 from testbed.errors import TestbedError
 from testbed.faults.conditions import Changed
@@ -26,7 +27,7 @@ from testbed.faults.replay import Changes, TraceScript
 from testbed.faults.script import FaultScript, Operation
 from testbed.methods.external import code_of
 from testbed.prepare import Prepared
-from testbed.trace.events import TESTBED, Event, link_fields
+from testbed.trace.events import TESTBED, Event
 from testbed.trace.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ START_MARGIN = 0.3
 """Seconds between the request to start and the common origin: every agent has heard of it by then."""
 GATHER_SECONDS = 2.0
 """How long the last events of the devices are waited for after the lead's program has ended."""
+JOURNAL_INTERVAL = 0.1
+"""Seconds between two looks at what commands from outside did."""
 DEATH_SECONDS = 3.0
 """How long after a device has fallen silent the engine is asked whether it ran out of memory."""
 SIMULTANEOUS_FAULTS = 16
@@ -161,6 +164,8 @@ class _Execution:
         self._script = FaultScript(prepared.scenario.faults)
         self._trace = TraceScript(prepared.experiment.changes)
         self._containers = Containers(lab, self._boot)
+        self._journal = Journal(lab.run_id)
+        self._speeds = {device.name: device.speed for device in prepared.experiment.devices}
         self._origin = 0.0
         """On the monotonic clock, which all containers of one engine share with its host."""
         self._followers: dict[str, threading.Thread] = {}
@@ -194,6 +199,7 @@ class _Execution:
             self._lab.refresh()
             back = [name for name in sorted(self._absent) if self._lab.devices[name].state == "running"]
             threading.Thread(target=self._adopt, args=(chain(back, starts),), name="starts", daemon=True).start()
+            threading.Thread(target=self._read_journal, name="journal", daemon=True).start()
             try:
                 status, error = self._follow(strikers, replayer)
             except KeyboardInterrupt:
@@ -274,6 +280,12 @@ class _Execution:
             if self._over.wait(0.1):
                 return
 
+    def _read_journal(self) -> None:
+        """Take in what commands from outside do, until the run is over."""
+        while not self._over.wait(JOURNAL_INTERVAL):
+            for event in self._journal.news(self._origin):
+                self._inbox.put(event)
+
     def _adopt(self, starts: Iterator[str]) -> None:
         """Boot devices that somebody else started: `testbed fault restart` from another terminal, or the engine."""
         for name in starts:
@@ -343,9 +355,6 @@ class _Execution:
         self._events.append(event)
         self._on_event(event)
 
-    def _testbed(self, time_: float, event: str, **fields: Any) -> None:
-        self._log(Event(time_, TESTBED, event, fields))
-
     def _operate(self, strikers: ThreadPoolExecutor, operations: list[Operation]) -> None:
         for operation in operations:
             self._submit(strikers, operation)
@@ -366,16 +375,8 @@ class _Execution:
         """Note what a fault or the trace did."""
         if isinstance(done.step, Operation):
             self._script.done(done.step, done.actual)
-        for event, fields in done.step.events():
-            self._testbed(done.actual, event, **fields)
-        self._log_changed(done.actual, done.changed)
-
-    def _log_changed(self, time_: float, changed: Changed) -> None:
-        for (source, destination), link in changed.links.items():
-            self._testbed(time_, "link", **link_fields(source, destination, link))
-        for device in self._prepared.experiment.devices:
-            if (factor := changed.speeds.get(device.name)) is not None:
-                self._testbed(time_, "speed", target=device.name, factor=factor, speed=factor * device.speed)
+        for event, fields in events_of(done.step, done.changed, self._speeds):
+            self._log(Event(done.actual, TESTBED, event, fields))
 
     # The end
 

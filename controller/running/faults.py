@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 from controller.lab import runstate
 from controller.lab.agents import AgentGone
 from controller.lab.lab import Lab
-from testbed.faults.actions.flap import Flap
 from testbed.faults.actions.throttle import MIN_FACTOR
 from testbed.faults.conditions import Changed, Conditions, State
-from testbed.faults.machines import carry_out
+from testbed.faults.machines import RecordedStep
 from testbed.faults.parts import ActionPart
-from testbed.faults.script import Operation
 from testbed.network.link import Link, Pair, links_from_json, links_to_json
+from testbed.trace.events import link_fields
 
 if TYPE_CHECKING:
     from controller.lab.agents import Agent
@@ -44,6 +41,7 @@ class Containers:
     """
 
     def __init__(self, lab: Lab, boot: Callable[[str], None] | None = None) -> None:
+        self.run_id = lab.run_id
         self._lab = lab
         self._boot = boot
         self._path = runstate.path_of(lab.run_id).with_suffix(".conditions")
@@ -168,19 +166,14 @@ def _read(written: Mapping[str, Any], untouched: Conditions) -> Conditions:
     )
 
 
-def flap(containers: Containers, action: Flap, handle: str, seconds: float | None) -> Iterator[tuple[int, float]]:
-    """Take links down and up from now on until it is over; they are up when this ends, however it ends.
+def events_of(step: RecordedStep, changed: Changed, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and fields of each event that records a step and what it changed.
 
-    Yields after each change how often they went down so far, and by how many seconds the latest of the changes was
-    late. ``seconds`` None is without end, unless the action says how often.
+    ``speeds`` are those of the scenario, in FLOP/s.
     """
-    began = time.monotonic()
-    turns, late = 0, 0.0
-    try:
-        for phase, when in action.turns(0.0, math.inf if seconds is None else seconds):
-            time.sleep(max(0.0, began + when - time.monotonic()))
-            carry_out(Operation(action, handle, phase, when), containers)
-            turns, late = turns + (phase == "strike"), max(late, time.monotonic() - began - when)
-            yield turns, late
-    finally:
-        carry_out(Operation(action, handle, "undo"), containers)
+    links = [("link", link_fields(*pair, link)) for pair, link in changed.links.items()]
+    factors = [
+        ("speed", {"target": name, "factor": factor, "speed": factor * speeds[name]})
+        for name, factor in changed.speeds.items()
+    ]
+    return [*step.events(), *links, *factors]

@@ -28,8 +28,8 @@ class Operation:
     handle: str
     """The name by which it is undone; unique among all that happens to a run."""
     phase: Phase = "strike"
-    intended: float = 0.0
-    """Seconds since the workload started."""
+    intended: float | None = None
+    """Seconds since the workload started; None for what nobody has planned."""
 
     def __str__(self) -> str:
         """Return what is to be done."""
@@ -49,7 +49,7 @@ class Operation:
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the ``fault`` event that records it."""
         fields = {"action": self.action.name, "target": self.action.target, "phase": self.phase}
-        return [("fault", {**fields, "intended": self.intended})]
+        return [("fault", fields if self.intended is None else {**fields, "intended": self.intended})]
 
 
 def _matches(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) -> bool:

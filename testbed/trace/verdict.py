@@ -141,7 +141,7 @@ def _record(record: Record) -> Check:
     wanted = "step" if experiment.workload.task == "train" else "request"
     if not any(event.event == wanted for event in outcome.events):
         return Check("events", False, f"no {wanted} was recorded")
-    if not experiment.faults:
+    if not experiment.faults and not any(event.event == "fault" for event in outcome.events):
         sent: Counter[Pair] = Counter()
         received: Counter[Pair] = Counter()
         for event in outcome.events:
@@ -181,7 +181,10 @@ def _changes(outcome: Outcome, experiment: Experiment) -> list[Check]:
         late = [
             event.time - float(event.fields["intended"])
             for event in outcome.events
-            if event.event == kind and (kind == "trace" or event.fields.get("action") == "flap")
+            if event.event == kind
+            and (kind == "trace" or event.fields.get("action") == "flap")
+            # What is done by hand cannot be late.
+            and "intended" in event.fields
         ]
         if not late:
             continue

@@ -170,6 +170,10 @@ def test_a_device_killed_and_restarted_by_hand_joins_again(tmp_path: Path) -> No
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert metrics["steps"] == 40
     assert metrics["recoveries"] >= 1
+    assert [fault["action"] for fault in metrics["fault_list"]] == [
+        *("degrade", "flap", "flap", "kill", "restart", "heal")
+    ]
+    assert metrics["fault_list"][0]["undone"] == metrics["fault_list"][-1]["struck"]
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3.0, 7.0])

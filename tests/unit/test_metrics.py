@@ -290,6 +290,17 @@ def test_late_changes_of_traces_and_flaps() -> None:
     assert (bad["trace"]["ok"], bad["flaps"]["ok"]) == (False, False)
 
 
+def test_what_is_done_by_hand_is_neither_late_nor_missed() -> None:
+    def flapped(time: float, phase: str) -> Event:
+        return Event(time, "testbed", "fault", {"action": "flap", "target": "a <-> b", "phase": phase})
+
+    events = [event for event in recorded.events(faulty=False) if event.event != "receive"]
+    by_hand = sorted([*events, flapped(1.0, "strike"), flapped(1.5, "undo")], key=lambda event: event.time)
+    found = calm(events=by_hand)
+    assert found["verdict"]["trusted"]
+    assert [(row["action"], row["late"], row["undone"]) for row in found["fault_list"]] == [("flap", 0.0, 1.5)]
+
+
 def test_a_simulation_says_what_of_the_links_it_leaves_out() -> None:
     network = {"link": {"rate": "8mbit", "delay": "10ms", "limit": 40, "duplicate": "1%"}}
     outcome = recorded.outcome(runtime="simulate", links=[], fidelity={})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from typing import Any, cast
 
@@ -9,7 +10,8 @@ import pytest
 from remembered import RememberedLab
 
 from controller.lab.lab import Lab
-from controller.running.faults import HALTED, Containers, flap
+from controller.running.byhand import Journal, carry_out_by_hand, flap
+from controller.running.faults import HALTED, Containers
 from testbed.errors import HostError
 from testbed.faults.actions.flap import Flap, FlapPart
 from testbed.faults.actions.throttle import ThrottlePart
@@ -171,3 +173,22 @@ def test_every_action_in_force_is_read_as_it_was_written(lab: RememberedLab) -> 
     for index, given in enumerate(actions):
         take_back(lab, str(index), **given)
     assert lab.shaped == lab.experiment.links
+
+
+def test_what_is_done_by_hand_is_there_for_the_run_to_record(lab: RememberedLab) -> None:
+    journal = Journal(lab.run_id)
+    began = time.monotonic()
+    assert journal.news(began) == []
+    list(flapping(lab, times=1))
+    down, *links, up, _, _ = journal.news(began)
+    assert (down.event, down.fields) == ("fault", {"action": "flap", "target": "a <-> b", "phase": "strike"})
+    assert up.fields["phase"] == "undo"
+    assert [(each.event, each.fields["up"]) for each in links] == [("link", False), ("link", False)]
+    assert 0 <= down.time < up.time - 0.01 < time.monotonic() - began
+    assert journal.news(began) == []
+    throttle = ActionPart.model_validate({"throttle": {"device": "b", "slowdown": 2}}).action
+    carry_out_by_hand(Operation(throttle, "hot"), containers(lab))
+    fault, speed = journal.news(began + 3600)
+    assert (fault.time, speed.fields) == (0.0, {"target": "b", "factor": 0.5, "speed": 5e8})
+    assert journal.news(began) == []
+    assert len(Journal(lab.run_id).news(began)) == 8, "another reader begins at the beginning"
