@@ -282,7 +282,9 @@ class _Execution:
 
     def _read_journal(self) -> None:
         """Take in what commands from outside do, until the run is over."""
-        while not self._over.wait(JOURNAL_INTERVAL):
+        over = False
+        while not over:
+            over = self._over.wait(JOURNAL_INTERVAL)
             for event in self._journal.news(self._origin):
                 self._inbox.put(event)
 

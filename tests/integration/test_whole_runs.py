@@ -148,9 +148,9 @@ def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
     assert left_of("run-faults") == []
 
 
-def test_a_device_killed_and_restarted_by_hand_joins_again(tmp_path: Path) -> None:
+def test_a_device_killed_and_restarted_by_hand_joins_again_and_is_recorded(tmp_path: Path) -> None:
     path = scenario(tmp_path, "run-hand")
-    running = start(path, tmp_path / "out")
+    running = start(path, tmp_path / "out", "--set", "workload.steps=150")
     try:
         assert eventually(lambda: is_running(tmp_path / "out"), 90)
         assert command("fault", "degrade", "worker1", "--delay", "3ms").returncode == 0
@@ -168,7 +168,7 @@ def test_a_device_killed_and_restarted_by_hand_joins_again(tmp_path: Path) -> No
     finally:
         running.kill()
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert metrics["steps"] == 40
+    assert metrics["steps"] == 150
     assert metrics["recoveries"] >= 1
     assert [fault["action"] for fault in metrics["fault_list"]] == [
         *("degrade", "flap", "flap", "kill", "restart", "heal")
