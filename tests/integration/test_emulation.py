@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import owners
 import pytest
 from hostload import BUSY, load_by_others
 
@@ -20,7 +22,9 @@ from testbed.errors import TestbedError
 from testbed.network.broadcast import heard
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
+from testbed.scenario.loading import load as load_scenario
 from testbed.scenario.schema import Scenario
+from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 
@@ -136,6 +140,36 @@ def test_a_device_down_before_the_start_is_the_methods_business() -> None:
     assert outcome.status == "finished", outcome.error
     assert figures["steps"] == 40
     assert "worker2 is down as the run starts" in [each["text"] for each in events(outcome, "log")]
+
+
+def test_each_device_is_sent_its_own_samples_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "owners.py").write_bytes(Path(owners.__file__).read_bytes())
+    tree = {
+        "name": "emu-owners",
+        "devices": {"server": {"profile": "laptop"}, "board": {"profile": "laptop", "count": 2}},
+        "network": {"link": {"rate": "100mbit", "delay": "5ms"}},
+        "workload": {
+            "model": {"name": "mlp"},
+            "data": {"name": "digits", "train": 100, "test": 20, "split": {"shards": 4}},
+            "method": {"file": "owners.py", "name": "owners"},
+            "steps": 1,
+        },
+    }
+    (tmp_path / "owners.yaml").write_text(json.dumps(tree))
+    prepared = prepare(trials(load_scenario(tmp_path / "owners.yaml"))[0])
+    dataset = load_data(prepared.scenario.workload.data)
+    outcome, _ = run(prepared)
+    assert outcome.status == "finished", outcome.error
+    given = {each["device"]: each for each in events(outcome, "given")}
+    assert (given["server"]["labels"], given["server"]["tests"]) == ([], 20)
+    for name, share in prepared.shares.items():
+        assert given[name]["labels"] == dataset.train_labels[share].tolist()
+        assert given[name]["pixels"] == pytest.approx(dataset.train_images[share].sum(dtype=float))
+        assert given[name]["tests"] == 0
+    # The virtual clock hands out the same.
+    simulated = {event.device: event.fields for event in simulate(prepared, dataset).events if event.event == "given"}
+    fields = ("labels", "pixels", "tests", "samples")
+    assert {name: {key: each[key] for key in fields} for name, each in given.items()} == simulated
 
 
 def test_without_its_lead_there_is_no_run() -> None:

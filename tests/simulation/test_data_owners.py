@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import owners
 import pytest
 from click.testing import CliRunner
 
 from controller.cli.main import testbed as command_line
-from testbed import methods
 from testbed.data import load
 from testbed.errors import InputError
-from testbed.methods.base import Method, Options
-from testbed.plan import Plan
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
-from testbed.wire import Message
 
 SCENARIO = """\
 name: owners
@@ -29,50 +28,22 @@ network:
 workload:
   model: {{name: mlp}}
   data: {{name: digits, train: 300, test: 40{split}}}
-  method: {{name: {method}}}
+  method: {method}
   steps: 1
 """
 
 
-class Owners(Method):
-    """Every device reports the samples that it was given, and all samples that it knows of."""
-
-    name = "owners"
-    summary = "who owns what"
-    Options = Options
-
-    def data_owners(self, problem):
-        return tuple(device.name for device in problem.devices[1:])
-
-    def plan(self, problem):
-        return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
-
-    async def program(self, device, job):
-        given = job.dataset
-        labels = None if given is None else given.train_labels.tolist()
-        pixels = 0.0 if given is None else float(given.train_images.sum(dtype=np.float64))
-        tests = 0 if given is None else len(given.test_labels)
-        device.record("given", labels=labels, pixels=pixels, tests=tests, samples=dict(job.problem.samples))
-        if device.name != job.plan.lead:
-            await device.send(job.plan.lead, Message("done"))
-            return
-        for _ in job.problem.samples:
-            await device.receive()
-        device.record("step", step=0, loss=0.0, samples=1)
-
-
 @pytest.fixture
-def write(tmp_path, monkeypatch):
-    monkeypatch.setitem(methods._CLASSES, "owners", f"{__name__}:Owners")
-    methods._load.cache_clear()
+def write(tmp_path):
+    (tmp_path / "owners.py").write_bytes(Path(owners.__file__).read_bytes())
 
     def write(split, method="owners", seed=3):
         file = tmp_path / "owners.yaml"
-        file.write_text(SCENARIO.format(split=f", split: {split}" if split else "", method=method, seed=seed))
+        named = f"{{file: owners.py, name: {method}}}" if method == "owners" else f"{{name: {method}}}"
+        file.write_text(SCENARIO.format(split=f", split: {split}" if split else "", method=named, seed=seed))
         return file
 
-    yield write
-    methods._load.cache_clear()
+    return write
 
 
 def prepared(file):
