@@ -72,12 +72,15 @@ class SlicedLayer:
         self.part = part
         self._training = training
         self._states = [
-            {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
+            {
+                key.removeprefix(f"{name}."): tensor
+                for key, tensor in state.items()
+                if key.startswith(f"{name}.") and not key.endswith(_COUNTER)
+            }
             for name in operation.names
         ]
-        self._by_parts = operation.splits or operation.by_channel or operation.window is not None
         self._following: dict[Channels, nn.Sequential] = {}
-        self._whole = None if self._by_parts or operation.joins else self._built()
+        self._whole: nn.Sequential | None = None
 
     def sums(self, inputs: torch.Tensor, columns: Channels | None = None, rows: Channels | None = None) -> torch.Tensor:
         """Return what some input channels add to some output channels; None: all of the slice.
@@ -94,7 +97,7 @@ class SlicedLayer:
         """Add the bias to complete sums of some output channels, normalise, activate; (samples, elements) both."""
         channels = self.part.channels if channels is None else channels
         values = sums.reshape(len(sums), len(channels), -1, 1)
-        bias = self._states[0].get("bias") if self._by_parts else None
+        bias = self._states[0].get("bias")
         if bias is not None:
             values = values + pick(bias, 0, channels, self.part.channels)[:, None, None]
         finished: torch.Tensor = self._finishing(channels)(values)
@@ -122,8 +125,10 @@ class SlicedLayer:
             return self.finish(self.sums(inputs))
         if self.operation.by_channel:
             return self.pool(inputs)
-        if self._whole is None:
+        if self.operation.joins:
             return inputs
+        if self._whole is None:
+            self._whole = self._built()
         outputs: torch.Tensor = self._whole(inputs.reshape(len(inputs), *self.operation.entering))
         return outputs.flatten(1)
 

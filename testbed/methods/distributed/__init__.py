@@ -6,11 +6,11 @@ from typing import Any
 
 from testbed.device import Device
 from testbed.methods.base import Alternative, Job, Method, Problem
-from testbed.methods.distributed import weights as slicing
 from testbed.methods.distributed.figures import DECLARED
 from testbed.methods.distributed.member import SPAN, Member
 from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.distributed.partition.plan import DistributedPlan
+from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
+from testbed.methods.distributed.partition.storage import operations_stored
 from testbed.methods.distributed.planner import DistributedDetails, alternatives, distributed, flow_of, over, plan
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.lead import Temper
@@ -55,8 +55,8 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
 
         temper = Temper(options.patience, options.return_window, options.return_window)
 
-        def make_lead(worker: Worker, outbox: Outbox) -> Source:
-            return Source(
+        def make_lead(worker: Worker, outbox: Outbox) -> SourceLead:
+            return SourceLead(
                 device,
                 job,
                 worker,
@@ -85,7 +85,7 @@ class Participant(Worker):
         return Member(self._device, self._problem, flow, message["configuration"], self)
 
 
-class Source(Server):
+class SourceLead(Server):
     """The lead of members instead of stages."""
 
     job: Job[DistributedOptions, DistributedDetails]
@@ -96,11 +96,15 @@ class Source(Server):
 
     def state_of(self, part: Piece) -> State:
         """Return a member's slices of the weights that were given; nothing where it is to draw them from the seed."""
+        from testbed.models.sliced import cut
+
         state = self.checkpoint.state
         if state is None:
             return {}
         decided = self._decided()
-        return slicing.cut(flow_of(self.job.problem, decided), decided.devices.index(part.device), state)
+        held = operations_stored(flow_of(self.job.problem, decided), decided.devices.index(part.device))
+        # Copies, so that the whole may go.
+        return {name: tensor.clone() for one in held for name, tensor in cut(*one, state).items()}
 
     def backlog(self, part: Piece) -> float:
         """Return how many bytes a member may be sending: its share of the activations of the requests in flight."""

@@ -14,24 +14,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from testbed.device import Cost, Device, Span
 from testbed.methods.base import Problem
-from testbed.methods.distributed import weights as slicing
 from testbed.methods.distributed.ledger import Ledger
-from testbed.methods.distributed.partition.flow import Flow
-from testbed.methods.distributed.partition.network import IMAGE
-from testbed.methods.distributed.partition.plan import Range
+from testbed.methods.distributed.partition.dataflow import Dataflow
+from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.resources import parameters
-from testbed.methods.distributed.partition.roles import Role, pixels
-from testbed.methods.distributed.partition.slices import slices
+from testbed.methods.distributed.partition.roles import Role
+from testbed.methods.distributed.partition.storage import as_range, operations_stored, stored
 from testbed.methods.distributed.store import Block, Store
 from testbed.methods.parts import messages
 from testbed.methods.parts.shard import State
 from testbed.methods.parts.worker import Worker
+from testbed.models.shapes import INPUT
 from testbed.wire import Message
 
 if TYPE_CHECKING:
     import torch
 
-    from testbed.methods.distributed.numerics import Part, Whole
+    from testbed.models.sliced import SlicedLayer
 
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ class Member:
         self,
         device: Device,
         problem: Problem,
-        flow: Flow,
+        flow: Dataflow,
         configuration: int,
         worker: Worker,
     ) -> None:
@@ -66,14 +65,13 @@ class Member:
         self._index = flow.plan.devices.index(device.name)
         self._stores: dict[int, Store] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
-        self._parts: dict[int, Part] = {}
-        self._wholes: dict[int, Whole] = {}
+        self._layers: dict[int, SlicedLayer] = {}
         self._tiles = flow.plan.tiles
         self._reported = -1
         self._last = {value: readers[self._index] for value, readers in flow.last.items()}
         self._done_after = {
             index: [value for value, reader in self._last.items() if reader == index]
-            for index in range(len(flow.network.layers))
+            for index in range(len(flow.graph.operations))
         }
 
     def put(self, message: Message) -> None:
@@ -104,7 +102,12 @@ class Member:
         flow, index, model = self._flow, self._index, self._problem.model
 
         def load() -> None:
-            self._hold(slicing.draw(flow, index, model, self._problem.seed) if state is None else state)
+            from testbed.models.sliced import SlicedLayer, draw
+
+            tensors = draw(model, operations_stored(flow, index), self._problem.seed) if state is None else state
+            for layer, part in stored(flow, index).items():
+                self._layers[layer] = SlicedLayer(flow.graph.operations[layer], part, tensors)
+            self.ledger.weights = sum(tensor.nbytes for tensor in tensors.values())
 
         # One operation for each value, as `costs.copy` has it for a stage without momentum.
         await self._compute(load, Cost(float(parameters(flow, index))), Span("load"))
@@ -115,18 +118,6 @@ class Member:
         finally:
             for task in [*self._answering.values()]:
                 task.cancel()
-
-    def _hold(self, state: State) -> None:
-        from testbed.methods.distributed.numerics import Part, Whole
-
-        layers = self._flow.network.layers
-        for held in slices(self._flow, self._index):
-            layer = layers[held.layer]
-            if slicing.by_channel(layer) or held.layer < self._flow.tiled:
-                self._parts[held.layer] = Part(self._problem.model, layer, state, held)
-            else:
-                self._wholes[held.layer] = Whole(self._problem.model, layer, state)
-        self.ledger.weights = sum(tensor.nbytes for tensor in state.values())
 
     def _store(self, request: int) -> Store:
         """Return what is here of a request, beginning to answer it where nothing is yet."""
@@ -164,7 +155,7 @@ class Member:
         """Spread a request's images, (samples, channels, height, width)."""
         store = self._store(request)
         if not self._tiles:
-            self._made(request, IMAGE, 0, images.flatten(1))
+            self._made(request, INPUT, 0, images.flatten(1))
             return
         store.image = self.ledger.hold(images)
         for number, tile in enumerate(self._tiles):
@@ -177,18 +168,18 @@ class Member:
 
     async def _tile(self, request: int, number: int, inputs: torch.Tensor) -> None:
         """Compute the early layers of one tile."""
-        from testbed.methods.distributed import numerics
         from testbed.methods.distributed.partition.tiles import multiplications
+        from testbed.methods.distributed.tile_compute import compute_tile
 
         count, tile = self._flow.tiled, self._tiles[number]
-        layers = self._flow.network.layers[:count]
-        parts = [self._parts[index] for index in range(count)]
+        layers = self._flow.graph.operations[:count]
+        sliced = [self._layers[index] for index in range(count)]
         # On the source they are a part of the image.
         own = self._index == self._flow.plan.source
         if not own:
             self.ledger.hold(inputs)
         outputs = await self._compute(
-            lambda: numerics.tile(parts, tile, inputs, self.ledger),
+            lambda: compute_tile(sliced, tile, inputs, self.ledger),
             Cost(2.0 * len(inputs) * sum(multiplications(layers, tile))),
             Span(SPAN, request, 0),
         )
@@ -201,7 +192,7 @@ class Member:
     def _place(self, request: int, number: int, outputs: torch.Tensor) -> None:
         """Collect tiles on the source; spread the map when all are there."""
         value, store = self._flow.tiled - 1, self._store(request)
-        map_ = store.collect(outputs, self._tiles[number].regions[-1], self._flow.network.layers[value].output)
+        map_ = store.collect(outputs, self._tiles[number].regions[-1], self._flow.graph.operations[value].output)
         if store.collected == len(self._tiles):
             store.uncollect()
             self._made(request, value, 0, map_.flatten(1))
@@ -209,7 +200,7 @@ class Member:
     async def _answer(self, request: int) -> None:
         """Do this device's part of every layer, in their order."""
         flow, store = self._flow, self._stores[request]
-        for index in range(flow.tiled, len(flow.network.layers)):
+        for index in range(flow.tiled, len(flow.graph.operations)):
             role = flow.roles[index][self._index]
             if role.work == "outputs":
                 await self._outputs(request, store, index, role)
@@ -232,7 +223,7 @@ class Member:
 
         What is added last is computed chunk by chunk, each being sent while the next is computed.
         """
-        part, layer = self._parts[index], self._flow.network.layers[index]
+        part, layer = self._layers[index], self._flow.graph.operations[index]
         origins = self._flow.origins(index, role.takes)
         used: set[Range] = set()
         total: torch.Tensor | None = None
@@ -256,20 +247,20 @@ class Member:
         for chunk in self._flow.chunks(index, role.makes):
             before = None
             if total is not None:
-                each = pixels(layer)
+                each = layer.pixels
                 before = total[:, (chunk.first - role.makes.first) * each : (chunk.last - role.makes.first) * each]
             made = await self._compute(
                 partial(self._finished, part, index, fresh, chunk, before),
                 self._cost(index, share * chunk.size, fresh),
                 Span(SPAN, request, index),
             )
-            self._made(request, index, chunk.first * pixels(layer), made)
+            self._made(request, index, chunk.first * layer.pixels, made)
         if total is not None:
             self.ledger.drop(total)
 
     async def _sums(self, request: int, store: Store, index: int, role: Role) -> None:
         """Compute sums of all outputs, each merger's part for it, its own last; then merge what all have sent."""
-        part, layer = self._parts.get(index), self._flow.network.layers[index]
+        part, layer = self._layers.get(index), self._flow.graph.operations[index]
         roles = self._flow.roles[index]
         if role.takes.size:
             assert part is not None
@@ -298,52 +289,49 @@ class Member:
                 Cost(float(sum(each.numel() for each in sums[1:]))),
                 Span(SPAN, request, index),
             )
-            self._made(request, index, chunk.first * pixels(layer), made)
+            self._made(request, index, chunk.first * layer.pixels, made)
 
     async def _entire(self, request: int, store: Store, index: int, role: Role) -> None:
         """Compute a layer as it is, or pool some channels."""
-        layer = self._flow.network.layers[index]
+        layer = self._flow.graph.operations[index]
         if role.work == "whole" and layer.splits:
             await self._outputs(request, store, index, role)
             return
         blocks = await store.all_of(self._flow.origins(index, role.takes))
 
         def work() -> torch.Tensor:
-            inputs = joined(blocks)
-            if layer.kind == "pool":
-                return self._parts[index].pool(inputs, role.makes)
-            return inputs if layer.kind == "route" else self._wholes[index].run(inputs)
+            return self._layers[index].run(joined(blocks))
 
         made = await self._compute(
             work,
             Cost(2.0 * len(blocks[0][1]) * layer.multiplications),
             Span(SPAN, request, index),
         )
-        first = role.makes.first * pixels(layer)
+        first = role.makes.first * layer.pixels
         self._made(request, index, first, made)
 
     def _cost(self, index: int, channels: float, blocks: list[Block]) -> Cost:
         """Return the cost of so many output channels from all of the input."""
-        layer = self._flow.network.layers[index]
+        layer = self._flow.graph.operations[index]
         return Cost(2.0 * len(blocks[0][1]) * layer.multiplications * channels / layer.output_channels)
 
     def _added(
-        self, part: Part, index: int, blocks: list[Block], made: Range, before: torch.Tensor | None
+        self, part: SlicedLayer, index: int, blocks: list[Block], made: Range, before: torch.Tensor | None
     ) -> torch.Tensor:
         """Return what blocks of the input add to some output channels, and what was there before."""
-        layer = self._flow.network.layers[index]
+        layer = self._flow.graph.operations[index]
         each = layer.inputs // layer.input_channels
         total = before
         for taken, inputs in blocks:
-            sums = part.sums(inputs, Range(taken.first // each, taken.last // each), made)
+            sums = part.sums(inputs, range(taken.first // each, taken.last // each), as_range(made))
             total = sums if total is None else total + sums
         assert total is not None
         return total
 
     def _finished(
-        self, part: Part, index: int, blocks: list[Block], made: Range, before: torch.Tensor | None
+        self, part: SlicedLayer, index: int, blocks: list[Block], made: Range, before: torch.Tensor | None
     ) -> torch.Tensor:
-        return part.finish(self._added(part, index, blocks, made, before), made)
+        return part.finish(self._added(part, index, blocks, made, before), as_range(made))
 
     def _made(self, request: int, value: int, first: int, tensor: torch.Tensor) -> None:
         """Send what this device has made of a value to those that need it, and keep it for itself."""
@@ -383,8 +371,8 @@ def joined(blocks: list[Block]) -> torch.Tensor:
     return blocks[0][1] if len(blocks) == 1 else torch.cat([values for _, values in blocks], dim=1)
 
 
-def _merged(part: Part, sums: list[torch.Tensor], made: Range) -> torch.Tensor:
+def _merged(part: SlicedLayer, sums: list[torch.Tensor], made: Range) -> torch.Tensor:
     total = sums[0]
     for each in sums[1:]:
         total = total + each
-    return part.finish(total, made)
+    return part.finish(total, as_range(made))

@@ -7,8 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from testbed.methods.base import Options
+from testbed.methods.distributed.partition.candidates import SchemeName
 from testbed.methods.distributed.partition.communication import Reuse
-from testbed.methods.distributed.partition.drafts import Name
 from testbed.methods.distributed.partition.execution import Exchange, Execution
 from testbed.quantities import Duration
 
@@ -16,7 +16,7 @@ from testbed.quantities import Duration
 class DistributedOptions(Options):
     """Options of `testbed.methods.distributed.Distributed`."""
 
-    scheme: Name = Field(
+    scheme: SchemeName = Field(
         "optimal",
         description="lop, lip: by output or input, everywhere; fuse: by output, with fused pairs; optimal: the least "
         "communication of all three; sequential: layers in a row; single: the source alone",

@@ -11,19 +11,18 @@ from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Alternative, Problem
 from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.distributed.partition.choice import pairs_of
-from testbed.methods.distributed.partition.describe import network_of
-from testbed.methods.distributed.partition.drafts import Draft, Wish
+from testbed.methods.distributed.partition.candidates import Candidate, PlanRequest
+from testbed.methods.distributed.partition.dataflow import Dataflow, dataflow
+from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
 from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.figures import Figures, compare, figures, formula
-from testbed.methods.distributed.partition.flow import Flow, flow
-from testbed.methods.distributed.partition.memory import memory
-from testbed.methods.distributed.partition.network import Network
-from testbed.methods.distributed.partition.plan import DistributedPlan
-from testbed.methods.distributed.partition.planning import plan as planned
+from testbed.methods.distributed.partition.fitting import fitting_plan
+from testbed.methods.distributed.partition.memory_bound import memory
 from testbed.methods.distributed.partition.resources import multiplications, parameters
+from testbed.methods.distributed.partition.scheme_choice import pairs_of
+from testbed.methods.distributed.partition.scheme_figures import SchemeFigures, compare, figures, formula
 from testbed.methods.distributed.partition.timing import interval, phases
 from testbed.methods.distributed.partition.traffic import transfers
+from testbed.models.operations import Graph, graph_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Details, Piece, Plan
 
@@ -84,8 +83,8 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
     )
 
 
-def _figures(problem: Problem[DistributedOptions], spread: Flow) -> PlanFigures:
-    found = figures(Draft.of(spread), problem.devices, "everywhere")
+def _figures(problem: Problem[DistributedOptions], spread: Dataflow) -> PlanFigures:
+    found = figures(Candidate.of(spread), problem.devices, "everywhere")
     printed = formula(spread, "paper")
     return PlanFigures(
         weights=found.weights,
@@ -105,7 +104,7 @@ def _figures(problem: Problem[DistributedOptions], spread: Flow) -> PlanFigures:
 def distributed(problem: Problem[DistributedOptions], there: Collection[str]) -> DistributedPlan:
     """Return who does what, over the devices that are there; raises `InputError` where they are too small."""
     devices = _among(problem, there)
-    return planned(network_of(problem.model), devices, _wish(problem, devices))
+    return fitting_plan(graph_of(problem.model), devices, _request(problem, devices))
 
 
 def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[Piece, ...]:
@@ -113,7 +112,7 @@ def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[
     return pieces(problem, flow_of(problem, distributed(problem, there)))
 
 
-def pieces(problem: Problem[DistributedOptions], spread: Flow) -> tuple[Piece, ...]:
+def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piece, ...]:
     """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
     needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
     found = [
@@ -131,9 +130,9 @@ def pieces(problem: Problem[DistributedOptions], spread: Flow) -> tuple[Piece, .
     return (found.pop(spread.plan.source), *found)
 
 
-def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> Flow:
+def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> Dataflow:
     """Return what every device does and sends."""
-    return flow(network_of(problem.model), decided, execution(problem))
+    return dataflow(graph_of(problem.model), decided, execution(problem))
 
 
 def execution(problem: Problem[DistributedOptions]) -> Execution:
@@ -146,17 +145,17 @@ def execution(problem: Problem[DistributedOptions]) -> Execution:
 
 def alternatives(problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices; those that need a link which the scenario lacks are left out."""
-    network, wish = network_of(problem.model), _wish(problem, problem.devices)
-    found = compare(network, problem.devices, wish)
-    return tuple(_alternative(problem, network, each) for each in found if _linked(problem, each.flow))
+    graph, request = graph_of(problem.model), _request(problem, problem.devices)
+    found = compare(graph, problem.devices, request)
+    return tuple(_alternative(problem, graph, each) for each in found if _linked(problem, each.flow))
 
 
-def _linked(problem: Problem[DistributedOptions], spread: Flow) -> bool:
+def _linked(problem: Problem[DistributedOptions], spread: Dataflow) -> bool:
     names = spread.plan.devices
     return all((names[transfer.sender], names[transfer.receiver]) in problem.links for transfer in transfers(spread))
 
 
-def _alternative(problem: Problem[DistributedOptions], network: Network, found: Figures) -> Alternative:
+def _alternative(problem: Problem[DistributedOptions], graph: Graph, found: SchemeFigures) -> Alternative:
     names = found.flow.plan.devices
     pairs = [f"{one}+{other}" for one, other in pairs_of(found.schemes)]
     lip = [str(index) for index, scheme in enumerate(found.schemes) if scheme == "lip" and found.scheme != "lip"]
@@ -175,14 +174,14 @@ def _alternative(problem: Problem[DistributedOptions], network: Network, found: 
         step_time=_step_time(problem, found.flow),
         notes="; ".join(notes),
         details={
-            "layers": {layer.name: scheme for layer, scheme in zip(network.layers, found.schemes, strict=True)},
+            "layers": {layer.name: scheme for layer, scheme in zip(graph.operations, found.schemes, strict=True)},
             "tiled_elements": found.tiled,
             "redundant_multiplications": found.redundant,
         },
     )
 
 
-def _step_time(problem: Problem[DistributedOptions], spread: Flow) -> float:
+def _step_time(problem: Problem[DistributedOptions], spread: Dataflow) -> float:
     """Predict the seconds from one result to the next; with one request under way, its latency."""
     devices = _among(problem, spread.plan.devices)
     return interval(phases(spread, devices, problem.links), spread.execution.in_flight)
@@ -192,9 +191,9 @@ def _among(problem: Problem[DistributedOptions], there: Collection[str]) -> list
     return [device for device in problem.devices if device.name in there]
 
 
-def _wish(problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]) -> Wish:
+def _request(problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]) -> PlanRequest:
     options, names = problem.options, [device.name for device in devices]
-    return Wish(
+    return PlanRequest(
         scheme=options.scheme,
         fused=options.fused,
         program=options.program,

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from testbed.methods.distributed.ledger import Ledger
-from testbed.methods.distributed.partition.flow import Origin
-from testbed.methods.distributed.partition.pieces import common
-from testbed.methods.distributed.partition.plan import Range, Region
+from testbed.methods.distributed.partition.dataflow import Origin
+from testbed.methods.distributed.partition.distributed_plan import Region
+from testbed.methods.distributed.partition.ranges import Range, common
 from testbed.models.shapes import Shape
 
 if TYPE_CHECKING:

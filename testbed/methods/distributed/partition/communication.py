@@ -1,7 +1,7 @@
 """Elements that cross between the source and the workers, by formula: C of Stahl et al., equations (7) to (10).
 
-The paper's N devices of equal shares are generalised to a crew: whatever their shares, only two figures of it matter,
-how many workers there are beside the source (the paper's N - 1) and their shares together ((N - 1) / N).
+The paper's N devices of equal shares are generalised: whatever the shares, only two figures matter, how many workers
+there are beside the source (the paper's N - 1) and their shares together ((N - 1) / N).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from testbed.methods.distributed.partition.network import Layer, Network
-from testbed.methods.distributed.partition.plan import Scheme
+from testbed.methods.distributed.partition.distributed_plan import Scheme
+from testbed.models.operations import Graph, Operation
 
 Reuse = Literal["everywhere", "paper"]
 """Whether a layer after a LOP is sent what its devices already hold. ``everywhere``: never, only what is missing.
@@ -20,54 +20,56 @@ Reuse = Literal["everywhere", "paper"]
 
 
 @dataclass(frozen=True)
-class Crew:
-    """Source and workers as the formulas see them."""
+class WorkerTotals:
+    """The devices beside the source, as the formulas see them."""
 
-    workers: int
-    """Devices that take part, the source not among them."""
+    count: int
+    """Workers that take part, the source not among them."""
     share: Fraction
     """Of each layer, what the workers together compute."""
 
     @classmethod
-    def of(cls, shares: Sequence[Fraction], source: int) -> Crew:
-        """Return the crew of devices with these shares."""
+    def of(cls, shares: Sequence[Fraction], source: int) -> WorkerTotals:
+        """Return the totals of devices with these shares."""
         return cls(sum(share > 0 for index, share in enumerate(shares) if index != source), 1 - shares[source])
 
     @classmethod
-    def equal(cls, devices: int) -> Crew:
-        """Return the paper's crew of N devices."""
+    def equal(cls, devices: int) -> WorkerTotals:
+        """Return the totals of N devices with equal shares, as in the paper."""
         return cls(devices - 1, Fraction(devices - 1, devices))
 
 
-def elements(layer: Layer, scheme: Scheme, crew: Crew, held: bool, reuse: Reuse = "everywhere") -> Fraction:
+def elements(
+    layer: Operation, scheme: Scheme, workers: WorkerTotals, held: bool, reuse: Reuse = "everywhere"
+) -> Fraction:
     """Return what a layer sends and returns, in elements.
 
     ``held``: the layer before it used LOP and nothing came in between, so each device holds its share of the input.
     """
     m, k = layer.inputs, layer.outputs
-    everything, shares = m * crew.workers, m * crew.share
+    everything, shares = m * workers.count, m * workers.share
     if scheme == "lop":
-        return everything - held * shares + k * crew.share
+        return everything - held * shares + k * workers.share
     if scheme == "fuse1":
         return everything - (held and reuse == "everywhere") * shares
     if scheme == "lip":
-        return (not (held and reuse == "everywhere")) * shares + Fraction(k * crew.workers)
+        return (not (held and reuse == "everywhere")) * shares + Fraction(k * workers.count)
     if scheme == "fuse2":
-        return Fraction(k * crew.workers)
+        return Fraction(k * workers.count)
     return Fraction(0)
 
 
-def held(network: Network, schemes: Sequence[Scheme], index: int) -> bool:
+def held(graph: Graph, schemes: Sequence[Scheme], index: int) -> bool:
     """Whether the devices hold their shares of a layer's input, given the schemes up to it."""
-    return network.follows(index) and schemes[index - 1] == "lop"
+    return graph.follows(index) and schemes[index - 1] == "lop"
 
 
-def total(network: Network, schemes: Sequence[Scheme], crew: Crew, reuse: Reuse = "everywhere") -> Fraction:
+def total(graph: Graph, schemes: Sequence[Scheme], workers: WorkerTotals, reuse: Reuse = "everywhere") -> Fraction:
     """Return C of a whole network, in elements: equation (10). Layers ``whole`` and ``tiled`` add nothing to it."""
     return sum(
         (
-            elements(layer, scheme, crew, held(network, schemes, index), reuse)
-            for index, (layer, scheme) in enumerate(zip(network.layers, schemes, strict=True))
+            elements(layer, scheme, workers, held(graph, schemes, index), reuse)
+            for index, (layer, scheme) in enumerate(zip(graph.operations, schemes, strict=True))
         ),
         Fraction(0),
     )

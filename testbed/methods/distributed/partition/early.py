@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from testbed.errors import InputError
-from testbed.methods.distributed.partition.network import IMAGE, Network
+from testbed.models.operations import Graph
+from testbed.models.shapes import INPUT
 
 
-def early_layers(network: Network) -> int:
+def early_layers(graph: Graph) -> int:
     """Return how many of the first layers are better tiled than divided by channels.
 
     Feature-dominated layers have more elements entering and leaving than weights. The cut is where the sum of
@@ -14,44 +15,44 @@ def early_layers(network: Network) -> int:
     Layer 16 of YOLOv2 at 608x608, as in Stahl et al., Section 5.
     """
     best, total, cut = 0, 0, 0
-    for index in range(len(network.layers)):
-        if not _tiles(network, index):
+    for index in range(len(graph.operations)):
+        if not _tiles(graph, index):
             break
-        layer = network.layers[index]
+        layer = graph.operations[index]
         if layer.weights == 0:
-            if cut == index and _closes(network, index + 1):
+            if cut == index and _closes(graph, index + 1):
                 cut = index + 1
             continue
         total += layer.inputs + layer.outputs - layer.weights
-        if total > best and _closes(network, index + 1):
+        if total > best and _closes(graph, index + 1):
             best, cut = total, index + 1
     return cut
 
 
-def check_early(network: Network, count: int) -> None:
+def check_early(graph: Graph, count: int) -> None:
     """Raise `InputError` where so many first layers cannot be tiled, naming the nearest smaller number that can."""
-    if count <= len(network.layers) and _can_be(network, count):
+    if count <= len(graph.operations) and _can_be(graph, count):
         return
-    nearest = max(fewer for fewer in range(min(count, len(network.layers)) + 1) if _can_be(network, fewer))
+    nearest = max(fewer for fewer in range(min(count, len(graph.operations)) + 1) if _can_be(graph, fewer))
     raise InputError(
-        f"the first {count} layers of {network.name} cannot be tiled together, which takes convolutions "
+        f"the first {count} layers of {graph.name} cannot be tiled together, which takes convolutions "
         f"and pooling in a row, of which only the last one's output is used further on: use {nearest}",
         ("method", "early"),
     )
 
 
-def _can_be(network: Network, count: int) -> bool:
+def _can_be(graph: Graph, count: int) -> bool:
     """Whether so many first layers can be tiled."""
-    return count == 0 or (all(_tiles(network, index) for index in range(count)) and _closes(network, count))
+    return count == 0 or (all(_tiles(graph, index) for index in range(count)) and _closes(graph, count))
 
 
-def _tiles(network: Network, index: int) -> bool:
+def _tiles(graph: Graph, index: int) -> bool:
     """Whether a layer works on pixels near each other, and only on what the layer before it made."""
-    layer = network.layers[index]
-    return layer.kind in ("conv", "pool") and layer.sources == (index - 1,)
+    layer = graph.operations[index]
+    return layer.window is not None and layer.sources == (index - 1,)
 
 
-def _closes(network: Network, count: int) -> bool:
+def _closes(graph: Graph, count: int) -> bool:
     """Whether nothing after the first ``count`` layers needs what is inside them, or the image."""
-    inside = range(IMAGE, count - 1)
-    return all(source not in inside for layer in network.layers[count:] for source in layer.sources)
+    inside = range(INPUT, count - 1)
+    return all(source not in inside for layer in graph.operations[count:] for source in layer.sources)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from testbed.methods.distributed.partition.choice import Schemes
-from testbed.methods.distributed.partition.communication import Crew, Reuse, elements
-from testbed.methods.distributed.partition.network import Network
-from testbed.methods.distributed.partition.plan import Scheme
+from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, elements
+from testbed.methods.distributed.partition.distributed_plan import Scheme
+from testbed.methods.distributed.partition.scheme_choice import Schemes
+from testbed.models.operations import Graph
 
 _SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 
@@ -59,13 +59,13 @@ class _Program:
 
 
 def least_communication(
-    network: Network, crew: Crew, reuse: Reuse = "everywhere", first: int = 0, lip: bool = True
+    graph: Graph, workers: WorkerTotals, reuse: Reuse = "everywhere", first: int = 0, lip: bool = True
 ) -> Schemes:
     """Return schemes with the least C from layer ``first`` on. Of equals any, so compare by what they cost.
 
     Without ``lip`` only LOP and fused pairs are looked at, as the variants of the paper's Table 2 do.
     """
-    layers = network.layers
+    layers = graph.operations
     split = [index for index in range(first, len(layers)) if layers[index].splits]
     schemes: list[Scheme] = ["tiled" if index < first else "whole" for index in range(len(layers))]
     if not split:
@@ -77,18 +77,18 @@ def least_communication(
         able = {
             "lop": True,
             "lip": lip,
-            "fuse1": network.fuses(index),
-            "fuse2": index - 1 in split and network.fuses(index - 1),
+            "fuse1": graph.fuses(index),
+            "fuse2": index - 1 in split and graph.fuses(index - 1),
         }
         for scheme in _SCHEMES:
-            cost = float(elements(layers[index], scheme, crew, False, reuse))
+            cost = float(elements(layers[index], scheme, workers, False, reuse))
             chosen[index, scheme] = program.variable(cost, float(able[scheme]), True)
         program.rows.append(({chosen[index, scheme]: 1.0 for scheme in _SCHEMES}, 1.0, 1.0))  # (11)
     for index in split:
-        if network.fuses(index):
+        if graph.fuses(index):
             program.rows.append(({chosen[index + 1, "fuse2"]: 1.0, chosen[index, "fuse1"]: -1.0}, 0.0, 0.0))  # (12)
-        if index - 1 in split and network.follows(index):
-            _reuse(program, network, index, chosen, crew, reuse)
+        if index - 1 in split and graph.follows(index):
+            _reuse(program, graph, index, chosen, workers, reuse)
     values = program.solve()
     for (index, scheme), number in chosen.items():
         if values[number] > 0.5:
@@ -98,15 +98,15 @@ def least_communication(
 
 def _reuse(
     program: _Program,
-    network: Network,
+    graph: Graph,
     index: int,
     chosen: dict[tuple[int, Scheme], int],
-    crew: Crew,
+    workers: WorkerTotals,
     reuse: Reuse,
 ) -> None:
     """Add what a layer saves where the one before it uses LOP."""
     for scheme in _SCHEMES:
-        alone, after = (elements(network.layers[index], scheme, crew, held, reuse) for held in (False, True))
+        alone, after = (elements(graph.operations[index], scheme, workers, held, reuse) for held in (False, True))
         if after < alone:
             saving = program.variable(float(after - alone), 1.0, False)
             for bound in (chosen[index - 1, "lop"], chosen[index, scheme]):

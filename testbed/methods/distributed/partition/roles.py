@@ -1,20 +1,19 @@
 """What each device does of each layer; pure, and the same on every device.
 
 What a layer takes and makes is counted in elements of one sample, flattened channel after channel: a range of
-channels is then a range of elements, and a fully connected layer reads a convolution's output without ado.
+channels is then a range of elements, and a fully connected layer reads a convolution's output as it is.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from testbed.methods.distributed.partition.network import Layer, Network
-from testbed.methods.distributed.partition.pieces import NOTHING, scaled
-from testbed.methods.distributed.partition.plan import DistributedPlan, Range
+from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
+from testbed.methods.distributed.partition.ranges import NOTHING, Range, scaled
 from testbed.methods.distributed.partition.shares import divide, proportional
+from testbed.models.operations import Graph, Operation
 
 Way = Literal["direct", "source", "row"]
 """An exchange, or ``row``: every layer is whole and goes from its owner to the next one's; nothing passes the source
@@ -38,34 +37,29 @@ class Role:
 IDLE = Role()
 
 
-def pixels(layer: Layer) -> int:
-    """Return the elements of one output channel."""
-    return math.prod(layer.output[1:])
-
-
-def is_alias(layer: Layer, way: Way) -> bool:
+def is_alias(layer: Operation, way: Way) -> bool:
     """Say whether a layer only names what others have made."""
-    return way == "direct" and layer.kind == "route"
+    return way == "direct" and layer.joins
 
 
-def by_chunks(layer: Layer, role: Role) -> bool:
+def by_chunks(layer: Operation, role: Role) -> bool:
     """Whether a device computes its part chunk by chunk, and sends each as soon as it is there."""
     return role.work in ("outputs", "sums") or (role.work == "whole" and layer.splits)
 
 
 def roles_of(
-    network: Network, plan: DistributedPlan, way: Way, index: int, homes: Mapping[int, tuple[Range, ...]]
+    graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Mapping[int, tuple[Range, ...]]
 ) -> tuple[Role, ...]:
     """Return what each device does of a layer that is not tiled.
 
     ``homes``: by earlier value and device, the elements that the device has made.
     """
-    layer, decided, everyone = network.layers[index], plan.layers[index], range(len(plan.devices))
+    layer, decided, everyone = graph.operations[index], plan.layers[index], range(len(plan.devices))
     everything = Range(0, layer.inputs)
     if decided.scheme in ("lop", "fuse1"):
         return tuple(Role("outputs", everything, made) if made.size else IDLE for made in decided.outputs)
     if decided.scheme in ("lip", "fuse2"):
-        merging = _merging(network, plan, way, index)
+        merging = _merging(graph, plan, way, index)
         each = layer.inputs // layer.input_channels
         return tuple(
             Role("sums", scaled(taken, each), made) for taken, made in zip(decided.inputs, merging, strict=True)
@@ -73,11 +67,11 @@ def roles_of(
     whole = Role("whole", everything, Range(0, layer.output[0]))
     if is_alias(layer, way):
         return (IDLE,) * len(everyone)
-    if way == "direct" and layer.kind == "reorg":
-        # Everybody moves the pixels for himself.
+    if way == "direct" and layer.division == "moves":
+        # Each device moves the pixels that it has.
         return (whole,) * len(everyone)
     (first, *more) = layer.sources
-    if way == "direct" and layer.kind == "pool" and not more and first in homes:
+    if way == "direct" and layer.by_channel and not more and any(home.size for home in homes.get(first, ())):
         channel = layer.inputs // layer.output[0]
         return tuple(
             Role("channels", home, Range(home.first // channel, home.last // channel)) if home.size else IDLE
@@ -87,9 +81,9 @@ def roles_of(
     return tuple(whole if device == owner else IDLE for device in everyone)
 
 
-def _merging(network: Network, plan: DistributedPlan, way: Way, index: int) -> tuple[Range, ...]:
+def _merging(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple[Range, ...]:
     """Return which output channels of a layer's sums each device merges."""
-    channels, decided = network.layers[index].output[0], plan.layers[index]
-    if way == "direct" and network.readers[index]:
+    channels, decided = graph.operations[index].output[0], plan.layers[index]
+    if way == "direct" and graph.readers[index]:
         return divide(channels, proportional([taken.size for taken in decided.inputs]))
     return tuple(Range(0, channels if device == plan.source else 0) for device in range(len(plan.devices)))

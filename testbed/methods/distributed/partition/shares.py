@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from testbed.methods.distributed.partition.plan import Range
+from testbed.methods.distributed.partition.ranges import Range
 
 
 def equal(count: int) -> tuple[Fraction, ...]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from math import inf
 
 from testbed.hardware import DeviceSpec
-from testbed.methods.distributed.partition.flow import Flow
-from testbed.methods.distributed.partition.network import IMAGE
+from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.resources import multiplications
 from testbed.methods.distributed.partition.traffic import Transfer, transfers
+from testbed.models.shapes import INPUT
 from testbed.network.link import Link, Pair
 
 
@@ -51,7 +51,7 @@ def interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
     return max(computing, sending, overlapped(phases) / in_flight)
 
 
-def phases(flow: Flow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]) -> tuple[Phase, ...]:
+def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]) -> tuple[Phase, ...]:
     """Return what one full request consists of; devices in the order of the plan."""
     samples = flow.execution.samples
     moved: dict[int, list[Transfer]] = {}
@@ -60,10 +60,10 @@ def phases(flow: Flow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
     rows = multiplications(flow)
     work = {index: _seconds(rows[index : index + 1], devices, samples) for index in range(flow.tiled, len(rows))}
     # All tiled layers count as one, between the image and their map.
-    work[IMAGE] = _seconds(rows[: flow.tiled], devices, samples)
+    work[INPUT] = _seconds(rows[: flow.tiled], devices, samples)
     return tuple(
         Phase(work.get(value, 0.0), *_network(moved.get(value, ()), flow, devices, links))
-        for value in range(IMAGE, len(flow.network.layers))
+        for value in range(INPUT, len(flow.graph.operations))
     )
 
 
@@ -74,7 +74,7 @@ def _seconds(rows: Sequence[Sequence[int]], devices: Sequence[DeviceSpec], sampl
 
 
 def _network(
-    moved: Sequence[Transfer], flow: Flow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
+    moved: Sequence[Transfer], flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
 ) -> tuple[float, float]:
     """Return the seconds for which the busiest link carries these, and the delays of all legs."""
     busy: defaultdict[tuple[str, int, int], float] = defaultdict(float)

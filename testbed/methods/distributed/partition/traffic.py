@@ -7,12 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from testbed.methods.distributed.partition.flow import Flow
-from testbed.methods.distributed.partition.network import IMAGE
-from testbed.methods.distributed.partition.pieces import Pieces, common
-from testbed.methods.distributed.partition.plan import Range
-from testbed.methods.distributed.partition.roles import pixels
-from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.methods.distributed.partition.dataflow import Dataflow
+from testbed.methods.distributed.partition.ranges import Pieces, Range, common
+from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.wire import size_around
 
 
@@ -23,7 +20,7 @@ class Transfer:
     sender: int
     receiver: int
     value: int
-    """The layer, or `IMAGE`."""
+    """The layer, or `INPUT`."""
     messages: tuple[int, ...]
     """The elements of one sample in each."""
 
@@ -38,7 +35,7 @@ class Transfer:
         return sum(count * size_around(samples * BYTES_PER_VALUE * elements) for elements, count in sizes.items())
 
 
-def transfers(flow: Flow) -> tuple[Transfer, ...]:
+def transfers(flow: Dataflow) -> tuple[Transfer, ...]:
     """Return everything that one inference sends."""
     return (*of_tiles(flow), *_of_values(flow), *_of_sums(flow))
 
@@ -48,19 +45,19 @@ def elements(found: Sequence[Transfer]) -> int:
     return sum(transfer.elements for transfer in found)
 
 
-def of_tiles(flow: Flow) -> tuple[Transfer, ...]:
+def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
     """Return what is sent for tiles that the source does not do itself: regions of the image, and what they become."""
     source, found = flow.plan.source, []
     for tile in flow.plan.tiles:
         if tile.device != source:
-            first, last = flow.network.layers[0], flow.network.layers[flow.tiled - 1]
+            first, last = flow.graph.operations[0], flow.graph.operations[flow.tiled - 1]
             there, back = first.input[0] * tile.regions[0].pixels, last.output[0] * tile.regions[-1].pixels
-            found.append(Transfer(source, tile.device, IMAGE, (there,)))
+            found.append(Transfer(source, tile.device, INPUT, (there,)))
             found.append(Transfer(tile.device, source, flow.tiled - 1, (back,)))
     return tuple(found)
 
 
-def _of_values(flow: Flow) -> Iterator[Transfer]:
+def _of_values(flow: Dataflow) -> Iterator[Transfer]:
     """Yield the parts of values that others than their makers want, where all passes the source in two legs."""
     source = flow.plan.source
     for value, homes in flow.homes.items():
@@ -82,10 +79,10 @@ def _cut(pieces: Pieces, part: Range) -> tuple[int, ...]:
     return tuple(size for piece in pieces if (size := common(piece, part).size))
 
 
-def _of_sums(flow: Flow) -> Iterator[Transfer]:
+def _of_sums(flow: Dataflow) -> Iterator[Transfer]:
     """Yield the partial sums that others than who has computed them merge."""
     for index, roles in enumerate(flow.roles):
-        each = pixels(flow.network.layers[index])
+        each = flow.graph.operations[index].pixels
         for merger, merging in enumerate(roles):
             if merging.work != "sums" or not merging.makes.size:
                 continue

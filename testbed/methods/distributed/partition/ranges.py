@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from testbed.methods.distributed.partition.plan import Range
+
+class Range(NamedTuple):
+    """Elements, channels or features: ``first`` up to but without ``last``."""
+
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.last - self.first
+
 
 Pieces = tuple[Range, ...]
 NOTHING = Range(0, 0)
@@ -16,7 +28,7 @@ def scaled(part: Range, factor: int) -> Range:
 
 
 def shifted(part: Range, by: int) -> Range:
-    """Return a range so much further on."""
+    """Return a range ``by`` further on."""
     return Range(part.first + by, part.last + by)
 
 

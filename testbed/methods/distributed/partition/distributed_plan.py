@@ -10,23 +10,13 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from testbed.methods.distributed.partition.ranges import Range
+
 Scheme = Literal["lop", "lip", "fuse1", "fuse2", "whole", "tiled"]
 """``lop``: each device has all of the input and computes some output channels. ``lip``: each has some input channels
 and computes partial sums of all outputs, which the source adds up before bias and activation. ``fuse1`` and
 ``fuse2``: as LOP and LIP, but what is between them stays where it is. ``whole``: one device alone. ``tiled``: each
 device computes its tiles of the feature map."""
-
-
-class Range(NamedTuple):
-    """Channels of a convolution, or features of a fully connected layer: ``first`` up to but without ``last``."""
-
-    first: int
-    last: int
-
-    @property
-    def size(self) -> int:
-        """How many."""
-        return self.last - self.first
 
 
 class Region(NamedTuple):
@@ -43,11 +33,11 @@ class Region(NamedTuple):
         return (self.bottom - self.top) * (self.right - self.left)
 
 
-class _Part(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class LayerPlan(_Part):
+class LayerPlan(_Frozen):
     """Who does what of one layer."""
 
     scheme: Scheme
@@ -59,7 +49,7 @@ class LayerPlan(_Part):
     """Of ``lip`` and ``fuse2``: each device's input channels. Those of a ``fuse2`` are the outputs of its ``fuse1``."""
 
 
-class Tile(_Part):
+class Tile(_Frozen):
     """One part of the fused early layers."""
 
     row: int
@@ -70,7 +60,7 @@ class Tile(_Part):
     Within the map: what lies outside is padding."""
 
 
-class Tiling(_Part):
+class Tiling(_Frozen):
     """Fused tile partitioning of the first layers: as many as there are regions in a tile, less one."""
 
     rows: int
@@ -78,8 +68,8 @@ class Tiling(_Part):
     tiles: tuple[Tile, ...]
 
 
-class DistributedPlan(_Part):
-    """A whole inference; `testbed.methods.distributed.partition.flow` says what that is for each device."""
+class DistributedPlan(_Frozen):
+    """A whole inference; `testbed.methods.distributed.partition.dataflow` says what that is for each device."""
 
     scheme: str
     """As the scenario names it."""

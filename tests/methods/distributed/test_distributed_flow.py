@@ -6,24 +6,24 @@ from itertools import accumulate, pairwise
 import numpy as np
 import pytest
 import torch
-from described import chains, yolov2
+from graphs import chains, yolov2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.ledger import Ledger
-from testbed.methods.distributed.numerics import Part, tile
-from testbed.methods.distributed.partition.describe import network_of
-from testbed.methods.distributed.partition.drafts import Wish, draft
+from testbed.methods.distributed.partition.candidates import PlanRequest, candidate
 from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.pieces import NOTHING, both, common, size, without
-from testbed.methods.distributed.partition.plan import Range
+from testbed.methods.distributed.partition.ranges import Range, both, common, size, without
 from testbed.methods.distributed.partition.shares import divide
-from testbed.methods.distributed.partition.slices import Slice
 from testbed.methods.distributed.partition.tiles import tile as tiled
 from testbed.methods.distributed.partition.traffic import elements, of_tiles, transfers
+from testbed.methods.distributed.tile_compute import compute_tile
 from testbed.models.chain import chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d
+from testbed.models.operations import graph_of
+from testbed.models.sliced import SlicedLayer, cut
+from testbed.models.slices import NONE, Slice
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 SCHEMES = st.sampled_from(["lop", "lip", "fuse", "optimal", "sequential", "single"])
@@ -33,15 +33,15 @@ def crew(speeds):
     return [DeviceSpec(f"d{index}", speed, 1e12) for index, speed in enumerate(speeds)]
 
 
-def sent_through_the_source(network, plan):
+def sent_through_the_source(graph, plan):
     """Count, element by element, what those who lack something are sent, and what the source collects for that."""
     source, count, total = plan.source, len(plan.devices), 0
-    values = [*range(plan.tiled - 1, len(network.layers))]
-    made = {value: np.zeros((count, network.outputs_of(value)), bool) for value in values}
-    need = {value: np.zeros((count, network.outputs_of(value)), bool) for value in values}
+    values = [*range(plan.tiled - 1, len(graph.operations))]
+    made = {value: np.zeros((count, graph.outputs_of(value)), bool) for value in values}
+    need = {value: np.zeros((count, graph.outputs_of(value)), bool) for value in values}
     made[values[0]][source] = need[values[-1]][source] = True
     for index in values[1:]:
-        layer, part = network.layers[index], plan.layers[index]
+        layer, part = graph.operations[index], plan.layers[index]
         taken = np.zeros((count, layer.inputs), bool)
         for device in range(count):
             if part.outputs:
@@ -53,7 +53,7 @@ def sent_through_the_source(network, plan):
                 total += layer.outputs * (device != source and part.inputs[device].size > 0)
             else:
                 taken[device] = made[index][device] = device == (source if part.owner is None else part.owner)
-        ends = [0, *accumulate(network.outputs_of(each) for each in layer.sources)]
+        ends = [0, *accumulate(graph.outputs_of(each) for each in layer.sources)]
         for each, (first, last) in zip(layer.sources, pairwise(ends), strict=True):
             need[each] |= taken[:, first:last]
     in_a_row = all(part.scheme == "whole" for part in plan.layers)
@@ -69,28 +69,28 @@ def sent_through_the_source(network, plan):
 
 @settings(deadline=None, max_examples=150)
 @given(chains(), SPEEDS, SCHEMES, st.data())
-def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(network, speeds, scheme, data):
+def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(graph, speeds, scheme, data):
     source = data.draw(st.integers(0, len(speeds) - 1))
-    found = draft(network, crew(speeds), Wish(scheme=scheme, source=source, early=0)).flow
-    assert elements(transfers(found)) == sent_through_the_source(network, found.plan)
+    found = candidate(graph, crew(speeds), PlanRequest(scheme=scheme, source=source, early=0)).flow
+    assert elements(transfers(found)) == sent_through_the_source(graph, found.plan)
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
-    network = yolov2(224)
-    found = draft(network, crew([1.0, 2.5, 1.0, 4.0]), Wish(scheme, early=16, source=2)).flow
-    later = sent_through_the_source(network, found.plan)
+    graph = yolov2(224)
+    found = candidate(graph, crew([1.0, 2.5, 1.0, 4.0]), PlanRequest(scheme, early=16, source=2)).flow
+    later = sent_through_the_source(graph, found.plan)
     assert elements(transfers(found)) == later + elements(of_tiles(found))
 
 
 @settings(deadline=None, max_examples=150)
 @given(chains(), SPEEDS, SCHEMES)
-def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(network, speeds, scheme):
+def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(graph, speeds, scheme):
     for exchange in ("source", "direct"):
-        found = draft(network, crew(speeds), Wish(scheme=scheme, early=0, execution=Execution(exchange))).flow
+        found = candidate(graph, crew(speeds), PlanRequest(scheme=scheme, early=0, execution=Execution(exchange))).flow
         for value, homes in found.homes.items():
-            if found.network.layers[value].kind != "route" or value < 0:
-                assert sum(home.size for home in homes) == network.outputs_of(value)
+            if value < 0 or not found.graph.operations[value].joins:
+                assert sum(home.size for home in homes) == graph.outputs_of(value)
             for device, wanted in enumerate(found.wants[value]):
                 here = [homes[device]]
                 for maker, home in enumerate(homes):
@@ -127,42 +127,30 @@ def test_pieces_are_sets_of_numbers(ranges, gone):
 def test_parts_by_output_and_sums_by_input_are_the_whole_layer(entering, leaving, kernel, stride, norm, shares):
     layers = [Conv2d(leaving, kernel, stride, kernel // 2), *[BatchNorm2d()] * norm, LeakyReLU(0.1)]
     model = chain("two", (entering, 7, 5), 3, [("conv", layers), ("out", [Flatten(), Linear(3)])])
-    network = network_of(model)
-    layer, module = network.layers[0], model.build(0, 1, 4).eval()
+    graph = graph_of(model)
+    layer, module = graph.operations[0], model.build(0, 1, 4).eval()
     for name, tensor in module.state_dict().items():
         if not name.endswith("tracked"):
             tensor.copy_(torch.rand_like(tensor) + 0.1)
     inputs = torch.randn(2, entering, 7, 5)
     with torch.no_grad():
         whole = module(inputs).flatten(1)
-    weights = module.state_dict()
+    state, flat = module.state_dict(), inputs.flatten(1)
     exact = [Fraction(share, sum(shares)) for share in shares]
-    every, all_inputs = Range(0, leaving), Range(0, entering)
-    flat = inputs.flatten(1)
+    every, all_inputs = range(leaving), range(entering)
     outputs = []
-    for made in divide(leaving, exact):
-        if made.size:
-            part = Part(model, layer, sliced(weights, made, all_inputs, made), Slice(0, made, all_inputs, made))
-            outputs.append(part.finish(part.sums(flat, all_inputs, made), made))
+    for made in (range(*part) for part in divide(leaving, exact) if part.size):
+        part = Slice(made, all_inputs, made)
+        outputs.append(SlicedLayer(layer, part, cut(layer, part, state)).run(flat))
     assert close(torch.cat(outputs, dim=1), whole)
-    sums, merger = None, Part(model, layer, weights, Slice(0, every, all_inputs, every))
-    for taken in divide(entering, exact):
-        if taken.size:
-            held = Slice(0, every, taken, NOTHING)
-            part = Part(model, layer, sliced(weights, every, taken, NOTHING), held)
-            more = part.sums(flat[:, taken.first * 35 : taken.last * 35], taken, every)
-            sums = more if sums is None else sums + more
-    assert close(merger.finish(sums, every), whole)
-
-
-def sliced(weights, rows, columns, channels):
-    found = {}
-    for name, tensor in weights.items():
-        if tensor.dim() > 1:
-            found[name] = tensor[rows.first : rows.last, columns.first : columns.last]
-        elif tensor.dim() == 1:
-            found[name] = tensor[channels.first : channels.last]
-    return found
+    sums = []
+    for taken in (range(*part) for part in divide(entering, exact) if part.size):
+        part = Slice(every, taken, NONE)
+        sums.append(SlicedLayer(layer, part, cut(layer, part, state)).sums(flat[:, taken.start * 35 : taken.stop * 35]))
+    assert close(SlicedLayer(layer, layer.whole, state).finish(torch.stack(sums).sum(0)), whole)
+    chunks = [range(leaving)[first : first + 2] for first in range(0, leaving, 2)]
+    chunked = SlicedLayer(layer, layer.whole, state)
+    assert close(torch.cat([chunked.finish(chunked.sums(flat, None, each), each) for each in chunks], dim=1), whole)
 
 
 def close(found, wanted):
@@ -179,21 +167,16 @@ def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
         ("out", [Flatten(), Linear(2)]),
     ]
     model = chain("tiled", (2, height, width), 2, layers)
-    network, module = network_of(model), model.build(0, 3, 6).eval()
+    graph, module = graph_of(model), model.build(0, 3, 6).eval()
     inputs = torch.randn(2, 2, height, width)
     with torch.no_grad():
         whole = module(inputs)
-    early = network.layers[:3]
-    parts = []
-    for index, layer in enumerate(early):
-        channels = Range(0, layer.output_channels)
-        parts.append(
-            Part(model, layer, module.state_dict(), Slice(index, channels, Range(0, layer.input_channels), channels))
-        )
+    early = graph.operations[:3]
+    parts = [SlicedLayer(layer, layer.whole, module.state_dict()) for layer in early]
     ledger, found = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
     for each in tiled(early, min(rows, whole.shape[2]), min(columns, whole.shape[3]), [1.0], 0).tiles:
         first, last = each.regions[0], each.regions[-1]
         region = inputs[:, :, first.top : first.bottom, first.left : first.right]
-        found[:, :, last.top : last.bottom, last.left : last.right] = tile(parts, each, region, ledger)
+        found[:, :, last.top : last.bottom, last.left : last.right] = compute_tile(parts, each, region, ledger)
     assert close(found, whole)
     assert ledger.activations == 0 < ledger.peak

@@ -11,33 +11,34 @@ from collections.abc import Collection, Sequence
 from fractions import Fraction
 
 from testbed.errors import InputError
-from testbed.methods.distributed.partition.communication import Crew, Reuse, elements
-from testbed.methods.distributed.partition.network import Network
-from testbed.methods.distributed.partition.plan import Scheme
+from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, elements
+from testbed.methods.distributed.partition.distributed_plan import Scheme
+from testbed.models.operations import Graph
 
 Schemes = tuple[Scheme, ...]
 Pair = tuple[int, int]
 
 
-def everywhere(network: Network, scheme: Scheme, first: int = 0) -> Schemes:
+def everywhere(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
     """Return one scheme for all layers that can be split, from layer ``first`` on; before it layers are tiled."""
     return tuple(
-        "tiled" if index < first else scheme if layer.splits else "whole" for index, layer in enumerate(network.layers)
+        "tiled" if index < first else scheme if layer.splits else "whole"
+        for index, layer in enumerate(graph.operations)
     )
 
 
-def fused(network: Network, pairs: Collection[Pair], first: int = 0) -> Schemes:
+def fused(graph: Graph, pairs: Collection[Pair], first: int = 0) -> Schemes:
     """Return LOP with the given pairs of layers fused.
 
     Raises:
         InputError: where a pair cannot be fused or overlaps another, naming those that can.
     """
-    schemes = list(everywhere(network, "lop", first))
+    schemes = list(everywhere(graph, "lop", first))
     for one, other in pairs:
-        if other != one + 1 or one < first or not network.fuses(one) or {schemes[one], schemes[other]} != {"lop"}:
-            able = ", ".join(f"{index}+{index + 1}" for index in range(first, len(schemes)) if network.fuses(index))
+        if other != one + 1 or one < first or not graph.fuses(one) or {schemes[one], schemes[other]} != {"lop"}:
+            able = ", ".join(f"{index}+{index + 1}" for index in range(first, len(schemes)) if graph.fuses(index))
             raise InputError(
-                f"layers {one} and {other} of {network.name} cannot be fused: a pair is two layers with "
+                f"layers {one} and {other} of {graph.name} cannot be fused: a pair is two layers with "
                 f"weights right after each other, in no other pair, whose output between is needed nowhere else; "
                 f"choose from {able or 'none: this network has no such pair'}",
                 ("method", "fused"),
@@ -47,37 +48,37 @@ def fused(network: Network, pairs: Collection[Pair], first: int = 0) -> Schemes:
 
 
 def least_communication(
-    network: Network, crew: Crew, reuse: Reuse = "everywhere", first: int = 0, lip: bool = True
+    graph: Graph, workers: WorkerTotals, reuse: Reuse = "everywhere", first: int = 0, lip: bool = True
 ) -> Schemes:
     """Return the schemes with the least C from layer ``first`` on; of equals LOP before LIP before FUSE.
 
     Without ``lip`` only LOP and fused pairs are looked at, as the variants of the paper's Table 2 do.
     """
-    count = len(network.layers)
+    count = len(graph.operations)
     # best[index][after_lop]: the least C of this and all later layers, and their schemes.
     best: dict[int, dict[bool, tuple[Fraction, Schemes]]] = {count: dict.fromkeys((False, True), (Fraction(0), ()))}
     for index in reversed(range(first, count)):
         best[index] = {}
         for after_lop in (False, True):
-            held = after_lop and network.follows(index)
+            held = after_lop and graph.follows(index)
             found = []
-            for way in _ways(network, index, lip):
+            for way in _ways(graph, index, lip):
                 cost, rest = best[index + len(way)][way[-1] == "lop"]
                 for offset, scheme in enumerate(way):
-                    cost += elements(network.layers[index + offset], scheme, crew, held and offset == 0, reuse)
+                    cost += elements(graph.operations[index + offset], scheme, workers, held and offset == 0, reuse)
                 found.append((cost, (*way, *rest)))
             best[index][after_lop] = min(found, key=lambda each: each[0])
-    return (*everywhere(network, "lop", first)[:first], *best[first][False][1])
+    return (*everywhere(graph, "lop", first)[:first], *best[first][False][1])
 
 
-def _ways(network: Network, index: int, lip: bool) -> list[Schemes]:
+def _ways(graph: Graph, index: int, lip: bool) -> list[Schemes]:
     """Return what can be done with a layer, or with it and the next."""
-    if not network.layers[index].splits:
+    if not graph.operations[index].splits:
         return [("whole",)]
     ways: list[Schemes] = [("lop",)]
     if lip:
         ways.append(("lip",))
-    if network.fuses(index):
+    if graph.fuses(index):
         ways.append(("fuse1", "fuse2"))
     return ways
 

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from described import convolution, pooling, yolov2
+from graphs import convolution, pooling, yolov2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from testbed.errors import InputError
-from testbed.methods.distributed.partition.describe import network_of
+from testbed.methods.distributed.partition.distributed_plan import Region
 from testbed.methods.distributed.partition.early import check_early, early_layers
-from testbed.methods.distributed.partition.network import Layer, Network
-from testbed.methods.distributed.partition.plan import Region
 from testbed.methods.distributed.partition.tiles import (
     best_tiling,
     multiplications,
@@ -20,14 +18,16 @@ from testbed.methods.distributed.partition.tiles import (
     tile,
 )
 from testbed.models import create
+from testbed.models.layers import Window
+from testbed.models.operations import Graph, Operation, graph_of
 
 YOLO = yolov2()
 
 
 @st.composite
-def early(draw: st.DrawFn) -> list[Layer]:
+def early(draw: st.DrawFn) -> list[Operation]:
     shape: tuple[int, ...] = (2, draw(st.integers(6, 21)), draw(st.integers(6, 21)))
-    layers: list[Layer] = []
+    layers: list[Operation] = []
     for index in range(draw(st.integers(1, 4))):
         if min(shape[1:]) >= 4 and draw(st.booleans()):
             layers.append(pooling(f"p{index}", shape, index - 1))
@@ -38,12 +38,17 @@ def early(draw: st.DrawFn) -> list[Layer]:
     return layers
 
 
-def compute(layer: Layer, kernels: torch.Tensor | None, values: torch.Tensor, pad: tuple[int, ...]) -> torch.Tensor:
-    if layer.kind == "pool":
+def window(layer: Operation) -> Window:
+    assert layer.window is not None
+    return layer.window
+
+
+def compute(layer: Operation, kernels: torch.Tensor | None, values: torch.Tensor, pad: tuple[int, ...]) -> torch.Tensor:
+    if layer.by_channel:
         assert pad == (0, 0, 0, 0)
-        return functional.max_pool2d(values, layer.kernel, layer.stride)
+        return functional.max_pool2d(values, window(layer).kernel, window(layer).stride)
     assert kernels is not None
-    return functional.relu(functional.conv2d(functional.pad(values, pad), kernels, stride=layer.stride))
+    return functional.relu(functional.conv2d(functional.pad(values, pad), kernels, stride=window(layer).stride))
 
 
 def cut(values: torch.Tensor, region: Region) -> torch.Tensor:
@@ -52,12 +57,12 @@ def cut(values: torch.Tensor, region: Region) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(early(), st.data())
-def test_tiles_computed_each_alone_make_up_the_whole(layers: list[Layer], data: st.DataObject) -> None:
+def test_tiles_computed_each_alone_make_up_the_whole(layers: list[Operation], data: st.DataObject) -> None:
     _, height, width = layers[-1].output
     rows, columns = data.draw(st.integers(1, min(4, height))), data.draw(st.integers(1, min(4, width)))
     draws = torch.Generator().manual_seed(1)
     kernels = [
-        torch.rand(layer.output[0], layer.input[0], layer.kernel, layer.kernel, generator=draws, dtype=torch.float64)
+        torch.rand(*layer.layers[0].weight_shape(layer.input), generator=draws, dtype=torch.float64)
         if layer.weights
         else None
         for layer in layers
@@ -65,7 +70,7 @@ def test_tiles_computed_each_alone_make_up_the_whole(layers: list[Layer], data: 
     image = torch.rand(*layers[0].input, generator=draws, dtype=torch.float64)
     whole = image
     for layer, kernel in zip(layers, kernels, strict=True):
-        whole = compute(layer, kernel, whole, (layer.padding,) * 4)
+        whole = compute(layer, kernel, whole, (window(layer).padding,) * 4)
     tiling = tile(layers, rows, columns, [1.0], 0)
     assert len(tiling.tiles) == rows * columns
     covered = torch.zeros(height, width)
@@ -75,7 +80,7 @@ def test_tiles_computed_each_alone_make_up_the_whole(layers: list[Layer], data: 
         for layer, kernel, out in zip(layers, kernels, each.regions[1:], strict=True):
             values = compute(layer, kernel, values, padding(layer, out))
             assert values.shape[1:] == (out.bottom - out.top, out.right - out.left)
-            computed += values.numel() * layer.kernel**2 * layer.input[0] * bool(layer.weights)
+            computed += values.numel() * window(layer).kernel ** 2 * layer.input[0] * bool(layer.weights)
         torch.testing.assert_close(values, cut(whole, each.regions[-1]), rtol=1e-12, atol=1e-12)
         assert sum(multiplications(layers, each)) == computed
         cut(covered[None], each.regions[-1]).add_(1)
@@ -100,9 +105,9 @@ def test_halo_of_a_small_example_by_hand() -> None:
 def test_the_early_layers_of_the_networks() -> None:
     assert early_layers(YOLO) == 16
     assert early_layers(yolov2(416)) < 16
-    vgg = network_of(create("vgg16", {}, (3, 224, 224), 0))
-    assert vgg.layers[early_layers(vgg) - 1].kind == "pool"
-    assert early_layers(network_of(create("mlp", {}, (1, 8, 8), 10))) == 0
+    vgg = graph_of(create("vgg16", {}, (3, 224, 224), 0))
+    assert vgg.operations[early_layers(vgg) - 1].by_channel
+    assert early_layers(graph_of(create("mlp", {}, (1, 8, 8), 10))) == 0
 
 
 @pytest.mark.parametrize(("count", "instead"), [(18, 17), (25, 17), (40, 17)])
@@ -114,7 +119,7 @@ def test_layers_that_cannot_be_tiled_are_refused(count: int, instead: int) -> No
 
 
 def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
-    layers = YOLO.layers[:12]
+    layers = YOLO.operations[:12]
     tiling = tile(layers, 3, 3, [2.0, 1.0], 1)
     loads = [sum(sum(multiplications(layers, each)) for each in tiling.tiles if each.device == n) for n in (0, 1)]
     assert 1.5 < loads[0] / loads[1] < 2.5
@@ -123,7 +128,7 @@ def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
 def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(count: int) -> None:
-    layers = YOLO.layers[:16]
+    layers = YOLO.operations[:16]
 
     def busiest(rows: int, columns: int) -> int:
         tiling = tile(layers, rows, columns, [1.0] * count, 0)
@@ -140,19 +145,19 @@ def test_grids_finer_than_the_map_are_refused() -> None:
     with pytest.raises(
         InputError, match=r"method.grid: a map of 38x38 pixels cannot be cut into 39 columns: use 1 to 38"
     ):
-        tile(YOLO.layers[:16], 1, 39, [1.0], 0)
+        tile(YOLO.operations[:16], 1, 39, [1.0], 0)
 
 
 def test_a_layer_whose_inside_is_asked_for_later_ends_the_early_ones() -> None:
     shape = (2, 8, 8)
     layers = [convolution(f"c{index}", shape, 2, 3, index - 1) for index in range(3)]
-    joined = Layer("join", "route", (4, 8, 8), (4, 8, 8), (2, 1))
-    network = Network("n", (*layers, joined))
+    joined = Operation("join", (), (4, 8, 8), (2, 1))
+    graph = Graph("n", (*layers, joined))
     with pytest.raises(InputError, match="use 2"):
-        check_early(network, 3)
-    assert early_layers(network) == 2
+        check_early(graph, 3)
+    assert early_layers(graph) == 2
     # Tiles leave the image nowhere as a whole.
-    again = Network("n", (*layers, Layer("again", "route", (4, 8, 8), (4, 8, 8), (2, -1))))
+    again = Graph("n", (*layers, Operation("again", (), (4, 8, 8), (2, -1))))
     assert early_layers(again) == 0
     with pytest.raises(InputError, match="use 0"):
         check_early(again, 3)

@@ -5,7 +5,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from described import FOUR_LAYERS
+from graphs import FOUR_LAYERS
 from rich.console import Console
 
 from controller.cli.plan import _print_alternatives
@@ -14,10 +14,10 @@ from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Problem
 from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.distributed.partition.drafts import Wish
+from testbed.methods.distributed.partition.candidates import PlanRequest
+from testbed.methods.distributed.partition.dataflow import dataflow
 from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.flow import flow
-from testbed.methods.distributed.partition.planning import plan as planned
+from testbed.methods.distributed.partition.fitting import fitting_plan
 from testbed.methods.distributed.partition.timing import interval, overlapped, phases
 from testbed.methods.distributed.planner import DistributedDetails, alternatives, over, plan
 from testbed.models import create
@@ -67,11 +67,13 @@ def test_the_time_of_a_request_is_computing_or_sending_phase_by_phase() -> None:
     for work, sent, returned in zip((1.6, 6.4, 3.2), there[1:], back, strict=False):
         expected += max(work, sent / 4000, returned / 2000) + 0.75
     expected += max(0.8, back[3] / 2000) + 0.25
-    divided = phases(flow(FOUR_LAYERS, planned(FOUR_LAYERS, crew, Wish("lop")), Execution()), crew, links)
+    divided = phases(
+        dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, PlanRequest("lop")), Execution()), crew, links
+    )
     assert overlapped(divided) == pytest.approx(expected)
     assert interval(divided) == overlapped(divided)
     assert interval(divided, in_flight=9) == pytest.approx(max(12, sum(phase.network for phase in divided)))
-    alone = flow(FOUR_LAYERS, planned(FOUR_LAYERS, crew, Wish("single")), Execution())
+    alone = dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, PlanRequest("single")), Execution())
     assert interval(phases(alone, crew, links)) == 24
 
 

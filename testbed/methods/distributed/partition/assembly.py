@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
-from testbed.methods.distributed.partition.choice import Schemes
-from testbed.methods.distributed.partition.network import Network
-from testbed.methods.distributed.partition.plan import DistributedPlan, LayerPlan, Range, Tiling
+from testbed.methods.distributed.partition.distributed_plan import DistributedPlan, LayerPlan, Tiling
+from testbed.methods.distributed.partition.ranges import Range
+from testbed.methods.distributed.partition.scheme_choice import Schemes
 from testbed.methods.distributed.partition.shares import divide
+from testbed.models.operations import Graph
 from testbed.partition.cuts import Costs, best
 
 
 def shared(
     name: str,
-    network: Network,
+    graph: Graph,
     devices: Sequence[str],
     source: int,
     shares: Sequence[Fraction],
@@ -24,47 +25,47 @@ def shared(
 ) -> DistributedPlan:
     """Return the plan in which each device has its share of every layer that is split."""
     layers: list[LayerPlan] = []
-    for index, (layer, scheme) in enumerate(zip(network.layers, schemes, strict=True)):
+    for index, (layer, scheme) in enumerate(zip(graph.operations, schemes, strict=True)):
         if scheme in ("lop", "fuse1"):
             layers.append(LayerPlan(scheme=scheme, outputs=divide(layer.output_channels, shares)))
         elif scheme in ("lip", "fuse2"):
-            layers.append(LayerPlan(scheme=scheme, inputs=_inputs(network, index, shares)))
+            layers.append(LayerPlan(scheme=scheme, inputs=_inputs(graph, index, shares)))
         else:
             layers.append(LayerPlan(scheme=scheme, owner=source if scheme == "whole" else None))
     return DistributedPlan(scheme=name, devices=tuple(devices), source=source, layers=tuple(layers), tiling=tiling)
 
 
-def _inputs(network: Network, index: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
+def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
     """Divide a layer's input as the layer before it divides its output, if nothing comes in between."""
-    layer = network.layers[index]
-    if not network.follows(index) or not network.layers[index - 1].splits:
+    layer = graph.operations[index]
+    if not graph.follows(index) or not graph.operations[index - 1].splits:
         return divide(layer.input_channels, shares)
-    channels = network.layers[index - 1].output_channels
+    channels = graph.operations[index - 1].output_channels
     # More than one where a fully connected layer takes a feature map, of which each device has whole channels.
     factor = layer.input_channels // channels
     return tuple(Range(first * factor, last * factor) for first, last in divide(channels, shares))
 
 
-def alone(name: str, network: Network, devices: Sequence[str], source: int) -> DistributedPlan:
+def alone(name: str, graph: Graph, devices: Sequence[str], source: int) -> DistributedPlan:
     """Return the plan in which the source computes everything: equation (6)."""
-    return _owned(name, devices, source, [source] * len(network.layers))
+    return _owned(name, devices, source, [source] * len(graph.operations))
 
 
 def in_a_row(
-    name: str, network: Network, devices: Sequence[str], source: int, capacities: Sequence[float]
+    name: str, graph: Graph, devices: Sequence[str], source: int, capacities: Sequence[float]
 ) -> DistributedPlan:
     """Return sequential layer mapping, DL: layers in a row over the devices, the source first.
 
     The cuts are those for which the weights on the fullest device are the least, in relation to its capacity.
     """
-    order = [source, *(index for index in range(len(devices)) if index != source)][: len(network.layers)]
+    order = [source, *(index for index in range(len(devices)) if index != source)][: len(graph.operations)]
     costs = Costs(
         lambda stage, first, last: (
-            sum(layer.weights for layer in network.layers[first:last]) / capacities[order[stage]]
+            sum(layer.weights for layer in graph.operations[first:last]) / capacities[order[stage]]
         ),
         lambda _stage, _cut: 0.0,
     )
-    _, cuts = best(len(network.layers), len(order), costs, max)
+    _, cuts = best(len(graph.operations), len(order), costs, max)
     owners = [owner for owner, (first, last) in zip(order, pairwise(cuts), strict=True) for _ in range(first, last)]
     return _owned(name, devices, source, owners)
 

@@ -4,16 +4,17 @@ from collections import defaultdict
 
 import pytest
 import torch
-from distributed import CNN, distributed, infer
+from inferences import CNN, distributed, infer
 from runs import events, of
 
 from testbed.errors import InputError, TestbedError
 from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.partition.resources import parameters
+from testbed.methods.distributed.partition.storage import operations_stored
 from testbed.methods.distributed.partition.timing import overlapped, phases
 from testbed.methods.distributed.partition.traffic import elements, transfers
-from testbed.methods.distributed.weights import cut, draw
 from testbed.models import create
+from testbed.models.sliced import cut, draw
 from testbed.trace.intervals import total
 from testbed.trace.metrics import metrics
 
@@ -34,7 +35,9 @@ def test_devices_have_the_same_weights_drawn_or_given(given):
     found = infer(distributed(3, {"early": None}), model)
     whole = model.build(0, len(model.units), 5).state_dict()
     for index in range(4):
-        drawn, sliced = draw(found.flow, index, model, 5), cut(found.flow, index, whole)
+        held = operations_stored(found.flow, index)
+        drawn = draw(model, held, 5)
+        sliced = {name: tensor for one in held for name, tensor in cut(*one, whole).items()}
         assert drawn.keys() == sliced.keys()
         assert all(drawn[name].equal(sliced[name]) for name in drawn)
     if given:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 import pytest
-from distributed import CNN, Inference, distributed, infer
+from inferences import CNN, Inference, distributed, infer
 
 from testbed.methods.distributed.partition.resources import parameters
 from testbed.models.chain import chain

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 import pytest
-from distributed import CNN, FC, distributed, infer
+from inferences import CNN, FC, distributed, infer
 from runs import events
 
 from testbed.methods.distributed.partition.traffic import transfers

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from itertools import accumulate, islice, pairwise
 
-from testbed.methods.distributed.partition.flow import Flow
-from testbed.methods.distributed.partition.network import IMAGE
-from testbed.methods.distributed.partition.pieces import common, size
-from testbed.methods.distributed.partition.plan import Range, Tile
+from testbed.methods.distributed.partition.dataflow import Dataflow
+from testbed.methods.distributed.partition.distributed_plan import Tile
+from testbed.methods.distributed.partition.ranges import Range, common, size
 from testbed.methods.distributed.partition.resources import parameters
-from testbed.methods.distributed.partition.roles import by_chunks, pixels
-from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.methods.distributed.partition.roles import by_chunks
+from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 
 
-def memory(flow: Flow) -> tuple[float, ...]:
+def memory(flow: Dataflow) -> tuple[float, ...]:
     """Return the bytes each device needs: parameters once, activations for each request under way."""
     samples = flow.execution.in_flight * flow.execution.samples
     return tuple(
@@ -25,20 +24,20 @@ def memory(flow: Flow) -> tuple[float, ...]:
     )
 
 
-def activations(flow: Flow, device: int) -> int:
+def activations(flow: Dataflow, device: int) -> int:
     """Return the most elements of one sample that a device can hold at once.
 
     Held are, until the last layer that needs them: what it makes, from the layer on that makes it; and what it wants
     of the others, from the layer on at which these can have it ready, which is before the device has done that layer
     itself. While it works on a layer also the sums that it merges, or those of what has come of the input so far.
     """
-    changes = [0] * (len(flow.network.layers) - IMAGE + 2)
+    changes = [0] * (len(flow.graph.operations) - INPUT + 2)
     """By layer from the image on: how much more is held than at the one before."""
 
     def hold(first: int, last: int, elements: int) -> None:
         if first <= last:
-            changes[first - IMAGE] += elements
-            changes[last + 1 - IMAGE] -= elements
+            changes[first - INPUT] += elements
+            changes[last + 1 - INPUT] -= elements
 
     begins = _begins(flow, device)
     for value, homes in flow.homes.items():
@@ -51,11 +50,11 @@ def activations(flow: Flow, device: int) -> int:
         hold(begins[value], last, lacking)
         if last >= 0 and flow.way == "source" and device == flow.plan.source:
             # What is only for others stays, too, beside what the source itself needs.
-            collected = _collected(flow, value) if made + lacking < flow.network.outputs_of(value) else lacking
-            hold(begins[value], len(flow.network.layers), collected - lacking)
+            collected = _collected(flow, value) if made + lacking < flow.graph.outputs_of(value) else lacking
+            hold(begins[value], len(flow.graph.operations), collected - lacking)
     for index in range(flow.tiled, len(flow.roles)):
-        layer, role = flow.network.layers[index], flow.roles[index][device]
-        made = role.makes.size * pixels(layer)
+        layer, role = flow.graph.operations[index], flow.roles[index][device]
+        made = role.makes.size * layer.pixels
         if role.work == "sums" and made:
             mine = role.takes.size > 0
             others = sum(each.takes.size > 0 for each in flow.roles[index]) - mine
@@ -66,7 +65,7 @@ def activations(flow: Flow, device: int) -> int:
     return max(*accumulate(changes), _while_tiling(flow, device) if flow.tiled else 0)
 
 
-def _begins(flow: Flow, device: int) -> dict[int, int]:
+def _begins(flow: Dataflow, device: int) -> dict[int, int]:
     """Return by value the first layer at which a device can have some of what others make of it.
 
     Others make it without the device unless it needs something of the device's: then they wait until the device has
@@ -85,23 +84,23 @@ def _begins(flow: Flow, device: int) -> dict[int, int]:
     return found
 
 
-def _earliest(flow: Flow, device: int, index: int, begins: dict[int, int]) -> int:
+def _earliest(flow: Dataflow, device: int, index: int, begins: dict[int, int]) -> int:
     """Return at which of its own layers a device may be when the first of the others has done its part of one."""
     taken = {role.takes: None for other, role in enumerate(flow.roles[index]) if other != device and role.takes.size}
     return min((_waits(flow, device, index, takes, begins) for takes in taken), default=index)
 
 
-def _waits(flow: Flow, device: int, index: int, takes: Range, begins: dict[int, int]) -> int:
+def _waits(flow: Dataflow, device: int, index: int, takes: Range, begins: dict[int, int]) -> int:
     """Return how far a device has to be before there is all that this part of a layer is computed from."""
     found = []
     for value, part, _ in flow.origins(index, takes):
-        whole = part.size == flow.network.outputs_of(value)
+        whole = part.size == flow.graph.outputs_of(value)
         needed = common(flow.homes[value][device], part).size or (whole and _has_sent_all(flow, device, value))
         found.append(value + 1 if needed else begins[value])
     return max(found)
 
 
-def _has_sent_all(flow: Flow, device: int, value: int) -> bool:
+def _has_sent_all(flow: Dataflow, device: int, value: int) -> bool:
     """Say whether a device that adds to all of a value has done that layer once all of the value is there."""
     if value < flow.tiled:
         return False
@@ -109,7 +108,7 @@ def _has_sent_all(flow: Flow, device: int, value: int) -> bool:
     return role.work == "sums" and role.takes.size > 0 and not role.makes.size
 
 
-def _collected(flow: Flow, value: int) -> int:
+def _collected(flow: Dataflow, value: int) -> int:
     """Return what comes to the source of a value, for itself and for the others."""
     source = flow.plan.source
     return sum(
@@ -121,7 +120,7 @@ def _collected(flow: Flow, value: int) -> int:
     )
 
 
-def _in_pieces(flow: Flow, device: int, index: int) -> bool:
+def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:
     """Say whether a device can come to know a layer's input piece by piece; what it has made itself is one."""
     taken = flow.roles[index][device].takes
     pieces = (
@@ -135,13 +134,13 @@ def _in_pieces(flow: Flow, device: int, index: int) -> bool:
     return len([*islice(pieces, 2)]) > 1
 
 
-def _while_tiling(flow: Flow, device: int) -> int:
+def _while_tiling(flow: Dataflow, device: int) -> int:
     """Return the most elements that a device can hold in the tiled layers.
 
     The inputs of all its tiles and what one of them takes within; at the source, of whose image they are parts, the
     image and the map that it collects.
     """
-    layers, own = flow.network.layers[: flow.tiled], flow.tiles(device)
+    layers, own = flow.graph.operations[: flow.tiled], flow.tiles(device)
     within = max((_within(flow, tile) for tile in own), default=0)
     if device != flow.plan.source:
         return within + sum(layers[0].input[0] * tile.regions[0].pixels for tile in own)
@@ -150,9 +149,9 @@ def _while_tiling(flow: Flow, device: int) -> int:
     return layers[0].inputs + layers[-1].outputs + within
 
 
-def _within(flow: Flow, tile: Tile) -> int:
+def _within(flow: Dataflow, tile: Tile) -> int:
     """Return the most that is between the input of a tile and its end: what one layer takes and makes."""
     made = [
-        layer.output[0] * region.pixels for layer, region in zip(flow.network.layers, tile.regions[1:], strict=False)
+        layer.output[0] * region.pixels for layer, region in zip(flow.graph.operations, tile.regions[1:], strict=False)
     ]
     return max(one + other for one, other in pairwise([0, *made]))

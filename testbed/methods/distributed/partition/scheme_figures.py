@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.methods.distributed.partition.communication import Crew, Reuse, total
-from testbed.methods.distributed.partition.drafts import NAMES, Draft, Wish, draft
-from testbed.methods.distributed.partition.flow import Flow
-from testbed.methods.distributed.partition.network import Network
-from testbed.methods.distributed.partition.plan import Scheme
+from testbed.methods.distributed.partition.candidates import SCHEMES, Candidate, PlanRequest, candidate
+from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, total
+from testbed.methods.distributed.partition.dataflow import Dataflow
+from testbed.methods.distributed.partition.distributed_plan import Scheme
 from testbed.methods.distributed.partition.resources import longest_path, weights
 from testbed.methods.distributed.partition.shares import equal
 from testbed.methods.distributed.partition.tiles import redundant_multiplications
 from testbed.methods.distributed.partition.traffic import elements, of_tiles, transfers
+from testbed.models.operations import Graph
 
 
 @dataclass(frozen=True)
-class Figures:
+class SchemeFigures:
     """What a plan takes, for one request."""
 
     scheme: str
@@ -44,21 +44,21 @@ class Figures:
     wire_bytes: float
     """Bytes on the wire of all messages of a request."""
     messages: int
-    flow: Flow
+    flow: Dataflow
 
 
-def figures(found: Draft, devices: Sequence[DeviceSpec], reuse: Reuse) -> Figures:
+def figures(found: Candidate, devices: Sequence[DeviceSpec], reuse: Reuse) -> SchemeFigures:
     """Return the figures of a plan."""
     spread = found.flow
-    plan, network, sent = spread.plan, spread.network, transfers(spread)
-    return Figures(
+    plan, graph, sent = spread.plan, spread.graph, transfers(spread)
+    return SchemeFigures(
         scheme=plan.scheme,
         schemes=tuple(part.scheme for part in plan.layers),
         weights=tuple(weights(spread, device) for device in spread.devices),
         memory=found.needs,
         fits=not found.excess(devices),
         longest_path=longest_path(spread),
-        redundant=redundant_multiplications(network.layers[: plan.tiled], plan.tiling) if plan.tiling else 0,
+        redundant=redundant_multiplications(graph.operations[: plan.tiled], plan.tiling) if plan.tiling else 0,
         formula=formula(spread, reuse),
         elements=elements(sent),
         tiled=elements(of_tiles(spread)),
@@ -68,27 +68,27 @@ def figures(found: Draft, devices: Sequence[DeviceSpec], reuse: Reuse) -> Figure
     )
 
 
-def formula(spread: Flow, reuse: Reuse) -> float:
+def formula(spread: Dataflow, reuse: Reuse) -> float:
     """Return C by the paper's formulas; of sequential layer mapping, which has none, what crosses between devices."""
-    network, plan = spread.network, spread.plan
+    graph, plan = spread.graph, spread.plan
     if spread.way == "row":
         # The result's way back is left out.
-        return float(elements([each for each in transfers(spread) if each.value != len(network.layers) - 1]))
+        return float(elements([each for each in transfers(spread) if each.value != len(graph.operations) - 1]))
     schemes = [part.scheme for part in plan.layers]
-    return float(total(network, schemes, Crew.of(equal(len(plan.devices)), plan.source), reuse))
+    return float(total(graph, schemes, WorkerTotals.of(equal(len(plan.devices)), plan.source), reuse))
 
 
-def compare(network: Network, devices: Sequence[DeviceSpec], wish: Wish) -> list[Figures]:
+def compare(graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest) -> list[SchemeFigures]:
     """Return the figures of every scheme; of the one that is wished for with the pairs that are wished for.
 
     Schemes that cannot be, e.g. since pairs do not fit, are left out.
     """
     found = []
-    for name in NAMES:
-        other = replace(wish, scheme=name)
+    for name in SCHEMES:
+        other = replace(request, scheme=name)
         try:
-            found.append(figures(draft(network, devices, other), devices, other.reuse))
+            found.append(figures(candidate(graph, devices, other), devices, other.reuse))
         except InputError:
-            if name == wish.scheme:
+            if name == request.scheme:
                 raise
     return found

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from testbed.methods.distributed.partition.distributed_plan import DistributedPlan, Tile
 from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.network import IMAGE, Layer, Network
-from testbed.methods.distributed.partition.pieces import Pieces, both, common, hull, scaled, shifted, without
-from testbed.methods.distributed.partition.plan import DistributedPlan, Range, Tile
-from testbed.methods.distributed.partition.roles import IDLE, Role, Way, by_chunks, is_alias, pixels, roles_of
+from testbed.methods.distributed.partition.ranges import Pieces, Range, both, common, hull, scaled, shifted, without
+from testbed.methods.distributed.partition.roles import IDLE, Role, Way, by_chunks, is_alias, roles_of
 from testbed.methods.distributed.partition.shares import evenly
-from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.models.operations import Graph, Operation
+from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 
 Homes = Mapping[int, tuple[Range, ...]]
 
@@ -27,7 +27,7 @@ class Origin(NamedTuple):
     """Where a part of a layer's input comes from."""
 
     value: int
-    """The layer that made it, or `IMAGE`."""
+    """The layer that made it, or `INPUT`."""
     part: Range
     """Elements of that value."""
     at: int
@@ -35,10 +35,10 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Flow:
+class Dataflow:
     """A plan in terms of roles; `flow` makes it."""
 
-    network: Network
+    graph: Graph
     plan: DistributedPlan
     execution: Execution
     way: Way
@@ -79,10 +79,10 @@ class Flow:
 
     def _traced(self, index: int, taken: Range) -> Iterator[Origin]:
         at = 0
-        for source in self.network.layers[index].sources:
-            there = Range(at, at + self.network.outputs_of(source))
+        for source in self.graph.operations[index].sources:
+            there = Range(at, at + self.graph.outputs_of(source))
             part = common(there, taken)
-            if part.size and source != IMAGE and is_alias(self.network.layers[source], self.way):
+            if part.size and source != INPUT and is_alias(self.graph.operations[source], self.way):
                 for origin in self.origins(source, shifted(part, -at)):
                     yield origin._replace(at=origin.at + at)
             elif part.size:
@@ -91,10 +91,10 @@ class Flow:
 
     def result(self) -> tuple[Origin, ...]:
         """Return what the network's output consists of."""
-        last = len(self.network.layers) - 1
-        if is_alias(self.network.layers[last], self.way):
-            return self.origins(last, Range(0, self.network.layers[last].inputs))
-        return (Origin(last, Range(0, self.network.layers[last].outputs), 0),)
+        last = len(self.graph.operations) - 1
+        if is_alias(self.graph.operations[last], self.way):
+            return self.origins(last, Range(0, self.graph.operations[last].inputs))
+        return (Origin(last, Range(0, self.graph.operations[last].outputs), 0),)
 
     def chunks(self, index: int, made: Range) -> tuple[Range, ...]:
         """Divide output channels of a layer into about equal ranges that are sent as soon as each is computed.
@@ -102,7 +102,7 @@ class Flow:
         By the size of a full request, so that all devices cut alike without telling each other.
         """
         execution = self.execution
-        size = made.size * pixels(self.network.layers[index]) * execution.samples * BYTES_PER_VALUE
+        size = made.size * self.graph.operations[index].pixels * execution.samples * BYTES_PER_VALUE
         count = max(1, min(execution.chunks, made.size, size // execution.least_chunk))
         return tuple(shifted(part, made.first) for part in evenly(made.size, count)) if made.size else ()
 
@@ -118,9 +118,9 @@ class Flow:
 
     def _made_in(self, value: int, device: int) -> Pieces:
         home = self.homes[value][device]
-        if value < self.tiled or not by_chunks(self.network.layers[value], self.roles[value][device]):
+        if value < self.tiled or not by_chunks(self.graph.operations[value], self.roles[value][device]):
             return (home,) if home.size else ()
-        each = pixels(self.network.layers[value])
+        each = self.graph.operations[value].pixels
         return tuple(scaled(chunk, each) for chunk in self.chunks(value, self.roles[value][device].makes))
 
     def receivers(self, value: int, device: int, made: Range) -> Iterator[tuple[int, Range]]:
@@ -160,34 +160,34 @@ class Flow:
             yield receiver, self.lacks(value, receiver)
 
 
-def flow(network: Network, plan: DistributedPlan, execution: Execution) -> Flow:
+def dataflow(graph: Graph, plan: DistributedPlan, execution: Execution) -> Dataflow:
     """Work out every device's roles, and what it wants of what the others make."""
     way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else execution.exchange
     homes: dict[int, tuple[Range, ...]] = {}
     if not plan.tiled:
-        homes[IMAGE] = _at_source(plan, network.layers[0].inputs)
+        homes[INPUT] = _at_source(plan, graph.operations[0].inputs)
     roles: list[tuple[Role, ...]] = [(IDLE,) * len(plan.devices)] * plan.tiled
     if plan.tiled:
-        homes[plan.tiled - 1] = _at_source(plan, network.layers[plan.tiled - 1].outputs)
-    for index in range(plan.tiled, len(network.layers)):
-        roles.append(roles_of(network, plan, way, index, homes))
-        homes[index] = _made(network.layers[index], roles[index])
+        homes[plan.tiled - 1] = _at_source(plan, graph.operations[plan.tiled - 1].outputs)
+    for index in range(plan.tiled, len(graph.operations)):
+        roles.append(roles_of(graph, plan, way, index, homes))
+        homes[index] = _made(graph.operations[index], roles[index])
 
-    draft = Flow(network, plan, execution, way, (), {}, {}, {})
+    draft = Dataflow(graph, plan, execution, way, (), {}, {}, {})
     wants: dict[int, list[Pieces]] = {value: [()] * len(plan.devices) for value in homes}
-    last = {value: [IMAGE - 1] * len(plan.devices) for value in homes}
+    last = {value: [INPUT - 1] * len(plan.devices) for value in homes}
 
     def want(origins: Sequence[Origin], device: int, reader: int) -> None:
         for value, part, _ in origins:
             wants[value][device] = both(wants[value][device], (part,))
             last[value][device] = max(last[value][device], reader)
 
-    want(draft.result(), plan.source, len(network.layers))
-    for index in range(len(network.layers) - 1, plan.tiled - 1, -1):
-        if way == "direct" and network.layers[index].kind == "reorg":
-            # Whoever moves the pixels for himself, and nobody else.
+    want(draft.result(), plan.source, len(graph.operations))
+    for index in range(len(graph.operations) - 1, plan.tiled - 1, -1):
+        if way == "direct" and graph.operations[index].division == "moves":
+            # Only devices that need the moved pixels move them.
             roles[index] = tuple(role if wants[index][device] else IDLE for device, role in enumerate(roles[index]))
-            homes[index] = _made(network.layers[index], roles[index])
+            homes[index] = _made(graph.operations[index], roles[index])
         for device, role in enumerate(roles[index]):
             want(draft.origins(index, role.takes), device, index)
     return replace(
@@ -203,6 +203,6 @@ def _at_source(plan: DistributedPlan, elements: int) -> tuple[Range, ...]:
     return tuple(Range(0, elements if device == plan.source else 0) for device in range(len(plan.devices)))
 
 
-def _made(layer: Layer, roles: Sequence[Role]) -> tuple[Range, ...]:
-    each = pixels(layer)
+def _made(layer: Operation, roles: Sequence[Role]) -> tuple[Range, ...]:
+    each = layer.pixels
     return tuple(scaled(role.makes, each) for role in roles)

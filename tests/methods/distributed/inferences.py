@@ -12,7 +12,7 @@ from testbed.data.dataset import Dataset
 from testbed.experiment import Experiment
 from testbed.methods import METHODS
 from testbed.methods.base import Problem
-from testbed.methods.distributed.partition.flow import Flow
+from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.planner import flow_of
 from testbed.methods.parts.answers import Answers
 from testbed.models.chain import Model
@@ -34,7 +34,7 @@ class Inference:
     outcome: Outcome
     experiment: Experiment
     plan: Plan
-    flow: Flow
+    flow: Dataflow
     outputs: torch.Tensor
     """Of all requests that were answered, in the order of their answers."""
     error: float
