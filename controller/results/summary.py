@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from controller.results.files import load_all
@@ -27,10 +26,10 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
         raise ValueError("no values to take a mean of")
     if len(values) == 1:
         return values[0], None
-    from scipy.special import stdtrit
+    # Here, not above: a single run has no need of it, and it takes a second to import.
+    from scipy import stats
 
-    quantile = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
-    return fmean(values), quantile * stdev(values) / math.sqrt(len(values))
+    return fmean(values), float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
 
 
 def summarize(folder: Path) -> dict[str, Any]:

@@ -158,6 +158,11 @@ FIGURES = (
 )
 
 
+def _has_model(metrics: Metrics) -> bool:
+    """Say whether requests were answered by a model: some device holds units of one."""
+    return "requests" in metrics and any("units" in row for row in metrics["devices"].values())
+
+
 def _weights(metrics: Metrics) -> str:
     return "random" if metrics["weights"] is None else Path(metrics["weights"]).name
 
@@ -171,7 +176,7 @@ def _requests_note(metrics: Metrics) -> str:
 
 
 ROWS = (
-    Row("Weights", _weights, _weights_note, when=lambda metrics: "requests" in metrics),
+    Row("Weights", _weights, _weights_note, when=_has_model),
     Row("Requests", "{requests}", _requests_note),
     Row("Objects", "{objects}", "found in all requests together; boxes.json has them"),
     Row("Latency", "{latency}", "median; 95 % within {latency_p95}"),
