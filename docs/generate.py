@@ -17,6 +17,7 @@ import click
 from controller.cli.main import COMMANDS, testbed
 from testbed.methods import METHODS
 from testbed.scenario.loading import published_schema
+from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Figure
 from testbed.trace.registry import COMMON, OF_DEVICES
 
@@ -33,7 +34,11 @@ def generated() -> Iterator[tuple[Path, str]]:
         before = page.read_text() if page.exists() else f"# testbed {name}\n\n<!-- help -->\n<!-- /help -->\n"
         yield page, _replace(before, "help", "\n\n".join(_helps(command, f"testbed {name}")))
     page = DOCS / "scenario.md"
-    yield page, _replace(_replace(page.read_text(), "keys", _keys_table()), "figures", _figures_table())
+    tables = {"keys": _keys_table(), "figures": _figures_table(), "events": _events_table()}
+    text = page.read_text()
+    for mark, table in tables.items():
+        text = _replace(text, mark, table)
+    yield page, text
     yield DOCS / "scenario.schema.json", json.dumps(published_schema(), indent=2) + "\n"
 
 
@@ -68,6 +73,22 @@ def _figures_table() -> str:
         f"| `devices.<device>.{name}` | {kind} | of one device | every method |" for name, kind in OF_DEVICES.items()
     ]
     return "\n".join(lines)
+
+
+def _events_table() -> str:
+    lines = ["| event | what it says | can be matched | fields | of |", "|---|---|---|---|---|"]
+    lines += [_event_row(event, "every method") for event in EVENTS]
+    users: dict[EventType, list[str]] = {}
+    for method in METHODS.values():
+        for event in method.declared.events:
+            users.setdefault(event, []).append(method.name)
+    lines += [_event_row(event, ", ".join(names)) for event, names in users.items()]
+    return "\n".join(lines)
+
+
+def _event_row(event: EventType, users: str) -> str:
+    keys = "no fault can wait for it" if event.keys is None else ", ".join(event.keys)
+    return f"| `{event.name}` | {event.meaning} | {keys} | {', '.join(event.fields)} | {users} |"
 
 
 def _figure_row(figure: Figure, users: str) -> str:

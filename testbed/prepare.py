@@ -35,7 +35,7 @@ from testbed.scenario.expect import parse_condition
 from testbed.scenario.loading import explain, load, nearest
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
-from testbed.trace.figures import Figure
+from testbed.trace.figures import Figure, events_of
 from testbed.trace.registry import OF_DEVICES, figures_of, kind_of
 from testbed.workload import WorkloadPart
 
@@ -353,8 +353,8 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
         experiment.faults,
         Setting(experiment.devices, links, traced, experiment.time_limit),
         lambda device: method.spans(plan, device),
+        events_of(method.declared),
         batches(trial.scenario),
-        {event.name: event.keys for event in method.declared.events},
     )
 
 

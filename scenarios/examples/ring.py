@@ -5,7 +5,8 @@ import asyncio
 from testbed.device import Cost, Device, Span
 from testbed.methods.base import Job, Method, Options, Problem
 from testbed.plan import Plan
-from testbed.trace.figures import Declared, EventType, Figure, Row
+from testbed.trace.events import EventType
+from testbed.trace.figures import Declared, Figure, Row
 from testbed.wire import Message
 
 

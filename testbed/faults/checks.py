@@ -10,21 +10,6 @@ from testbed.faults.conditions import ALL, Action
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.faults.setting import Setting
 
-_DEVICE_EVENTS: Mapping[str, tuple[str, ...]] = {
-    "begin": ("batch", "micro"),
-    "compute": ("batch", "micro"),
-    "send": (),
-    "receive": (),
-    "cast": (),
-    "state": (),
-    "step": ("batch",),
-    "evaluate": ("batch",),
-    "request": ("batch",),
-    "recovery": ("batch",),
-    "log": (),
-}
-"""Events that a device may write whatever the method, and which keys of a trigger can match them."""
-
 
 def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
     """Return every device that a fault names, with the key that names it."""
@@ -37,15 +22,14 @@ def problems(
     faults: Sequence[FaultPart],
     setting: Setting,
     spans: Callable[[str], Collection[str] | None],
+    events: Mapping[str, Collection[str]],
     batches: int | None = None,
-    events: Mapping[str, Collection[str]] = {},
 ) -> list[Diagnostic]:
     """Return what is wrong with faults beyond the shape of the file, in such a run.
 
-    ``spans`` gives the names of the spans that a device may begin, None where nobody knows; ``batches`` is how many
-    batches the workload has; ``events`` are those that the method records beside the ones of `testbed.trace.events`,
-    each with the keys of a trigger that can match it. Names of devices that do not exist are left to `devices_named`:
-    their other keys are not looked at.
+    ``spans`` gives the names of the spans that a device may begin, None where nobody knows; ``events`` are those that
+    devices record, each with the keys of a trigger that can match it; ``batches`` is how many batches the workload has.
+    Names of devices that do not exist are left to `devices_named`: the other keys of such a fault are not looked at.
     """
     names = {device.name for device in setting.devices}
     actions = [part.action for part in faults]
@@ -90,13 +74,12 @@ def _trigger_problems(
         yield ("when", "begins"), f"'{trigger.device}' never begins '{trigger.begins}': {begun}"
         return
     if trigger.event is not None:
-        known = {**_DEVICE_EVENTS, **events}
-        if trigger.event not in known:
-            text = f"no device records an event '{trigger.event}': use one of {', '.join(known)}"
+        if trigger.event not in events:
+            text = f"no device records an event '{trigger.event}': use one of {', '.join(events)}"
             yield ("when", "event"), text
             return
         for key in ("batch", "micro"):
-            if getattr(trigger, key) is not None and key not in known[trigger.event]:
+            if getattr(trigger, key) is not None and key not in events[trigger.event]:
                 yield ("when", key), f"the event '{trigger.event}' has no {key}: leave it out"
     if trigger.batch is not None and batches is not None and trigger.event != "evaluate" and trigger.batch >= batches:
         yield ("when", "batch"), f"there are {batches} batches, counted from 0: the last one is {batches - 1}"

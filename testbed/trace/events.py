@@ -1,9 +1,9 @@
 """The events of a run: what both runtimes and every method write, and everything later is computed from.
 
 One event is one line of ``events.jsonl``: ``time`` (seconds since the workload started, one clock for the whole
-run), ``device`` (or "testbed" for what the testbed itself did), ``event`` and further fields:
+run), ``device`` (or "testbed" for what the testbed itself did), ``event`` and further fields.
+`EVENTS` lists those that mean something in every run; a method declares its own.
 
-=========== ========================================================================= ====================
 ``start`` is a ``time``; all durations are seconds. For compute, ``busy`` is what the host really needed, ``deficit``
 by how much that exceeded the charged time (0 when the pacing could hide it), ``late`` by how much the host made the
 work late in all: the deficit, and what it began or woke up too late. For host, ``waited`` is how long threads of the
@@ -25,6 +25,65 @@ from testbed.network.link import Link
 
 TESTBED = "testbed"
 """The ``device`` of events that no device wrote."""
+
+
+@dataclass(frozen=True)
+class EventType:
+    """An event that runs have."""
+
+    name: str
+    meaning: str
+    keys: tuple[str, ...] | None = ()
+    """Of ``batch`` and ``micro``, those that a fault's ``when`` can match, an event's ``step`` or ``request`` being its
+    batch; None: no fault can wait for it."""
+    fields: tuple[str, ...] = ()
+    """Those that it may have."""
+    pause: bool = False
+    """Whether work stood still for the event's ``seconds`` until then: such steps are not steady."""
+
+
+EVENTS = (
+    EventType("begin", "a computation starts", ("batch", "micro"), ("span", "batch", "micro")),
+    EventType(
+        "compute",
+        "a computation has ended",
+        ("batch", "micro"),
+        ("span", "batch", "micro", "start", "duration", "flops", "busy", "deficit", "late"),
+    ),
+    EventType(
+        "send",
+        "a message was acknowledged",
+        (),
+        ("peer", "message", "bytes", "start", "duration", "queued", "encode"),
+    ),
+    EventType(
+        "receive",
+        "a message is fully there",
+        (),
+        ("peer", "message", "bytes", "start", "duration", "decode", "cast"),
+    ),
+    EventType("cast", "a cast has left", (), ("peers", "message", "bytes", "start", "duration", "number")),
+    EventType("state", "the program is up, started, finished, failed or stopped", (), ("state", "error")),
+    EventType("step", "a training step is done", ("batch",), ("step", "loss", "samples")),
+    EventType("evaluate", "the model was tried on the test data", ("batch",), ("step", "accuracy", "loss")),
+    EventType("request", "an inference is done", ("batch",), ("request", "latency")),
+    EventType("failed", "an inference was given up", ("batch",), ("request", "error", "after")),
+    EventType("objects", "objects were found in a sample", ("batch",), ("request", "sample", "boxes")),
+    EventType("memory", "the device holds more than ever before, in bytes", (), ("weights", "activations")),
+    EventType(
+        "recovery",
+        "a fault was detected, or work resumed after it; a method may tell of further phases",
+        ("batch",),
+        ("phase", "step", "missing", "partition"),
+    ),
+    EventType("log", "somebody has something to say", (), ("text",)),
+    EventType("host", "how long the host kept the device's threads waiting", None, ("waited", "interval")),
+    EventType("fault", "a fault struck or was undone", None, ("action", "target", "phase", "intended", "detail")),
+    EventType("link", "a link has other figures", None, ("source", "destination", "rate", "delay", "loss", "up")),
+    EventType("speed", "a device has another speed", None, ("target", "factor", "speed")),
+    EventType("trace", "a trace changed something", None, ("what", "value", "intended")),
+)
+"""Events with a meaning whatever the method. The last ones are the testbed's own."""
 
 
 def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:

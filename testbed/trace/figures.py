@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from testbed.formats import Kind
+from testbed.trace.events import EVENTS, EventType
 
 if TYPE_CHECKING:
     from testbed.trace.disturbances import Recovery
@@ -34,18 +35,6 @@ class Figure:
     """Whether it stands in the one line that a run of a sweep gets."""
     compared: bool = False
     """Whether `testbed compare` puts it side by side."""
-
-
-@dataclass(frozen=True)
-class EventType:
-    """An event that a method records, so that a fault can wait for it."""
-
-    name: str
-    meaning: str
-    keys: tuple[str, ...] = ()
-    """Of ``batch`` and ``micro``, those that a fault's ``when`` can match; an event's ``step`` is its batch."""
-    pause: bool = False
-    """Whether work stood still for the event's ``seconds`` until then: such steps are not steady."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +107,11 @@ class Declared:
 
 
 NOTHING = Declared()
+
+
+def events_of(declared: Declared) -> dict[str, tuple[str, ...]]:
+    """Return the events that a fault may wait for in such a run, each with the keys that can be matched."""
+    return {each.name: each.keys for each in (*EVENTS, *declared.events) if each.keys is not None}
 
 
 def by_name(figures: Iterable[Figure]) -> dict[str, Figure]:

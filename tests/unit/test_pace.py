@@ -6,8 +6,8 @@ import pytest
 import recorded
 
 from testbed.framing import wire_bytes
-from testbed.trace.events import Event
-from testbed.trace.figures import Declared, EventType
+from testbed.trace.events import Event, EventType
+from testbed.trace.figures import Declared
 from testbed.trace.metrics import metrics
 from testbed.trace.pace import percentile
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from testbed.trace.disturbances import Recovery
-from testbed.trace.events import Event
-from testbed.trace.figures import Column, Declared, EventType, Figure, Metrics, Row, Table
+from testbed.trace.events import Event, EventType
+from testbed.trace.figures import Column, Declared, Figure, Metrics, Row, Table
 from testbed.trace.record import Record
 
 Item = Mapping[str, Any]
@@ -221,11 +221,27 @@ DECLARED = Declared(
     lists={"version_list": _version_list, "repartition_list": _repartition_list},
     recovery=_recovery,
     events=(
-        EventType("stretch", "a stretch of training begins with this batch", ("batch",)),
-        EventType("repartition", "the partition has changed before this batch", ("batch",), pause=True),
-        EventType("versions", "what a stage kept in the stretch that ended before this batch", ("batch",)),
-        EventType("profile", "what each unit takes, as measured before training"),
-        EventType("bandwidth", "what a link carries, as measured while training"),
+        EventType(
+            "stretch",
+            "a stretch of training begins with this batch",
+            ("batch",),
+            ("step", "in_flight", "partition", "configuration"),
+        ),
+        EventType(
+            "repartition",
+            "the partition has changed before this batch",
+            ("batch",),
+            ("step", "partition", "seconds", "draining", "bytes"),
+            pause=True,
+        ),
+        EventType(
+            "versions",
+            "what a stage kept in the stretch that ended before this batch",
+            ("batch",),
+            ("step", "stage", "in_use", "kept", "allowed", "bytes", "replicas"),
+        ),
+        EventType("profile", "what each unit takes, as measured before training", (), ("seconds",)),
+        EventType("bandwidth", "what a link carries, as measured", (), ("source", "destination", "rate")),
     ),
     rows=(
         Row("Step time after", "{step_time_after}", "since the last recovery or repartition", when=_changed),

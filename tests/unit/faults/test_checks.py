@@ -8,6 +8,7 @@ from testbed.faults.setting import Setting
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.scenario.schema import Scenario
+from testbed.trace.figures import NOTHING, events_of
 
 
 def faults(*parts):
@@ -66,9 +67,17 @@ def spans(device):
     ],
 )
 def test_faults_that_cannot_be(part, key, text):
-    (problem,) = problems(*script(part), spans, batches=5)
+    (problem,) = problems(*script(part), spans, events_of(NOTHING), batches=5)
     assert ".".join(map(str, problem.key)) == f"faults.0.{key}"
     assert text in problem.text
+
+
+def test_a_fault_may_wait_for_an_event_that_the_method_declares():
+    fault = {"kill": "a", "when": {"device": "a", "event": "lap", "batch": 1}}
+    (unknown,) = problems(*script(fault), spans, events_of(NOTHING))
+    assert "no device records an event 'lap'" in unknown.text
+    assert problems(*script(fault), spans, {"lap": ("batch",)}) == []
+    assert problems(*script({"kill": "a", "when": {"device": "a", "begins": "x"}}), lambda _: None, {}) == []
 
 
 def test_possible_faults_have_no_problems():
@@ -79,7 +88,7 @@ def test_possible_faults_have_no_problems():
         {"kill": "b", "when": {"device": "a", "event": "step", "batch": 1}},
         {"restart": "b", "after": "1s"},
     )
-    assert problems(*fine, spans, batches=5) == []
+    assert problems(*fine, spans, events_of(NOTHING), batches=5) == []
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,7 @@ def test_impossible_faults_of_links_and_speeds(part, key, said):
     devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
     link = Link(rate=1e6, delay=0.005)
     links = {("a", "b"): link, ("b", "a"): link}
-    (problem,) = problems(scenario.faults, Setting(devices, links), lambda _: ())
+    (problem,) = problems(scenario.faults, Setting(devices, links), lambda _: (), events_of(NOTHING))
     assert problem.key == ("faults", 0, *key)
     assert said in problem.text
 
