@@ -26,6 +26,10 @@ _CLASSES = {
     "ftpipehd": "testbed.methods.ftpipehd:FTPipeHD",
     "pipedream": "testbed.methods.pipedream:PipeDream",
     "respipe": "testbed.methods.respipe:ResPipe",
+    "federated": "testbed.methods.federated:Federated",
+    "split-learning": "testbed.methods.splitlearning:SplitLearning",
+    "split-federated": "testbed.methods.splitfederated:SplitFederated",
+    "pipelearn": "testbed.methods.pipelearn:PipeLearn",
     "exchange": "testbed.methods.exchange:Exchange",
 }
 

@@ -122,11 +122,11 @@ def profile(
     server: DeviceSpec,
     up: Link,
     down: Link,
-    at_once: int = 1,
+    at_once: float = 1.0,
 ) -> Profile:
     """Return the profile of a device and the server by formula.
 
-    ``at_once`` devices keep the server busy at the same time: each finds it so many times slower.
+    ``at_once`` devices share one of the server's processors: each finds it as many times slower.
     """
 
     def layers(speed: float) -> tuple[Layer, ...]:

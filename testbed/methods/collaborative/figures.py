@@ -1,0 +1,119 @@
+"""What methods of the family tell of their runs: rounds, who took part, how long server and devices idled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean, median
+from typing import Any
+
+from testbed.trace.events import Event, EventType
+from testbed.trace.figures import Column, Declared, Figure, Row, Table
+from testbed.trace.intervals import Interval, clip, total, union
+from testbed.trace.record import Record
+
+Item = Mapping[str, Any]
+
+
+def _rounds(record: Record) -> list[Event]:
+    return record.of("round")
+
+
+def _window(event: Event) -> Interval:
+    return event.fields["start"], event.fields["start"] + event.fields["duration"]
+
+
+def _round_time(record: Record) -> float | None:
+    durations = [event.fields["duration"] for event in _rounds(record)]
+    return median(durations) if durations else None
+
+
+def _idle(record: Record, device: str) -> float:
+    """Return the seconds that a device does not compute in a round, the mean of all rounds."""
+    computing = [(bar.start, bar.end) for bar in record.bars.get(device, ()) if bar.kind == "compute"]
+    windows = [_window(event) for event in _rounds(record)]
+    return fmean(end - start - total(union(clip(computing, start, end))) for start, end in windows)
+
+
+def _server_idle(record: Record) -> float | None:
+    return _idle(record, record.plan.lead) if _rounds(record) else None
+
+
+def _device_idle(record: Record) -> float | None:
+    names = [device.name for device in record.experiment.devices if device.name != record.plan.lead]
+    return fmean(_idle(record, name) for name in names) if _rounds(record) and names else None
+
+
+def _throughput(record: Record) -> float | None:
+    """Return bytes of messages a second, of all links together, in the time of the rounds."""
+    windows = [_window(event) for event in _rounds(record)]
+    seconds = total(union(windows))
+    if not seconds:
+        return None
+    sent = [event for event in record.of("send") if any(start <= event.time <= end for start, end in windows)]
+    return float(sum(event.fields["bytes"] for event in sent) / seconds)
+
+
+def _missed(record: Record) -> int | None:
+    return sum(len(event.fields["devices"]) for event in record.of("missed")) if _rounds(record) else None
+
+
+def _round_list(record: Record) -> list[dict[str, Any]]:
+    missed: dict[int, list[str]] = {}
+    for event in record.of("missed"):
+        missed.setdefault(event.fields["round"], []).extend(event.fields["devices"])
+    return [
+        {"time": event.time, **event.fields, "missed": missed.get(event.fields["round"], [])}
+        for event in _rounds(record)
+    ]
+
+
+ROUNDS = Table(
+    "Rounds",
+    "Each ends when the server has averaged the models that it was sent. Took part: devices with an update in the "
+    "average. Missed: those that were to train and sent none in time.",
+    "round_list",
+    (
+        Column("Round", "number", "round"),
+        Column("Ended", "moment", "time"),
+        Column("Time", "seconds", "duration"),
+        Column("Samples", "number", lambda item: sum(item["samples"].values())),
+        Column("Took part", "text", lambda item: _names(item["samples"])),
+        Column("Missed", "text", lambda item: _names(item["missed"])),
+    ),
+)
+
+
+def _names(devices: Mapping[str, int] | list[str]) -> str:
+    names = list(devices)
+    return ", ".join(names) if len(names) <= 8 else f"{len(names)} devices"
+
+
+DECLARED = Declared(
+    figures=(
+        Figure("round_time", "seconds", "median, from one average of the models to the next", _round_time, brief=True),
+        Figure("server_idle_time", "seconds", "that the server does not compute, the mean of a round", _server_idle),
+        Figure(
+            "device_idle_time",
+            "seconds",
+            "that a device does not compute, the mean of a round and of all devices",
+            _device_idle,
+        ),
+        Figure("throughput", "bytes", "of messages on all links together, a second of the rounds", _throughput),
+        Figure("missed_updates", "number", "that did not come in time for their round", _missed),
+    ),
+    lists={"round_list": _round_list},
+    events=(
+        EventType(
+            "round",
+            "the server has averaged the models of a round; samples by device",
+            fields=("round", "start", "duration", "samples"),
+        ),
+        EventType("missed", "a round went on without devices", fields=("round", "devices")),
+    ),
+    rows=(
+        Row("Round", "{round_time}", "median"),
+        Row("Idle", "{server_idle_time}", "a round the server, {device_idle_time} a device in the mean"),
+        Row("Missed", "{missed_updates}", "updates", when=lambda metrics: metrics.get("missed_updates")),
+    ),
+    tables=(ROUNDS,),
+)

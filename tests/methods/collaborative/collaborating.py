@@ -1,0 +1,93 @@
+"""Whole scenarios of a server and devices with data, on the virtual clock, and the same training with torch alone."""
+
+from functools import cache
+
+import torch
+
+from testbed.data import load
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+from testbed.simulation import simulate
+from testbed.trace.outcome import Outcome
+
+SHAPE = (1, 8, 8)
+
+
+def scenario(method: str, devices: int = 2, *, workload=None, options=None, **keys) -> Scenario:
+    """Return a scenario of a server and so many devices, all alike."""
+    work = {
+        "model": {"name": "mlp", "hidden": [12, 8]},
+        "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},
+        "optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001},
+        "batch_size": 16,
+        "steps": 4,
+        **(workload or {}),
+        "method": {"name": method, **(options or {})},
+    }
+    if method == "single":
+        work["data"] = {**work["data"], "split": "lead"}
+    if "epochs" in work:
+        del work["steps"]
+    tree = {
+        "name": "test",
+        "seed": 3,
+        "devices": {"server": {"speed": "2mflops"}, "device": {"speed": "200kflops", "count": devices}},
+        "network": {"topology": "star", "link": {"rate": "1mbit", "delay": "2ms"}},
+        "workload": work,
+        "time_limit": "100000s",
+    }
+    return Scenario.model_validate({**tree, **keys})
+
+
+def prepared(spec: Scenario) -> Prepared:
+    (trial,) = trials(spec)
+    return prepare(trial)
+
+
+data = cache(load)
+
+
+def run(spec: Scenario) -> Outcome:
+    outcome = simulate(prepared(spec), data(spec.workload.data))
+    assert outcome.status == "finished", outcome.error
+    return outcome
+
+
+def of(outcome: Outcome, name: str) -> list[dict]:
+    """Return the fields of the events of one name."""
+    return [dict(event.fields) for event in outcome.events if event.event == name]
+
+
+def took_part(outcome: Outcome) -> list[list[str]]:
+    """Return who sent an update, round by round."""
+    return [sorted(each["samples"]) for each in of(outcome, "round")]
+
+
+class Plain:
+    """The undivided model, trained by torch's own optimizer."""
+
+    def __init__(self, spec: Scenario) -> None:
+        problem = prepared(spec).problem
+        self.module = problem.model.build(0, len(problem.model.units), problem.seed)
+        settings = spec.workload.optimizer
+        self.optimizer = torch.optim.SGD(
+            self.module.parameters(),
+            lr=settings.learning_rate,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+        )
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor, mini_batches: int = 1) -> None:
+        """Take one step with the mean gradient of mini-batches of one size."""
+        self.optimizer.zero_grad()
+        for part, wanted in zip(images.chunk(mini_batches), labels.chunk(mini_batches), strict=True):
+            (torch.nn.functional.cross_entropy(self.module(part), wanted) / mini_batches).backward()
+        self.optimizer.step()
+
+    def assert_same(self, outcome: Outcome, tolerance: float = 2e-6) -> None:
+        expected = self.module.state_dict()
+        assert outcome.weights is not None
+        assert outcome.weights.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(outcome.weights[name], tensor, rtol=0, atol=tolerance)
