@@ -55,7 +55,7 @@ class Run:
     def pauses(self) -> list[Pause]:
         """When work stood still without a fault, as the method tells."""
         end = run_end(self.outcome.events, self.plan.lead)
-        return pauses([event for event in self.outcome.events if event.time <= end], self.declared)
+        return pauses([event for event in self.outcome.events if event.time <= end], self.declared.events)
 
 
 def declared_by(trial: Trial) -> Declared:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from testbed.formats import Kind
 from testbed.trace.events import EVENTS, EventType
-
-if TYPE_CHECKING:
-    from testbed.trace.disturbances import Recovery
-    from testbed.trace.record import Record
+from testbed.trace.record import Record, Tell
 
 Metrics = Mapping[str, Any]
 """What ``metrics.json`` holds: figures and lists by name."""
@@ -98,7 +95,7 @@ class Declared:
     figures: tuple[Figure, ...] = ()
     lists: Mapping[str, Callable[[Record], list[dict[str, Any]]]] | None = None
     """Lists of JSON values that ``metrics.json`` holds under these names; one that is empty is left out."""
-    recovery: Callable[[Recovery], dict[str, Any]] | None = None
+    recovery: Tell | None = None
     """What it adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
     events: tuple[EventType, ...] = ()
     rows: tuple[Row, ...] = ()

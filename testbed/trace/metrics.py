@@ -29,7 +29,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Decl
     The steady phase is every step but a device's first that has the usual number of samples and whose time holds no
     evaluation, no fault, no recovery and no pause.
     """
-    record = Record(outcome, experiment, plan, declared)
+    record = Record(outcome, experiment, plan, declared.events, declared.recovery)
     values = ((name, figure.compute(record)) for name, figure in figures_of(declared).items())
     lists = ((name, compute(record)) for name, compute in (declared.lists or {}).items())
     found: dict[str, Any] = {

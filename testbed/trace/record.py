@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
-from testbed.trace.events import Event
-from testbed.trace.figures import NOTHING, Declared
+from testbed.trace.events import Event, EventType
 from testbed.trace.gantt import Bar, bars, run_end
 from testbed.trace.intervals import Interval, overlaps, union
 from testbed.trace.outcome import Outcome
 
 Made = TypeVar("Made")
+Tell = Callable[[Recovery], dict[str, Any]]
+"""What a method adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class Pause:
     end: float
 
 
-def pauses(events: Sequence[Event], declared: Declared) -> list[Pause]:
+def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Pause]:
     """Return the pauses that a method's events tell of, in the order of their ends."""
-    names = {kind.name for kind in declared.events if kind.pause}
+    names = {kind.name for kind in kinds if kind.pause}
     return [
         Pause(event.event, event.time - event.fields["seconds"], event.time) for event in events if event.event in names
     ]
@@ -64,12 +65,20 @@ def pauses(events: Sequence[Event], declared: Declared) -> list[Pause]:
 class Record:
     """What a run left."""
 
-    def __init__(self, outcome: Outcome, experiment: Experiment, plan: Plan, declared: Declared = NOTHING) -> None:
-        """``declared`` is what the run's method says of its runs."""
+    def __init__(
+        self,
+        outcome: Outcome,
+        experiment: Experiment,
+        plan: Plan,
+        events: Collection[EventType] = (),
+        recovery: Tell | None = None,
+    ) -> None:
+        """Take what was left; ``events`` and ``recovery`` are what the run's method declares (`Declared`)."""
         self.outcome = outcome
         self.experiment = experiment
         self.plan = plan
-        self.declared = declared
+        self.tell_recovery = recovery
+        self._own_events = events
         self._made: dict[Callable[[Record], object], object] = {}
 
     def once(self, compute: Callable[[Record], Made]) -> Made:
@@ -120,7 +129,7 @@ class Record:
     @cached_property
     def pauses(self) -> list[Pause]:
         """When work stood still without a fault, as the method declares."""
-        return pauses(self.events, self.declared)
+        return pauses(self.events, self._own_events)
 
     @cached_property
     def last_change(self) -> float:

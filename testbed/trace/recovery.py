@@ -88,7 +88,7 @@ def recovery_list(record: Record) -> list[dict[str, Any]]:
 
     ``deficit`` is by how many seconds the host made one device's computations late meanwhile, the worst one's.
     """
-    told = record.declared.recovery
+    told = record.tell_recovery
     return [_recovery(item, record) | (told(item) if told else {}) for item in record.recoveries]
 
 
