@@ -10,6 +10,7 @@ from typing import Any
 from controller.report.figures import figure
 from controller.results.run import Run
 from testbed import formats
+from testbed.formats import Kind
 from testbed.scenario.expect import look_up
 from testbed.trace.figures import Column, Row, Table
 from testbed.trace.registry import rows_of
@@ -65,6 +66,29 @@ def tables(run: Run, *, wide: bool = True) -> Iterator[Written]:
         rows = [[_cell(column, item) for column in columns] for item in _items(table, run.metrics)]
         if rows:
             yield Written(table.title, table.note, columns, rows)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart over the time of the run, ready to be drawn."""
+
+    title: str
+    note: str
+    kind: Kind
+    lines: list[tuple[str, list[tuple[float, float]]]]
+    """Name and points (seconds of the run, value) of each; the name is empty where there is but one."""
+
+
+def curves(run: Run) -> Iterator[Drawn]:
+    """Yield the charts that the run's method adds and that have a point."""
+    for curve in run.declared.curves:
+        points: dict[str, list[tuple[float, float]]] = {}
+        for item in run.metrics.get(curve.items, ()):
+            if item.get(curve.value) is not None:
+                name = "" if curve.by is None else str(item.get(curve.by))
+                points.setdefault(name, []).append((item["time"], item[curve.value]))
+        if points:
+            yield Drawn(curve.title, curve.note, curve.kind, list(points.items()))
 
 
 def _items(table: Table, metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
