@@ -19,7 +19,7 @@ from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
 from testbed.partition.memory import asynchronous_bytes
 from testbed.partition.pipeline import Chain
-from testbed.schedule import Action, play
+from testbed.schedule import Action, asynchronous_1f1b, play
 from testbed.schedule.timeline import Slot
 from testbed.schedule.versions import in_flight, kept
 
@@ -160,7 +160,7 @@ class Asynchronous(Chain):
     def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
         """Return when each stage does what in a run of so many batches, in seconds."""
         count = len(self.devices)
-        stages = [_actions(in_flight(count, stage, self.window), batches) for stage in range(count)]
+        stages = [tuple(asynchronous_1f1b(count, stage, batches, self.window)) for stage in range(count)]
 
         def duration(stage: int, action: Action) -> float:
             return self.seconds(action.kind, stage, *cuts[stage : stage + 2])
@@ -181,17 +181,6 @@ class Asynchronous(Chain):
         turns = 4 * stages
         ends = [slot.end for slot in self.timeline(cuts, 3 * turns) if slot.stage == 0 and slot.action.kind == "update"]
         return (ends[2 * turns - 1] - ends[turns - 1]) / turns
-
-
-def _actions(ahead: int, batches: int) -> list[Action]:
-    """Return what a stage does that has so many batches in flight at most: 1F1B, an update after each backward."""
-    found: list[Action] = []
-    for batch in range(batches + ahead):
-        if batch >= ahead:
-            found += [Action("backward", batch - ahead), Action("update", batch - ahead)]
-        if batch < batches:
-            found.append(Action("forward", batch))
-    return found
 
 
 def measured(rates: Mapping[Pair, float]) -> dict[Pair, Link]:

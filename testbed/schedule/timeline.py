@@ -117,7 +117,8 @@ def grid(schedule: Schedule, stages: int, micro_batches: int, backward: int = 1)
 
     Transfers take no time. The figures of PipeDream have a backward of 2, those of GPipe of 1.
     """
-    slots = play(orders(schedule, stages, micro_batches), lambda _, action: 1 if action.kind == "forward" else backward)
+    columns_of = {"forward": 1, "backward": backward, "update": 0}
+    slots = play(orders(schedule, stages, micro_batches), lambda _, action: columns_of[action.kind])
     columns = round(max(slot.end for slot in slots))
     width = 1 + len(str(micro_batches - 1))
     rows = [["."] * columns for _ in range(stages)]

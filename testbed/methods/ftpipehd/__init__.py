@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from testbed.methods.asynchronous.method import AsynchronousMethod
+from testbed.methods.asynchronous.partitioners import HomogeneousPartitioner
 from testbed.methods.base import Problem
-from testbed.methods.ftpipehd.adaptive import Adaptive, FTPipeHDOptions
-from testbed.methods.parts.arranging import Homogeneous
-from testbed.methods.parts.asynchronous_method import AsynchronousMethod
+from testbed.methods.ftpipehd.partitioner import AdaptivePartitioner, FTPipeHDOptions
 
 
 class FTPipeHD(AsynchronousMethod[FTPipeHDOptions]):
@@ -20,6 +20,6 @@ class FTPipeHD(AsynchronousMethod[FTPipeHDOptions]):
     summary = "asynchronous 1F1B, repartitioned to the devices' measured capacities, recovering from replicas"
     Options = FTPipeHDOptions
 
-    def arranger(self, problem: Problem[FTPipeHDOptions]) -> Homogeneous:
+    def partitioner(self, problem: Problem[FTPipeHDOptions]) -> HomogeneousPartitioner:
         """Return what chooses the partitions."""
-        return Adaptive(problem)
+        return AdaptivePartitioner(problem)

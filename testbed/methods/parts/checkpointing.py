@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from testbed.errors import InputError, TestbedError
-from testbed.methods.parts.recovery import DeviceJoined
 from testbed.methods.parts.shard import State
 from testbed.methods.parts.supervision import Lost, Supervisor
 from testbed.methods.parts.typed import Typed
@@ -113,15 +112,8 @@ class FromCheckpoint:
         self._supervisor.learn_patience(lost, known)
         self._arrange()
 
-    async def admit(self, start: int) -> None:
-        """Arrange the devices again, those that have come included."""
-        joiners = self._members.joiners
-        self._device.record("log", text=f"{', '.join(sorted(joiners))} join at step {start}")
-        await self._gather(joiners | self._members.assigned, self._supervisor.patience)
-        self._arrange()
-
-    def let_join(self) -> None:
-        """Raise `DeviceJoined` if devices have come (back) that would make for more parts; call at a checkpoint."""
+    async def let_join(self) -> None:
+        """Take in devices that have come (back), if that makes for more parts; call at a checkpoint. Raises `Lost`."""
         joiners = self._members.joiners
         if not joiners:
             return
@@ -129,9 +121,13 @@ class FromCheckpoint:
             possible = self._partitioner(joiners | self._members.assigned)
         except InputError:
             possible = ()
-        if len(possible) > len(self._supervisor.layout):
-            raise DeviceJoined
-        joiners.clear()
+        if len(possible) <= len(self._supervisor.layout):
+            joiners.clear()
+            return
+        self._device.record("log", text=f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}")
+        await self._gather(joiners | self._members.assigned, self._supervisor.patience)
+        self._arrange()
+        await self.establish()
 
     async def _gather(self, names: Collection[str], seconds: float) -> None:
         """Open a configuration; wait until all of these have been heard of in it, at most so long."""

@@ -10,8 +10,8 @@ from testbed.device import Device
 from testbed.methods.base import Problem
 from testbed.methods.parts import messages
 from testbed.methods.parts.bell import Bell
+from testbed.methods.parts.membership import Held as Inventory
 from testbed.methods.parts.outbox import SLACK, Outbox, transfer_time
-from testbed.methods.parts.replicas import Inventory
 from testbed.plan import Piece
 from testbed.wire import Message, size_around
 

@@ -64,6 +64,7 @@ class Mailbox:
         self.sends = Sends(device, links, self._tasks, limit)
         self._handlers: dict[str, Callable[[Any], None]] = {}
         self._opened: list[Callable[[], None]] = []
+        self._in_configuration: dict[asyncio.Task[Any], None] = {}
         self._waiters: list[_Waiter] = []
         self._kept: dict[str, dict[Hashable, Typed]] = {}
         self._expired: dict[str, Any] = {}
@@ -92,6 +93,13 @@ class Mailbox:
         """Run a task beside the program: its failure is the program's, the program's end is its own."""
         return self._tasks.start(work)
 
+    def start_in_configuration(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a task beside the program that ends with the present configuration."""
+        task = self._tasks.start(work)
+        self._in_configuration[task] = None
+        task.add_done_callback(lambda _: self._in_configuration.pop(task, None))
+        return task
+
     def on(self, kind: type[K], handler: Callable[[K], None]) -> None:
         """Hand every message of a kind to a function that never waits."""
         self._handlers[kind.kind] = handler
@@ -108,6 +116,8 @@ class Mailbox:
         self.sends.withdraw()
         self._kept.clear()
         self._expired.clear()
+        for task in self._in_configuration:
+            task.cancel()
         for callback in self._opened:
             callback()
 
@@ -144,7 +154,7 @@ class Mailbox:
         waiter = _Waiter(_names(kinds), key, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
-            return await self._wait(waiter.found, deadline)
+            return await _wait(waiter.found, None if deadline is None else deadline - self.device.now())
         finally:
             self._waiters.remove(waiter)
 
@@ -181,20 +191,10 @@ class Mailbox:
         news: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._news.append(news)
         try:
-            return bool(await self._wait(news, None if seconds is None else self.device.now() + seconds))
+            return bool(await _wait(news, seconds))
         finally:
             if news in self._news:
                 self._news.remove(news)
-
-    async def _wait(self, future: asyncio.Future[T], deadline: float | None) -> T | None:
-        """Wait for a future until an instant on the device's clock; None when that passes first."""
-        if deadline is None:
-            return await future
-        try:
-            async with asyncio.timeout(max(0.0, deadline - self.device.now())):
-                return await future
-        except TimeoutError:
-            return future.result() if future.done() and not future.cancelled() else None
 
     def _deliver(self, message: Typed) -> None:
         if self._counts(message):
@@ -229,3 +229,14 @@ class Mailbox:
 
 def _names(kinds: Kinds[Any]) -> tuple[str, ...]:
     return tuple(kind.kind for kind in kinds) if isinstance(kinds, tuple) else (kinds.kind,)
+
+
+async def _wait(future: asyncio.Future[T], seconds: float | None) -> T | None:
+    """Wait for a future, at most this long; None when it has no result by then."""
+    if seconds is None:
+        return await future
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            return await future
+    except TimeoutError:
+        return future.result() if future.done() and not future.cancelled() else None

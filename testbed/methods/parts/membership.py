@@ -130,6 +130,9 @@ class Membership:
         """Devices that answer and have no role."""
         self.excluded: set[str] = set()
         """Devices that may answer, but are not to have a role again."""
+        self.refusal: str | None = None
+        """Why no device can join; None: any can."""
+        self._refused: set[str] = set()
         self._device = mailbox.device
         self._mailbox = mailbox
         self._probes: dict[str, asyncio.Future[None]] = {}
@@ -205,8 +208,13 @@ class Membership:
         self.present[name] = incarnation
         if self.known.setdefault(name, incarnation) != incarnation:
             self.restarted.add(name)
-        if name not in self.excluded | self.assigned:
+        if name in self.excluded | self.assigned:
+            return
+        if self.refusal is None:
             self.joiners.add(name)
+        elif name not in self._refused:
+            self._device.record("log", text=f"{name} is turned away: {self.refusal}")
+            self._refused.add(name)
 
     def _take_answer(self, answer: Alive) -> None:
         self.answered += 1

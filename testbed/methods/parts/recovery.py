@@ -20,10 +20,6 @@ MAX_RETRIES = 20
 """Recoveries in a row, nothing having been done in between, after which the run fails."""
 
 
-class DeviceJoined(Exception):  # noqa: N818 - not an error
-    """Devices are there that could be used, and now is the moment to take them in."""
-
-
 class Work(Protocol):
     """What is to be done, whatever happens to the devices meanwhile."""
 
@@ -32,7 +28,7 @@ class Work(Protocol):
         """The step, or request, to go on with."""
 
     async def run(self) -> None:
-        """Do what is left to do; called again after every recovery. Raises `Lost` and `DeviceJoined`."""
+        """Do what is left to do; called again after every recovery. Raises `Lost`."""
 
 
 class Recovery(Protocol):
@@ -43,9 +39,6 @@ class Recovery(Protocol):
 
     async def recover(self, lost: Lost, start: int) -> None:
         """Decide which devices to go on with, and from where. Raises `TestbedError` where that cannot be."""
-
-    async def admit(self, start: int) -> None:
-        """Take in the devices that have joined."""
 
 
 async def persist(work: Work, recovery: Recovery, supervisor: Supervisor, recovering: bool = False) -> None:
@@ -65,8 +58,6 @@ async def persist(work: Work, recovery: Recovery, supervisor: Supervisor, recove
                 recovering = False
             await work.run()
             return
-        except DeviceJoined:
-            await recovery.admit(work.start)
         except Lost as lost:
             recovering = True
             fruitless = 0 if supervisor.progress > before else fruitless + 1

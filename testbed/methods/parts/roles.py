@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from testbed.methods.parts.mailbox import Mailbox
@@ -42,7 +42,6 @@ class RoleHolder:
         self.presence = Presence(mailbox, coordinator, lambda: status(self._status()))
         self._mailbox = mailbox
         self._coordinator = coordinator
-        self._running: asyncio.Task[None] | None = None
         mailbox.on_open(self._end)
 
     def follow(self, configure: type[Typed], role_of: Callable[[Any], Role]) -> None:
@@ -53,7 +52,7 @@ class RoleHolder:
 
         def take(message: Any) -> None:
             if self.assume(message.configuration, lambda: role_of(message)):
-                self.begin(self._live())
+                self._mailbox.start_in_configuration(self._serve(announce=True))
 
         self._mailbox.on(configure, take)
 
@@ -65,9 +64,9 @@ class RoleHolder:
         self.role = role_of()
         return True
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run the role's work, to be cancelled with it."""
-        self._running = self._mailbox.start(work)
+    def begin(self) -> None:
+        """Do the role's work until the configuration ends."""
+        self._mailbox.start_in_configuration(self._serve())
 
     def ready(self) -> None:
         """Tell the coordinator that this device is ready for its role."""
@@ -79,17 +78,16 @@ class RoleHolder:
         self.presence.greet()
         await asyncio.get_running_loop().create_future()
 
-    async def _live(self) -> None:
+    async def _serve(self, announce: bool = False) -> None:
         assert self.role is not None
         role = self.role
         await role.prepare()
-        self.ready()
+        if announce:
+            self.ready()
         await role.serve()
 
     def _end(self) -> None:
         self.role = None
-        if self._running is not None:
-            self._running.cancel()
 
     def _status(self) -> Status:
         role = self.role

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from testbed.device import Cost, Span
 from testbed.methods.base import Problem
@@ -87,6 +87,17 @@ class Output(Typed, kind="output", key=("work", "batch")):
 STAGE_KINDS: tuple[type[Typed], ...] = (Configure, Activation, Labels, Gradient, Output)
 
 
+class Placing(Protocol):
+    """A message that says which stages there are, such as `Configure`."""
+
+    @property
+    def configuration(self) -> int: ...  # noqa: D102
+    @property
+    def stages(self) -> Sequence[tuple[str, int, int]]: ...  # noqa: D102
+    @property
+    def steps(self) -> int: ...  # noqa: D102
+
+
 @dataclass(frozen=True)
 class Position:
     """Where a stage stands in one configuration."""
@@ -100,10 +111,10 @@ class Position:
     """Training steps of the whole workload."""
 
     @staticmethod
-    def told(device: str, coordinator: str, configure: Configure) -> Position:
+    def told(device: str, coordinator: str, told: Placing) -> Position:
         """Return where a device stands by what it was told."""
-        index = [name for name, _, _ in configure.stages].index(device)
-        return Position(configure.configuration, coordinator, configure.stages, index, configure.steps)
+        index = [name for name, _, _ in told.stages].index(device)
+        return Position(told.configuration, coordinator, told.stages, index, told.steps)
 
     @property
     def units(self) -> tuple[int, int]:
@@ -129,8 +140,9 @@ class Stage:
     called for with the first activation still in the mailbox; any other is forwarded in the order of arrival.
     """
 
-    def __init__(self, mailbox: Mailbox, problem: Problem, position: Position, state: State | None) -> None:
-        """``state`` is what it begins with; None: the seed's."""
+    def __init__(self, mailbox: Mailbox, problem: Problem, position: Position, state: State | None = None) -> None:
+        self.state = state
+        """What it begins with; None: the seed's."""
         self.position = position
         self.problem = problem
         self.mailbox = mailbox
@@ -140,8 +152,6 @@ class Stage:
         self.computing = False
         self.shard: Shard
         self.train: Callable[[Activation], Awaitable[None]] | None = None
-        self._beside: set[asyncio.Task[None]] = set()
-        self._state = state
 
     async def prepare(self) -> None:
         """Build the shard, from the state or from the seed."""
@@ -149,32 +159,21 @@ class Stage:
 
         def build() -> Shard:
             shard = Shard(self.problem.model, *self.position.units, self.problem.seed, optimizer)
-            if self._state is not None:
-                shard.load(self._state)
+            if self.state is not None:
+                shard.load(self.state)
             return shard
 
         self.shard = await self.compute(build, costs.copy(self.units, optimizer), Span("load"))
 
     async def serve(self) -> None:
         """Train and forward whatever arrives, until cancelled."""
-        try:
-            while True:
-                first = await self.mailbox.peek(Activation)
-                if first.work == "train":
-                    assert self.train is not None
-                    await self.train(first)
-                else:
-                    await self._forward_only(await self.mailbox.take(Activation))
-        finally:
-            for task in self._beside:
-                task.cancel()
-
-    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task beside the role's work, which ends with it."""
-        task = self.mailbox.start(work)
-        self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
-        return task
+        while True:
+            first = await self.mailbox.peek(Activation)
+            if first.work == "train":
+                assert self.train is not None
+                await self.train(first)
+            else:
+                await self._forward_only(await self.mailbox.take(Activation))
 
     def post(self, peer: str, message: Typed) -> asyncio.Future[None]:
         """Send without waiting."""

@@ -16,10 +16,15 @@ from testbed.methods.parts.supervision import Supervisor, Timeouts
 from testbed.plan import Piece
 
 
-def supervise_stages(mailbox: Mailbox, presence: Presence, problem: Problem[StagesOptions]) -> Supervisor:
-    """Return what waits for the stages, as patiently as the options say."""
+def supervise_stages(
+    mailbox: Mailbox, presence: Presence, problem: Problem[StagesOptions], standstill: float | None = None
+) -> Supervisor:
+    """Return what waits for the stages, as patiently as the options say.
+
+    ``standstill``: seconds without anything done, though all answer; None: the ``return_window``.
+    """
     options = problem.options
-    timeouts = Timeouts(options.patience, options.return_window, options.return_window)
+    timeouts = Timeouts(options.patience, options.return_window, standstill or options.return_window)
     return Supervisor(mailbox, presence, problem, timeouts, partial(backlog, problem))
 
 

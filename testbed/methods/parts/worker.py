@@ -11,8 +11,8 @@ from testbed.methods.base import Problem
 from testbed.methods.parts import messages
 from testbed.methods.parts.background import Background
 from testbed.methods.parts.former_stage import Place, Routine, Stage
+from testbed.methods.parts.membership import Held as Inventory
 from testbed.methods.parts.outbox import Outbox
-from testbed.methods.parts.replicas import Inventory
 from testbed.methods.parts.shard import State
 from testbed.wire import Message
 

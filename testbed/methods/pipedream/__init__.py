@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from testbed.methods.asynchronous.method import AsynchronousMethod
+from testbed.methods.asynchronous.partitioners import AsynchronousOptions, EvenPartitioner, HomogeneousPartitioner
 from testbed.methods.base import Problem
-from testbed.methods.parts.arranging import AsynchronousOptions, Even, Homogeneous
-from testbed.methods.parts.asynchronous_method import AsynchronousMethod
 
 
 class PipeDreamOptions(AsynchronousOptions):
@@ -27,6 +27,6 @@ class PipeDream(AsynchronousMethod[PipeDreamOptions]):
     summary = "asynchronous 1F1B with weight stashing on the partition for equal devices; recovery from checkpoints"
     Options = PipeDreamOptions
 
-    def arranger(self, problem: Problem[PipeDreamOptions]) -> Homogeneous:
+    def partitioner(self, problem: Problem[PipeDreamOptions]) -> HomogeneousPartitioner:
         """Return what chooses the partitions."""
-        return Even(problem) if problem.options.partition == "even" else Homogeneous(problem)
+        return EvenPartitioner(problem) if problem.options.partition == "even" else HomogeneousPartitioner(problem)

@@ -36,7 +36,7 @@ class Trainer:
             done = step + 1
             if self._supervisor.membership.joiners and self._routine.checkpoints(done, steps):
                 await self._kept(done)
-                self._recovery.let_join()
+                await self._recovery.let_join()
             if every is not None and done % every == 0 and done < steps:
                 await evaluate(self._supervisor, done, self._tests)
         await self._kept(steps)

@@ -123,7 +123,7 @@ class SynchronousUpdates:
             await self._sending
         cost = costs.copy(stage.units, stage.problem.workload.optimizer)
         state = await stage.compute(stage.shard.state, cost, Span("checkpoint", batch))
-        self._sending = stage.start(self._send(batch + 1, state))
+        self._sending = stage.mailbox.start_in_configuration(self._send(batch + 1, state))
 
     async def _send(self, step: int, state: State) -> None:
         """Send a state unit by unit, so that gradients to the same device find their way in between."""

@@ -7,9 +7,14 @@ from typing import Literal
 
 from pydantic import Field
 
+from testbed.methods.asynchronous.method import AsynchronousMethod
+from testbed.methods.asynchronous.partitioners import (
+    AsynchronousOptions,
+    HomogeneousPartitioner,
+    TakeOverPartitioner,
+    pipeline_over,
+)
 from testbed.methods.base import Problem
-from testbed.methods.parts.arranging import AsynchronousOptions, Homogeneous, TakeOver, pipeline_over
-from testbed.methods.parts.asynchronous_method import AsynchronousMethod
 from testbed.partition.asynchronous import Asynchronous, capacities
 
 
@@ -31,12 +36,14 @@ class ResPipe(AsynchronousMethod[ResPipeOptions]):
     summary = "asynchronous 1F1B; a lost worker's layers are taken over by the next one, which has their replica"
     Options = ResPipeOptions
 
-    def arranger(self, problem: Problem[ResPipeOptions]) -> Homogeneous:
+    def partitioner(self, problem: Problem[ResPipeOptions]) -> HomogeneousPartitioner:
         """Return what chooses the partitions."""
-        return Informed(problem) if problem.options.partition == "capacities" else TakeOver(problem)
+        return (
+            CapacityPartitioner(problem) if problem.options.partition == "capacities" else TakeOverPartitioner(problem)
+        )
 
 
-class Informed(TakeOver):
+class CapacityPartitioner(TakeOverPartitioner):
     """Begins with the partition that FTPipeHD comes to, so that after a loss the take-over alone tells them apart."""
 
     def pipeline(self, names: Sequence[str]) -> Asynchronous:

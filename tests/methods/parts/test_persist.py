@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from testbed.errors import TestbedError
-from testbed.methods.parts.recovery import MAX_RETRIES, MAX_RETRIES_WITH_LOST, DeviceJoined, persist
+from testbed.methods.parts.recovery import MAX_RETRIES, MAX_RETRIES_WITH_LOST, persist
 from testbed.methods.parts.supervision import Lost
 
 
@@ -40,9 +40,6 @@ class Plan:
     async def recover(self, lost, start):
         self.calls.append(("recover", lost.missing, start))
 
-    async def admit(self, start):
-        self.calls.append(("admit", start))
-
     def persist(self):
         asyncio.run(persist(self, self, self.supervisor))
 
@@ -52,12 +49,6 @@ def test_work_goes_on_after_a_loss():
     plan.persist()
     assert plan.calls == ["establish", ("recover", ["one"], 5), "establish", "resumed"]
     assert not plan.excluded
-
-
-def test_joining_is_no_recovery():
-    plan = Plan(DeviceJoined())
-    plan.persist()
-    assert plan.calls == ["establish", ("admit", 5), "establish"]
 
 
 def test_devices_cut_off_are_left_out():

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from testbed.methods.parts.membership import Held
 from testbed.methods.parts.shard import State, restrict
 from testbed.partition.redistribution import Partition
 from testbed.wire import Message
@@ -24,9 +25,6 @@ class Point:
 
 BEGINNING = Point(0, 0)
 """The state that a run begins with: from the seed, or the weights that the lead was given."""
-
-Inventory = Sequence[tuple[int, int, Sequence[int]]]
-"""(configuration, step, units) of every point of which something is held; as it travels."""
 
 
 class Replicas:
@@ -70,7 +68,7 @@ class Replicas:
         """Return the points of which something is here, oldest first."""
         return sorted(self._held)
 
-    def inventory(self) -> Inventory:
+    def inventory(self) -> Held:
         """Say what is here."""
         return [(point.configuration, point.step, sorted(self._held[point])) for point in self.points()]
 
@@ -109,7 +107,7 @@ class Lineage:
         """Return the point of a step, in the configuration that made it."""
         return max((Point(made, step) for made, begin in self.begun if begin < step), default=BEGINNING)
 
-    def held(self, inventory: Mapping[str, Inventory]) -> dict[str, dict[int, Sequence[int]]]:
+    def held(self, inventory: Mapping[str, Held]) -> dict[str, dict[int, Sequence[int]]]:
         """Return which units each device has of each step, leaving out what is void."""
         return {
             device: {step: units for made, step, units in points if Point(made, step) in self}

@@ -10,7 +10,7 @@ Case = Literal["restart", "refill", "redistribute"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureCase:
     """Which of FTPipeHD's three cases this is, and whom it concerns."""
 
     case: Case
@@ -27,7 +27,7 @@ class Verdict:
         return (*self.gone, *self.empty)
 
 
-def judge(stages: Mapping[str, float], answers: Mapping[str, float]) -> Verdict:
+def classify_failure(stages: Mapping[str, float], answers: Mapping[str, float]) -> FailureCase:
     """Judge by incarnations: what each stage's device had when it was configured, and what it answered with.
 
     A device that has another incarnation than it was configured with has lost its memory, whatever it says. Who answers
@@ -36,5 +36,5 @@ def judge(stages: Mapping[str, float], answers: Mapping[str, float]) -> Verdict:
     gone = tuple(device for device in stages if device not in answers)
     empty = tuple(device for device, before in stages.items() if device in answers and answers[device] != before)
     if gone or len(empty) > 1:
-        return Verdict("redistribute", gone, empty)
-    return Verdict("refill" if empty else "restart", gone, empty)
+        return FailureCase("redistribute", gone, empty)
+    return FailureCase("refill" if empty else "restart", gone, empty)

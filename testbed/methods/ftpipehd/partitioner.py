@@ -11,9 +11,9 @@ from statistics import fmean
 from pydantic import Field
 
 from testbed.errors import InputError
+from testbed.methods.asynchronous.partitioners import AsynchronousOptions, HomogeneousPartitioner, pipeline_over
 from testbed.methods.base import Problem
-from testbed.methods.parts.adaptation import Repartition, estimate, worthwhile
-from testbed.methods.parts.arranging import AsynchronousOptions, Homogeneous, pipeline_over
+from testbed.methods.ftpipehd.adaptation import Repartition, estimate, worthwhile
 from testbed.network.link import Link, Pair
 from testbed.partition.asynchronous import Asynchronous, Profile, measured
 from testbed.partition.redistribution import Partition
@@ -30,7 +30,7 @@ class FTPipeHDOptions(AsynchronousOptions):
     half_duplex: bool = Field(False, description="activations and gradients share a link's rate")
 
 
-class Adaptive(Homogeneous):
+class AdaptivePartitioner(HomogeneousPartitioner):
     """Knows of the devices what the run has shown: all count as equal only until it has."""
 
     def __init__(self, problem: Problem[FTPipeHDOptions]) -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.methods.parts.placement import place
-from testbed.methods.parts.replicas import BEGINNING, Lineage, Point
+from testbed.methods.asynchronous.placement import place
+from testbed.methods.asynchronous.replicas import BEGINNING, Lineage, Point
 from testbed.models import create
 from testbed.partition.redistribution import Partition
 from testbed.workload import OptimizerPart

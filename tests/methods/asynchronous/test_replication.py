@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replicated import chained, gathered, without
 
-from testbed.methods.parts.adaptation import Repartition, estimate, worthwhile
-from testbed.methods.parts.replication import Replication, held_at, resume_point
-from testbed.methods.parts.verdict import Verdict, judge
+from testbed.methods.asynchronous.failure import FailureCase, classify_failure
+from testbed.methods.asynchronous.replication import Replication, held_at, resume_point
+from testbed.methods.ftpipehd.adaptation import Repartition, estimate, worthwhile
 from testbed.partition.redistribution import Partition, needs
 
 ROW = Partition(("centre", "one", "two", "three"), (0, 2, 4, 6, 8))
@@ -61,17 +61,17 @@ def test_a_state_older_than_the_partition_is_found_under_the_one_that_replicated
 
 def test_the_three_cases() -> None:
     stages = {"one": 0.5, "two": 0.6, "three": 0.7}
-    assert judge(stages, stages) == Verdict("restart", (), ())
-    assert judge(stages, {**stages, "spare": 3.0}) == Verdict("restart", (), ())
-    empty = judge(stages, {**stages, "two": 9.0})
-    assert empty == Verdict("refill", (), ("two",))
+    assert classify_failure(stages, stages) == FailureCase("restart", (), ())
+    assert classify_failure(stages, {**stages, "spare": 3.0}) == FailureCase("restart", (), ())
+    empty = classify_failure(stages, {**stages, "two": 9.0})
+    assert empty == FailureCase("refill", (), ("two",))
     assert empty.lost == ("two",)
-    assert judge(stages, {"one": 0.5, "three": 0.7}) == Verdict("redistribute", ("two",), ())
-    both = judge(stages, {"one": 8.0})
-    assert both == Verdict("redistribute", ("two", "three"), ("one",))
+    assert classify_failure(stages, {"one": 0.5, "three": 0.7}) == FailureCase("redistribute", ("two",), ())
+    both = classify_failure(stages, {"one": 8.0})
+    assert both == FailureCase("redistribute", ("two", "three"), ("one",))
     assert both.lost == ("two", "three", "one")
-    assert judge(stages, {"one": 8.0, "two": 9.0, "three": 0.7}).case == "redistribute"
-    assert judge({}, {}).case == "restart"
+    assert classify_failure(stages, {"one": 8.0, "two": 9.0, "three": 0.7}).case == "redistribute"
+    assert classify_failure({}, {}).case == "restart"
 
 
 def test_capacities_follow_from_what_is_observed() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from testbed.data import load as load_data
 from testbed.errors import InputError
-from testbed.methods.parts.arranging import pipeline_over
+from testbed.methods.asynchronous.partitioners import pipeline_over
 from testbed.partition.asynchronous import Asynchronous, capacities, divisible_limit
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.methods.parts.replicas import BEGINNING, Lineage, Point, Replicas, dump, load
+from testbed.methods.asynchronous.replicas import BEGINNING, Lineage, Point, Replicas, dump, load
 from testbed.wire import decode, encode
 
 

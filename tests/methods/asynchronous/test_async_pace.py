@@ -9,7 +9,7 @@ from runs import of, problem_of, run, scenario, trials
 
 from testbed.framing import wire_bytes
 from testbed.methods import METHODS
-from testbed.methods.parts.arranging import pipeline_over
+from testbed.methods.asynchronous.partitioners import pipeline_over
 from testbed.partition.asynchronous import divisible_limit
 from testbed.trace.metrics import metrics
 

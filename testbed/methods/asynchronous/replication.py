@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from testbed.partition.redistribution import missing
 
-Inventory = Mapping[str, Mapping[int, Collection[int]]]
+StepInventory = Mapping[str, Mapping[int, Collection[int]]]
 """Device -> number of batches done -> the units it has of that state, complete ones only."""
 
 
@@ -35,7 +35,7 @@ class Replication:
         return _due(done, self.global_every)
 
 
-def resume_point(inventory: Inventory, units: int) -> int | None:
+def resume_point(inventory: StepInventory, units: int) -> int | None:
     """Return the newest state of which every unit is somewhere, as its number of batches done; None if there is none.
 
     It is also the number of the batch to go on with: batches from there on have been undone, wherever they were done.
@@ -49,7 +49,7 @@ def resume_point(inventory: Inventory, units: int) -> int | None:
     return None
 
 
-def held_at(inventory: Inventory, done: int) -> dict[str, Collection[int]]:
+def held_at(inventory: StepInventory, done: int) -> dict[str, Collection[int]]:
     """Return who has which units of one state, for `testbed.partition.redistribution.needs`."""
     return {device: held[done] for device, held in inventory.items() if done in held}
 

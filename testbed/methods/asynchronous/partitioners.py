@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from pydantic import ConfigDict, Field
 
+from testbed.methods.asynchronous.replication import Replication
+from testbed.methods.asynchronous.updates import Asynchrony
 from testbed.methods.base import Problem
 from testbed.methods.parts import costs
 from testbed.methods.parts.arrangement import StagesOptions, all_devices, pieces
-from testbed.methods.parts.asynchronous import Asynchrony
-from testbed.methods.parts.replication import Replication
 from testbed.network.link import Pair
 from testbed.partition.asynchronous import Asynchronous, Profile, divisible_limit
 from testbed.partition.asynchronous import capacities as of_speeds
@@ -86,7 +86,7 @@ def pipeline_over(
     )
 
 
-class Homogeneous:
+class HomogeneousPartitioner:
     """PipeDream's choice: all devices count as equal, and nothing that the run shows changes that."""
 
     admits = True
@@ -142,7 +142,7 @@ class Homogeneous:
         return pieces(self.pipeline(partition.devices), partition.cuts)
 
 
-class TakeOver(Homogeneous):
+class TakeOverPartitioner(HomogeneousPartitioner):
     """ResPipe's choice: who has a lost stage's replica takes its units; nobody is taken in again."""
 
     admits = False
@@ -156,7 +156,7 @@ class TakeOver(Homogeneous):
         return False
 
 
-class Even(Homogeneous):
+class EvenPartitioner(HomogeneousPartitioner):
     """Parts of as many units each, whatever they cost."""
 
     def over(self, names: Sequence[str]) -> Partition:
@@ -172,6 +172,8 @@ class AsynchronousDetails(Details):
     """What the plan of an asynchronous pipeline tells, with the devices as they are; in seconds of a batch."""
 
     model_config = ConfigDict(extra="forbid")
+    in_flight: int
+    """Batches in the pipeline at once."""
     bottleneck: float
     """Of the slowest stage or link."""
     slowest_stage: float
@@ -184,18 +186,21 @@ class AsynchronousDetails(Details):
     stage_times: tuple[float, ...]
 
 
-def plan(method: str, problem: Problem[AsynchronousOptions], arranger: Homogeneous) -> Plan[AsynchronousDetails]:
+def plan(
+    method: str, problem: Problem[AsynchronousOptions], partitioner: HomogeneousPartitioner
+) -> Plan[AsynchronousDetails]:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
-    partition = arranger.initial()
+    partition = partitioner.initial()
     devices = [problem.device(name) for name in partition.devices]
     true = pipeline_over(problem, partition.devices, capacities=of_speeds(devices))
     alone = true.without_links()
     return Plan(
         method=method,
         lead=problem.devices[0].name,
-        pieces=arranger.pieces(partition),
+        pieces=partitioner.pieces(partition),
         step_time=true.batch_time(partition.cuts),
         details=AsynchronousDetails(
+            in_flight=problem.options.asynchrony.window(len(devices)),
             bottleneck=true.bottleneck(partition.cuts),
             slowest_stage=true.slowest_stage(partition.cuts),
             least_bottleneck=true.bottleneck(true.least_bottleneck()),

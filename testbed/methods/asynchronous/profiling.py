@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from testbed.device import Cost, Device, Span
 from testbed.framing import wire_bytes
+from testbed.methods.asynchronous.messages import Packet
 from testbed.methods.base import Problem
-from testbed.methods.parts import costs, messages
-from testbed.methods.parts.outbox import Outbox
+from testbed.methods.parts import costs
+from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.shard import Shard
 from testbed.partition.asynchronous import Profile
 
@@ -60,19 +61,19 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
     return Profile(tuple(forward), tuple(backward), tuple(update))
 
 
-async def bandwidth(device: Device, outbox: Outbox, peer: str, configuration: int) -> float:
+async def bandwidth(mailbox: Mailbox, peer: str) -> float:
     """Return the bit/s on the wire to a peer: what a larger message takes longer than a small one.
 
-    The messages go through the outbox, so that a peer that is not reached is overdue as with any other message.
+    The messages are posted, so that a peer that is not reached is overdue as with any other message.
 
     The delay is in both and cancels. Messages grow until one takes long enough to be told apart, so that neither a slow
     link is kept busy for long nor a fast one measured by its jitter; the first one opens the connection.
     """
 
     async def taken(size: int) -> float:
-        begun = device.now()
-        await outbox.post(peer, messages.PACKET, padding=size, configuration=configuration)
-        return device.now() - begun
+        begun = mailbox.device.now()
+        await mailbox.post(peer, Packet(mailbox.configuration, padding=size))
+        return mailbox.device.now() - begun
 
     await taken(SMALL)
     least, size, longer = await taken(SMALL), SMALL, 0.0

@@ -6,10 +6,10 @@ from delayed import Reference
 from runs import of, problem_of, run, scenario
 
 from testbed.methods import METHODS
+from testbed.methods.asynchronous.partitioners import pipeline_over
+from testbed.methods.asynchronous.replicas import Replicas
+from testbed.methods.asynchronous.store import ReplicaStore
 from testbed.methods.parts import costs
-from testbed.methods.parts.arranging import pipeline_over
-from testbed.methods.parts.keeper import Keeper
-from testbed.methods.parts.replicas import Replicas
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 
@@ -93,17 +93,17 @@ def test_the_busiest_stage_hardly_ever_rests():
 
 @pytest.mark.parametrize(("chain", "everything"), [(4, 8), (4, 0), (0, 8), (0, 0)])
 def test_replicas_take_no_more_memory_than_was_planned(chain, everything, monkeypatch):
-    most, put, made = {}, Replicas.put, Keeper.__init__
+    most, put, made = {}, Replicas.put, ReplicaStore.__init__
 
-    def known(self, device, *others):
-        made(self, device, *others)
-        self.replicas.owner = device.name
+    def known(self, mailbox):
+        made(self, mailbox)
+        self.replicas.owner = mailbox.device.name
 
     def watched(self, *put_in):
         put(self, *put_in)
         most[self.owner] = max(most.get(self.owner, 0), self.bytes())
 
-    monkeypatch.setattr(Keeper, "__init__", known)
+    monkeypatch.setattr(ReplicaStore, "__init__", known)
     monkeypatch.setattr(Replicas, "put", watched)
     settings = {**METHOD, "chain_every": chain, "global_every": everything}
     planned = scenario(2, "2mflops", WORK, settings, devices=UNEQUAL)

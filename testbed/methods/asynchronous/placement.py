@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from testbed.methods.asynchronous.replicas import Lineage, Point
+from testbed.methods.asynchronous.replication import held_at, resume_point
 from testbed.methods.parts import costs
-from testbed.methods.parts.replicas import Inventory, Lineage, Point
-from testbed.methods.parts.replication import held_at, resume_point
+from testbed.methods.parts.membership import Held
 from testbed.models.chain import Unit
 from testbed.partition.redistribution import Need, Partition, needs
 from testbed.workload import OptimizerPart
@@ -32,7 +33,7 @@ class Placement:
 
 
 def place(
-    lineage: Lineage, inventory: Mapping[str, Inventory], old: Partition, new: Partition, seeded: bool, steps: int
+    lineage: Lineage, inventory: Mapping[str, Held], old: Partition, new: Partition, seeded: bool, steps: int
 ) -> Placement:
     """Choose the newest state of which every unit is somewhere, and for each device of the new partition its sources.
 

@@ -1,0 +1,193 @@
+"""Recovery from replicas: every change of the partition goes the same way, after a failure or without one.
+
+A new configuration is opened and all devices say which units they have of which state. The newest state of which every
+unit is somewhere is gone on from; after a drain that is the present one, after a failure that of the last replication.
+Each stage is told which units it lacks and who has them, fetches them and says so; once all have, the coordinator
+commits, and training begins again with the first batch that this state does not contain. Until then all keep what they
+have, so a failure in between only means another try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from testbed.errors import InputError, TestbedError
+from testbed.methods.asynchronous.failure import classify_failure
+from testbed.methods.asynchronous.messages import Commit, Prepare
+from testbed.methods.asynchronous.partitioners import AsynchronousDetails, AsynchronousOptions, HomogeneousPartitioner
+from testbed.methods.asynchronous.placement import Placement, place
+from testbed.methods.asynchronous.points import KnownPoints
+from testbed.methods.asynchronous.replicas import BEGINNING
+from testbed.methods.asynchronous.store import ReplicaStore
+from testbed.methods.base import Job
+from testbed.methods.parts.membership import Held, Presence
+from testbed.methods.parts.supervision import Lost, Supervisor
+from testbed.partition.redistribution import Partition
+
+
+class FromReplicas:
+    """A `testbed.methods.parts.recovery.Recovery`."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        presence: Presence,
+        store: ReplicaStore,
+        partitioner: HomogeneousPartitioner,
+        job: Job[AsynchronousOptions, AsynchronousDetails],
+        steps: int,
+    ) -> None:
+        """``steps`` are those of the whole training."""
+        problem, pieces = job.problem, job.plan.pieces
+        units = len(problem.model.units)
+        self.partition = Partition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
+        self.points = KnownPoints(supervisor, store, units)
+        self.recovering = False
+        """Whether the next batch done is the first one after a recovery."""
+        self._supervisor = supervisor
+        self._mailbox = supervisor.mailbox
+        self._device = supervisor.device
+        self._members = supervisor.membership
+        self._presence = presence
+        self._replicas = store.replicas
+        self._partitioner = partitioner
+        self._problem = problem
+        self._steps = steps
+        self._seeded = job.weights is None
+        """Whether training begins with the seed's weights."""
+        if job.weights is not None:
+            store.replicas.put(BEGINNING, job.weights, range(units))
+        self._placement = Placement(BEGINNING, {})
+        """Where the present configuration goes on from."""
+        self._configured: dict[str, float] = {}
+        """The stages' incarnations when they were told what to be."""
+        self._members.refusal = None if partitioner.admits else "its units are another's"
+
+    @property
+    def start(self) -> int:
+        """The step that the present configuration began with."""
+        return self._placement.point.step
+
+    @property
+    def moved_bytes(self) -> float:
+        """The bytes that the present configuration had fetched."""
+        return self._placement.bytes(self._problem.model.units, self._problem.workload.optimizer)
+
+    async def begin(self) -> None:
+        """Open the first configuration; after a death of this device, go on where its program was before."""
+        remembered = self.points.remember()
+        self.partition = remembered or self.partition
+        layout = self._partitioner.pieces(self.partition)
+        if remembered is None:
+            self._supervisor.start(layout)
+            self.take_up(self.partition)
+            return
+        missing = [self._device.name]
+        self._device.record("recovery", phase="detected", step=self.points.whole.step, missing=missing)
+        self._supervisor.start(layout)
+        timeouts = self._supervisor.timeouts
+        await self._gather(self.partition.devices, max(timeouts.patience, timeouts.return_window))
+        self._resume()
+
+    async def establish(self) -> None:
+        """Have every stage fetch what it lacks; commit once all have it."""
+        supervisor, point, number = self._supervisor, self._placement.point, self._mailbox.configuration
+        supervisor.begin()
+        for part in supervisor.layout:
+            need = self._placement.need(part.device)
+            fetch = {} if need is None else {owner: list(units) for owner, units in need.fetch.items()}
+            prepare = Prepare(
+                number, supervisor.stages, self._steps, point.configuration, point.step, need is None, fetch
+            )
+            self._mailbox.post(part.device, prepare)
+        await self.points.save(self.partition)
+        await supervisor.ready()
+        self._configured = self._present(self.partition.devices)
+        if self.recovering:
+            self._device.record("recovery", phase="redistributed", step=self.start, bytes=self.moved_bytes)
+        for part in supervisor.layout:
+            commit = Commit(number, self.points.needed(part.device, {point, self.points.safe}))
+            self._mailbox.post(part.device, commit)
+
+    async def recover(self, lost: Lost, start: int) -> None:
+        """Find out who has what, choose the state to go on from and the stages to go on with."""
+        supervisor = self._supervisor
+        self._device.record("recovery", phase="detected", step=supervisor.progress, missing=lost.missing)
+        known = dict(self._members.known)
+        gone = set(lost.missing) - lost.back
+        self._mailbox.open(self._mailbox.configuration + 1)
+        await self._gather(set(self.partition.devices) - gone, supervisor.patience, gone)
+        supervisor.learn_patience(lost, known)
+        self._resume()
+
+    async def regroup(self, names: Collection[str]) -> list[str]:
+        """Open a configuration without a failure; return the devices that are there, in the scenario's order.
+
+        Raises `Lost` when a stage is not among them any more.
+        """
+        self._mailbox.open(self._mailbox.configuration + 1)
+        await self._gather(names, self._supervisor.patience)
+        there = self._there()
+        failure = classify_failure(self._configured, self._present(there))
+        if failure.lost:
+            raise Lost(failure.lost, back=failure.empty)
+        return there
+
+    def take_up(self, partition: Partition) -> None:
+        """Make a partition the one to be established, from the newest state of which every unit is somewhere."""
+        members = self._members
+        inventory: dict[str, Held] = {self._device.name: self._replicas.inventory()}
+        for name, answer in members.answers.items():
+            inventory[name] = [] if name in members.restarted | members.excluded else list(answer.held)
+        self._placement = place(self.points.lineage, inventory, self.partition, partition, self._seeded, self._steps)
+        self.points.branch(self.start)
+        joining = set(partition.devices).difference(self.partition.devices)
+        if joining:
+            self._device.record("log", text=f"{', '.join(sorted(joining))} joins at step {self.start}")
+        self.partition = partition
+        self._supervisor.watch(self._partitioner.pieces(partition))
+        # A device that has not answered is not there: it would be waited for in vain at the next change.
+        if self._partitioner.admits:
+            members.joiners = members.answers.keys() - set(partition.devices) - members.excluded
+
+    def _resume(self) -> None:
+        """Choose the state to go on from and the stages to go on with, among the devices that have answered."""
+        there = self._there()
+        present = self._present(there)
+        # What no configuration has told yet has nothing to lose: it counts as it is.
+        configured = {name: self._configured.get(name, present.get(name, 0.0)) for name in self.partition.devices}
+        case = classify_failure(configured, present).case
+        self.take_up(self._after_loss(there))
+        self.recovering = True
+        stages = self._supervisor.stages
+        self._device.record("recovery", phase="repartitioned", step=self.start, case=case, partition=stages)
+
+    async def _gather(self, names: Collection[str], seconds: float, missing: Collection[str] = ()) -> None:
+        """Ask all what they have; wait so long for these, and for missing ones as long as they may be away."""
+        now = self._device.now()
+        returning = now + self._supervisor.timeouts.return_window
+        await self._members.gather(dict.fromkeys(names, now + seconds) | dict.fromkeys(missing, returning))
+
+    def _there(self) -> list[str]:
+        """Return the devices that can be stages, in the order of the scenario."""
+        there = {self._device.name, *self._members.answers} - self._members.excluded
+        if not self._partitioner.admits:
+            there &= set(self.partition.devices)
+        return self.ordered(there)
+
+    def ordered(self, names: Collection[str]) -> list[str]:
+        """Return devices in the order of the scenario."""
+        return [spec.name for spec in self._problem.devices if spec.name in names]
+
+    def _present(self, names: Collection[str]) -> dict[str, float]:
+        """Return the incarnations of devices that are there."""
+        return {name: self._members.present.get(name, self._presence.incarnation) for name in names}
+
+    def _after_loss(self, there: Sequence[str]) -> Partition:
+        """Return the stages to go on with: the same if all are there, else what the method makes of those that are."""
+        if set(self.partition.devices) <= set(there):
+            return self.partition
+        try:
+            return self._partitioner.after_loss(self.partition, there)
+        except InputError as error:
+            raise TestbedError(f"not enough devices: {error.text}") from error

@@ -1,0 +1,31 @@
+"""The replica store of a device: what it keeps for restarts, and hands out to whoever lacks it."""
+
+from __future__ import annotations
+
+from testbed.methods.asynchronous.messages import Fetch, FetchedUnit, Keep, Replica
+from testbed.methods.asynchronous.replicas import Point, Replicas
+from testbed.methods.parts.mailbox import Mailbox
+
+
+class ReplicaStore:
+    """Outlives configurations: where training goes on from is made of replicas alone."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.replicas = Replicas()
+        self._mailbox = mailbox
+        mailbox.on(Fetch, self._hand_out)
+        mailbox.on(Replica, self._take_in)
+        mailbox.on(Keep, lambda keep: self.replicas.keep([Point(*point) for point in keep.keep]))
+
+    def _take_in(self, replica: Replica) -> None:
+        self.replicas.put(Point(replica.configuration, replica.step), replica.state, [replica.unit])
+
+    def _hand_out(self, fetch: Fetch) -> None:
+        self._mailbox.open(fetch.configuration)
+        point = Point(fetch.made, fetch.step)
+        if not self.replicas.units(point) >= set(fetch.units):
+            return  # it has started again since it said what it has, and the coordinator is about to learn that
+        for unit in fetch.units:
+            state = self.replicas.state(point, [unit])
+            found = FetchedUnit(fetch.configuration, fetch.made, fetch.step, unit, state)
+            self._mailbox.post(fetch.sender, found)

@@ -1,0 +1,173 @@
+"""What the coordinator of an asynchronous pipeline does: feeds it, measures, evaluates, changes the partition."""
+
+from __future__ import annotations
+
+import math
+
+from testbed.data.dataset import Dataset
+from testbed.methods.asynchronous.messages import Activation, Drained, End, Measure, Measured, Updated
+from testbed.methods.asynchronous.partitioners import AsynchronousOptions, HomogeneousPartitioner
+from testbed.methods.asynchronous.profiling import profile
+from testbed.methods.asynchronous.recovery import FromReplicas
+from testbed.methods.base import Problem
+from testbed.methods.parts.feed import Requests, Training
+from testbed.methods.parts.forwarding import evaluate
+from testbed.methods.parts.stage import Labels
+from testbed.methods.parts.supervision import Supervisor
+from testbed.partition.redistribution import Partition
+
+
+class AsynchronousTrainer:
+    """A `testbed.methods.parts.recovery.Work`: trains in stretches, between which the pipeline is empty."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        recovery: FromReplicas,
+        partitioner: HomogeneousPartitioner,
+        problem: Problem[AsynchronousOptions],
+        dataset: Dataset,
+    ) -> None:
+        self._supervisor = supervisor
+        self._mailbox = supervisor.mailbox
+        self._device = supervisor.device
+        self._recovery = recovery
+        self._partitioner = partitioner
+        self._problem = problem
+        self._training = Training(dataset, problem.workload, problem.seed)
+        self._tests = Requests(dataset, problem.workload.batch_size)
+        self._steps = self._training.steps
+        self._evaluated = 0
+        self._profiled = False
+        self._ended = 0.0
+        """When it was last told to run empty."""
+        self._draining = 0.0
+        """Seconds that it then took to be empty."""
+
+    @property
+    def start(self) -> int:
+        """The step to go on with."""
+        return self._recovery.start
+
+    async def run(self) -> None:
+        """Train in stretches to the last batch, evaluate in between and at the end."""
+        step = self.start
+        while step < self._steps:
+            step, wanted = await self._stretch(step)
+            if self._evaluates(step):
+                self._evaluated = step
+                await evaluate(self._supervisor, step, self._tests)
+            if step < self._steps and wanted is not None:
+                await self._change(step, wanted)
+                step = self.start
+        await self._supervisor.until(lambda: self._recovery.points.has_all(self._steps))
+        await evaluate(self._supervisor, self._steps, self._tests)
+
+    async def _stretch(self, first: int) -> tuple[int, Partition | None]:
+        """Train from a batch on until all are done or something else is to be done.
+
+        Return the batch to go on with, and the partition to change to, if there is a better one.
+        """
+        supervisor = self._supervisor
+        if not self._recovery.recovering:
+            await self._learn()
+        window = self._problem.options.asynchrony.window(len(supervisor.layout))
+        self._device.record(
+            "stretch",
+            step=first,
+            in_flight=window,
+            partition=supervisor.stages,
+            configuration=self._mailbox.configuration,
+        )
+        fed = done = first
+        ending = False
+        wanted: Partition | None = None
+        while not ending or done < fed:
+            while not ending and fed - done < window:
+                if fed == self._steps or (fed > first and self._evaluates(fed)):
+                    ending = self._end(fed)
+                else:
+                    self._feed(fed, fed == first)
+                    fed += 1
+            if done < fed:
+                await self._done(done)
+                done += 1
+                if not ending and fed < self._steps and (wanted := self._better(done)) is not None:
+                    ending = self._end(fed)
+        for part in supervisor.layout:
+            await supervisor.take(Drained, part.device)
+        self._draining = self._device.now() - self._ended
+        return fed, wanted
+
+    def _feed(self, batch: int, first: bool) -> None:
+        layout, number = self._supervisor.layout, self._mailbox.configuration
+        images, labels = self._training.batch(batch)
+        self._mailbox.post(layout[-1].device, Labels(number, batch, labels))
+        activation = Activation(number, "train", batch, 0, 1, len(labels), images, first)
+        self._mailbox.post(layout[0].device, activation)
+
+    def _end(self, batch: int) -> bool:
+        """Let the pipeline run empty before this batch."""
+        self._ended = self._device.now()
+        self._mailbox.post(self._supervisor.layout[0].device, End(self._mailbox.configuration, batch))
+        return True
+
+    async def _done(self, batch: int) -> None:
+        """Wait until a batch is done on all stages, the first one's update being the last of all."""
+        supervisor = self._supervisor
+        updated = await supervisor.take(Updated, batch)
+        self._partitioner.observe(self._recovery.partition, updated.times)
+        self._device.record("step", step=batch, loss=updated.loss, samples=self._training.samples)
+        supervisor.progress = max(supervisor.progress, batch + 1)
+        if self._recovery.recovering:
+            self._recovery.recovering = False
+            self._device.record("recovery", phase="trained", step=batch)
+
+    def _evaluates(self, step: int) -> bool:
+        every = self._problem.options.evaluate_every
+        return every is not None and step % every == 0 and step not in (self._evaluated, self._steps)
+
+    def _better(self, done: int) -> Partition | None:
+        """Return the partition that the pipeline is to run empty for now; None where there is none."""
+        if not self._partitioner.due(done):
+            return None
+        partition = self._recovery.partition
+        coming = self._supervisor.membership.joiners if self._partitioner.admits else set()
+        return self._partitioner.better(partition, self._recovery.ordered({*partition.devices, *coming}))
+
+    async def _change(self, step: int, wanted: Partition) -> None:
+        """Change to another partition, the pipeline being empty; raises `Lost` when a stage is not there any more."""
+        recovery = self._recovery
+        before = recovery.partition
+        begun = self._device.now()
+        there = await recovery.regroup({*before.devices, *wanted.devices})
+        recovery.take_up(self._partitioner.better(before, there) or before)
+        await recovery.establish()
+        self._device.record(
+            "repartition",
+            step=step,
+            partition=self._supervisor.stages,
+            seconds=self._draining + self._device.now() - begun,
+            draining=self._draining,
+            bytes=recovery.moved_bytes,
+        )
+
+    async def _learn(self) -> None:
+        """Measure, while nothing else goes on, what the choice of partitions needs and nobody knows yet."""
+        found, runs = None, self._partitioner.profile_runs
+        if runs and not self._profiled:
+            images, labels = self._training.batch(0)
+            found = await profile(self._device, self._problem, images, labels, runs)
+            self._profiled = True
+            self._device.record("profile", seconds=list(found.execution))
+        rates = {}
+        for source, target in self._partitioner.unknown(self._recovery.partition):
+            rates[source, target] = await self._rate(source, target)
+        self._partitioner.learn(found, rates)
+
+    async def _rate(self, source: str, target: str) -> float:
+        """Have a stage measure the link to another; return bit/s on the wire."""
+        self._mailbox.post(source, Measure(self._mailbox.configuration, target))
+        rate = (await self._supervisor.take(Measured, (source, target))).rate
+        self._device.record("bandwidth", source=source, destination=target, rate=rate)
+        return math.inf if rate is None else rate
