@@ -105,5 +105,5 @@ def test_single_device_that_is_not_there_or_too_small():
     with pytest.raises(InputError, match=r"method\.device: there is no device 'elsewhere'"):
         METHODS["single"].plan(problem_of(scenario(method={"name": "single", "device": "elsewhere"}))[0])
     devices = {"source": {"speed": "20mflops", "memory": "10kB"}}
-    with pytest.raises(InputError, match=r"source has 10\.0 kB of memory"):
+    with pytest.raises(InputError, match=r"source has 10 kB of memory"):
         METHODS["single"].plan(problem_of(scenario(method={"name": "single"}, devices=devices))[0])
