@@ -26,6 +26,9 @@ class Diagnostic:
     text: str
     """What is wrong; what would be right."""
 
+    def __str__(self) -> str:
+        return f"{format_key(self.key)}: {self.text}" if self.key else self.text
+
 
 class TestbedError(Exception):
     """Something went wrong that the user should read in one line; the command exits with 1."""
@@ -52,7 +55,7 @@ class InputError(TestbedError):
                 ``("network", "topology")`` or ``("devices", name, "memory")`` with the name of a single device.
 
         """
-        super().__init__(f"{format_key(key)}: {text}" if key else text)
+        super().__init__(str(Diagnostic(key, text)))
         self.text = text
         self.key = key
 

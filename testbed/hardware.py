@@ -114,7 +114,7 @@ _PROFILES = (
         "i7-11850h",
         38.2e9,
         32 * _GIB,
-        "assumption: each of its eight processors like one of edge-server's six",
+        "as edge-server",
         "PipeLearn (Zhang et al.), test platform: 8 cores, 32 GB; the paper gives no speed",
         processors=8,
     ),

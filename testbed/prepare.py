@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from testbed import formats, methods
 from testbed.data import catalog as data
+from testbed.data import synthetic
 from testbed.data.batches import steps_per_epoch
 from testbed.data.dataset import Dataset
 from testbed.data.files import find
@@ -37,7 +38,7 @@ from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import Figure, events_of
 from testbed.trace.registry import OF_DEVICES, figures_of, kind_of
-from testbed.workload import WorkloadPart
+from testbed.workload import DataPart, WorkloadPart
 
 DATA_FOLDER = Path("data")
 """Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
@@ -166,10 +167,19 @@ def batches(scenario: Scenario) -> int | None:
         return workload.steps
     if workload.data.split != "lead":
         return None
-    samples = workload.data.train or (DIGITS_TRAIN if workload.data.name == "digits" else None)
+    samples = _training_samples(workload.data)
     if samples is None or workload.epochs is None:
         return None
     return workload.epochs * steps_per_epoch(samples, workload.batch_size)
+
+
+def _training_samples(part: DataPart) -> int | None:
+    """Return how many training samples there are; None where only the data's files can tell."""
+    if part.train is not None:
+        return part.train
+    if part.name.startswith("synthetic"):
+        return synthetic.TRAIN
+    return DIGITS_TRAIN if part.name == "digits" else None
 
 
 def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -223,6 +233,11 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         yield Diagnostic(
             (*key, "name"), f"{name} has no labels to learn from: use the task infer, or data such as digits"
         )
+    there, size = _training_samples(scenario.workload.data), scenario.workload.batch_size
+    owned_by_lead = scenario.workload.task == "train" and scenario.workload.data.split == "lead"
+    if owned_by_lead and there is not None and size > there:
+        text = f"a batch of {size} is more than the {there} training samples: use at most {there}"
+        yield Diagnostic(("workload", "batch_size"), text)
     path = scenario.workload.data.path
     if kind.from_path and path is None:
         yield Diagnostic(key, f"{name} is a picture of your own: name its file with `path`, or use photos")

@@ -49,7 +49,8 @@ def profiles(as_json: bool) -> None:
     console = make_console()
     console.print("[bold]Devices[/bold]")
     devices = [
-        (each.name, _speed(each), format_size(each.memory), each.basis, each.source) for each in PROFILES.values()
+        (each.name, formats.speed(each.speed), format_size(each.memory), _basis(each), each.source)
+        for each in PROFILES.values()
     ]
     _print_sourced(console, devices)
     console.print("\n[bold]Links[/bold]: up is towards the first device of the scenario")
@@ -60,9 +61,9 @@ def profiles(as_json: bool) -> None:
     _print_sourced(console, links)
 
 
-def _speed(profile: Profile) -> str:
-    several = f"{profile.processors} x " if profile.processors > 1 else ""
-    return several + formats.speed(profile.speed)
+def _basis(profile: Profile) -> str:
+    """Say where a speed comes from, and of how many processors it is the speed of each."""
+    return (f"{profile.processors} processors, each: " if profile.processors > 1 else "") + profile.basis
 
 
 def _delay(preset: LinkPreset) -> str:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from typing_extensions import TypeVar
 
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
+from testbed.part import Part
 from testbed.plan import Details, Plan, PlanDetails
 from testbed.trace.figures import Declared
 from testbed.workload import WorkloadPart
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from testbed.models.chain import Model
 
 
-class Options(BaseModel):
+class Options(Part):
     """Base of a method's options: unknown keys are refused; `testbed methods` shows each one's docstring."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 MethodOptions = TypeVar("MethodOptions", bound=Options, default=Options)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from testbed.part import Part
 
 Width = Annotated[int, Field(ge=1, le=100_000)]
 
 
-class Options(BaseModel):
-    """Base of a model's options: unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Options(Part):
+    """Base of a model's options."""

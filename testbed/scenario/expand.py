@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from testbed.scenario.trial import Trial
 from testbed.seeds import derive
 
 _MAX_NAME = 31
+MAX_RUNS = 10_000
+"""Of one scenario: they are all checked before the first begins."""
 
 
 def trials(scenario: Scenario) -> list[Trial]:
@@ -35,6 +38,7 @@ def trials(scenario: Scenario) -> list[Trial]:
     The first repetition has the scenario's own seed, later ones seeds derived from it; all points of a sweep
     share them, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
     """
+    _check_count(scenario)
     # Of a run that was kept neither sweep nor points are left.
     points = [point for _, point in swept(scenario)] if scenario.sweep or scenario.points else None
     wrong = list(paper.problems(scenario.paper, points))
@@ -45,6 +49,16 @@ def trials(scenario: Scenario) -> list[Trial]:
         for point, values in _points(scenario)
         for repetition in range(scenario.repetitions)
     ]
+
+
+def _check_count(scenario: Scenario) -> None:
+    """Refuse more runs than anybody waits for, before any of them is made."""
+    swept_points = math.prod(len(values) for values in scenario.sweep.values())
+    points = len(scenario.points) + (swept_points if scenario.sweep or not scenario.points else 0)
+    if points * scenario.repetitions > MAX_RUNS:
+        key = "repetitions" if scenario.repetitions > points else "sweep" if scenario.sweep else "points"
+        text = f"there would be {points * scenario.repetitions:,} runs, more than {MAX_RUNS:,}: use fewer"
+        raise scenario.source.error([Diagnostic((key,), text)])
 
 
 def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:

@@ -116,9 +116,8 @@ def _find(path: str | Path) -> Path:
     name = given.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
     near = difflib.get_close_matches(name, known, n=1)
     near = near or [other for other in known if Path(other).name == Path(name).name]
-    hint = (
-        f"did you mean '{known[near[0]]}'?" if near else "name a file, or one of " + (", ".join(sorted(known)) or "-")
-    )
+    others = f"name a file, or one of {', '.join(sorted(known))}" if known else "name a file"
+    hint = f"did you mean '{known[near[0]]}'?" if near else others
     raise InputError(f"{candidates[0]}: there is no such scenario: {hint}")
 
 
@@ -183,7 +182,8 @@ class _Reader:
     def _value(self, node: Node, key: Key) -> Any:
         self.values += 1
         if self.values > _MAX_VALUES:
-            raise InputError(f"{self.file}: unfolds to more than {_MAX_VALUES} values: use fewer aliases")
+            text = f"unfolds to more than {_MAX_VALUES} values: write fewer, or use fewer aliases"
+            raise InputError(f"{self.file}: {text}")
         if any(node is outer for outer in self.open):
             self.problems.append(Diagnostic(key, "is an alias of something that contains it: write it out"))
             return None
@@ -382,7 +382,8 @@ def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Diagnostic:
     elif kind in _STRUCTURES:
         text = _STRUCTURES[kind].format_map(context)
     elif kind in _VALUES:
-        text = f"'{value}' {_VALUES[kind].format_map(context)}"
+        shown = str(value).lower() if isinstance(value, bool) else value
+        text = f"'{shown}' {_VALUES[kind].format_map(context)}"
     else:
         text = detail["msg"][:1].lower() + detail["msg"][1:]
     return Diagnostic(key, text)

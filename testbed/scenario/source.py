@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from testbed.errors import Diagnostic, InputError, Key, format_key
+from testbed.errors import Diagnostic, InputError, Key
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,5 @@ class Source:
             known = self._closest(problem.key)
             return self.lines.get(known, 0) if known is not None else 0
 
-        lines = []
-        for problem in sorted(problems, key=order):
-            key = format_key(problem.key)
-            lines.append(f"{self.where(problem.key)}: {key + ': ' if key else ''}{problem.text}")
+        lines = [f"{self.where(problem.key)}: {problem}" for problem in sorted(problems, key=order)]
         return InputError("\n".join(dict.fromkeys(lines)))

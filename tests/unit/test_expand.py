@@ -29,6 +29,16 @@ def refusal(**parts) -> str:
     return str(caught.value)
 
 
+def test_more_runs_than_anybody_waits_for_are_refused_at_once() -> None:
+    for keys, key in (
+        ({"repetitions": 10**9}, "repetitions"),
+        ({"sweep": {f"workload.method.{name}": list(range(100)) for name in "abcdefgh"}}, "sweep"),
+        ({"points": [{"seed": 1}] * 101, "repetitions": 100}, "points"),
+    ):
+        with pytest.raises(InputError, match=rf"{key}: there would be .* runs, more than 10,000: use fewer"):
+            expand(**keys)
+
+
 def test_devices_with_a_count_are_numbered_from_one():
     (trial,) = expand(devices={"source": {}, "worker": {"count": 2}, "single": {"count": 1}})
     assert [device.name for device in trial.experiment.devices] == ["source", "worker1", "worker2", "single1"]

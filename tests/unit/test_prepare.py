@@ -88,6 +88,26 @@ def test_prepares_method_problem_and_plan(file):
         ("name: mlp", "name: mlp, hiden: [3]", 12, "workload.model.hiden: unknown key 'hiden': did you mean 'hidden'?"),
         ("name: mlp", "name: mlp, hidden: [a]", 12, "workload.model.hidden.0: 'a' is not a whole number"),
         ("name: digits", "name: digit", 13, "workload.data.name: there is no data set 'digit': did you mean 'digits'?"),
+        (
+            "batch_size: 64",
+            "batch_size: 1439",
+            15,
+            "workload.batch_size: a batch of 1439 is more than the 1438",
+        ),
+        (
+            "name: digits",
+            "name: synthetic-1x8x8, train: 63",
+            15,
+            "workload.batch_size: a batch of 64 is more than",
+        ),
+        ("count: 3", "count: true", 6, "devices.worker.count: 'true' is not a whole number"),
+        ("micro_batches: 4", "micro_batches: true", 14, "workload.method.micro_batches: 'true' is not a whole number"),
+        (
+            "epochs: 2",
+            "epochs: 2\n  optimizer: {momentum: true}",
+            17,
+            "workload.optimizer.momentum: 'true' is not",
+        ),
         ("name: digits", "name: mnist", 13, "workload.data.folder: mnist is read from files and there is no folder"),
         (
             "name: digits",
