@@ -77,23 +77,28 @@ class _TextImporter(MetaPathFinder, InspectLoader):
 _IMPORTER = _TextImporter()
 
 
-@cache
 def from_file(file: Path, name: str) -> Method:
     """Return the method of that name that a file defines; raises `InputError` naming the key and the file's line.
 
     A process reads a file once: what runs, what its figures are and what is kept with the results is the same text.
     """
+    return _from_file(file.resolve(), name, str(file))
+
+
+@cache
+def _from_file(file: Path, name: str, shown: str) -> Method:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise InputError(f"{file} is not text: name a Python file", FILE_KEY) from None
+        raise InputError(f"{shown} is not text: name a Python file", FILE_KEY) from None
     except OSError as error:
         reason = error.strerror or str(error)
-        text = f"{file} cannot be read ({reason}): name a Python file, relative to the scenario"
-        raise InputError(text, FILE_KEY) from None
+        raise InputError(
+            f"{shown} cannot be read ({reason}): name a Python file, relative to the scenario", FILE_KEY
+        ) from None
     # By its content: two files of one name are two modules, and a file that was edited is another one.
     module = f"method_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    _IMPORTER.files[module] = str(file)
+    _IMPORTER.files[module] = shown
     return from_code(MethodCode(name=name, module=module, sources={module: text}))
 
 
