@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from testbed.data import DATASETS, describe, load
 from testbed.data.batches import batch, in_order, micro_batches, steps_per_epoch
-from testbed.data.catalog import Remote
+from testbed.data.catalog import Remote, train_labels
 from testbed.data.fetch import fetch
 from testbed.data.split import holdout
 from testbed.errors import HostError, InputError
@@ -220,6 +220,27 @@ def test_synthetic_sets_say_so_and_can_be_learned() -> None:
 def test_synthetic_names_that_mean_nothing(name: str) -> None:
     with pytest.raises(InputError, match=f"'{name}'"):
         load(part(name))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        DataPart(name="digits", train=50),
+        DataPart(name="synthetic-1x4x4-7", train=30),
+        DataPart(name="synthetic"),
+        DataPart(name="mnist"),
+        DataPart(name="mnist", train=3),
+    ],
+)
+def test_labels_are_read_without_images_being_widened(part: DataPart, tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    assert np.array_equal(train_labels(part, tmp_path), load(part, tmp_path).train_labels)
+
+
+def test_labels_beyond_the_samples_name_the_key(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    with pytest.raises(InputError, match=r"data.train: mnist has 6 samples in this part, not 7"):
+        train_labels(DataPart(name="mnist", train=7), tmp_path)
 
 
 def test_holdout_takes_its_share_of_each_class() -> None:
