@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 if TYPE_CHECKING:
+    from agent.device import RealDevice
     from agent.runner import Runner
 
 STATES = ("idle", "ready", "running", "finished", "failed", "stopped")
@@ -28,59 +34,55 @@ def memory_limit() -> int | None:
     return None
 
 
-def exposition(runner: Runner) -> str:
-    """Return what the device did and holds, one family after the other."""
-    lines: list[str] = []
+def exposition(runner: Runner) -> bytes:
+    """Return what the device did and holds."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Metrics(runner))
+    return generate_latest(registry)
 
-    def family(name: str, kind: str, text: str, values: dict[str, float]) -> None:
-        lines.append(f"# HELP testbed_{name} {text}")
-        lines.append(f"# TYPE testbed_{name} {kind}")
-        lines.extend(
-            f"testbed_{name}{labels} {value:g}" if value != int(value) else f"testbed_{name}{labels} {int(value)}"
-            for labels, value in values.items()
-        )
 
-    family(
-        "state",
-        "gauge",
-        "1 for the state the device is in.",
-        {f'{{state="{state}"}}': state == runner.state for state in STATES},
-    )
-    family("resident_bytes", "gauge", "Memory the agent holds.", {"": resident_bytes()})
-    family("speed_factor", "gauge", "Share of its own speed that the processor goes at.", {"": runner.pace.factor})
-    family("events_total", "counter", "Events recorded.", {"": runner.log.count})
-    device = runner.device
-    if device is not None:
-        totals = device.totals
-        family(
-            "compute_seconds_total",
-            "counter",
-            "Time the program's work took on this device.",
-            {"": totals.compute_seconds},
-        )
-        family(
-            "deficit_seconds_total",
-            "counter",
-            "Time by which the host was slower than the device.",
-            {"": totals.deficit_seconds},
-        )
-        family(
-            "late_seconds_total",
-            "counter",
-            "Time by which the host made the program's work late.",
-            {"": totals.late_seconds},
-        )
-        family("sent_bytes_total", "counter", "Bytes of acknowledged messages and of casts.", {"": totals.bytes_sent})
-        family("received_bytes_total", "counter", "Bytes of messages that arrived.", {"": totals.bytes_received})
-        family("sent_messages_total", "counter", "Messages acknowledged, and casts.", {"": totals.messages_sent})
-        family("received_messages_total", "counter", "Messages that arrived.", {"": totals.messages_received})
-        family("inbox_messages", "gauge", "Messages that wait for the program.", {"": device.waiting})
-        family("inbox_bytes", "gauge", "Memory of messages that wait or arrive.", {"": device.inbox.bytes})
-        family("compute_queue", "gauge", "Pieces of work that wait for the processor.", {"": device.processors.waiting})
-        family(
-            "send_queue",
-            "gauge",
-            "Messages on their way to each peer.",
-            {f'{{peer="{peer}"}}': lane.waiting for peer, lane in list(device.lanes.items())},
-        )
-    return "\n".join(lines) + "\n"
+class _Metrics(Collector):
+    """Reads the metrics of a device off its programs when they are asked for."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family after the other."""
+        runner = self._runner
+        states = GaugeMetricFamily("testbed_state", "1 for the state the device is in.", labels=["state"])
+        for state in STATES:
+            states.add_metric([state], state == runner.state)
+        yield states
+        yield _gauge("resident_bytes", "Memory the agent holds.", resident_bytes())
+        yield _gauge("speed_factor", "Share of its own speed that the processor goes at.", runner.pace.factor)
+        yield _counter("events", "Events recorded.", runner.log.count)
+        if runner.device is not None:
+            yield from _of_program(runner.device)
+
+
+def _of_program(device: RealDevice) -> Iterator[Metric]:
+    totals = device.totals
+    yield _counter("compute_seconds", "Time the program's work took on this device.", totals.compute_seconds)
+    yield _counter("deficit_seconds", "Time by which the host was slower than the device.", totals.deficit_seconds)
+    yield _counter("late_seconds", "Time by which the host made the program's work late.", totals.late_seconds)
+    yield _counter("sent_bytes", "Bytes of acknowledged messages and of casts.", totals.bytes_sent)
+    yield _counter("received_bytes", "Bytes of messages that arrived.", totals.bytes_received)
+    yield _counter("sent_messages", "Messages acknowledged, and casts.", totals.messages_sent)
+    yield _counter("received_messages", "Messages that arrived.", totals.messages_received)
+    yield _gauge("inbox_messages", "Messages that wait for the program.", device.waiting)
+    yield _gauge("inbox_bytes", "Memory of messages that wait or arrive.", device.inbox.bytes)
+    yield _gauge("compute_queue", "Pieces of work that wait for the processor.", device.processors.waiting)
+    queues = GaugeMetricFamily("testbed_send_queue", "Messages on their way to each peer.", labels=["peer"])
+    for peer, lane in list(device.lanes.items()):
+        queues.add_metric([peer], lane.waiting)
+    yield queues
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"testbed_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    """Return a counter; its sample is called ``<name>_total``."""
+    return CounterMetricFamily(f"testbed_{name}", text, value=value)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import shutil
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+import pooch
 import requests
-import urllib3
 
 from testbed.data.catalog import Remote, describe
 from testbed.data.files import find
@@ -48,37 +49,43 @@ def fetch(
 
 def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: Progress) -> None:
     """Download one file from the first address that has it, and unpack it."""
+    pooch.get_logger().setLevel(logging.WARNING)
     failures = []
-    for base in bases:
-        address = f"{base.rstrip('/')}/{remote.name}"
-        unfinished = folder / f".{remote.name}.partial"
-        try:
-            digest = _download(address, unfinished, progress)
-            if digest == remote.md5:
-                _keep(remote, unfinished, folder)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as unfinished:
+        for base in bases:
+            address = f"{base.rstrip('/')}/{remote.name}"
+            # The bytes as they were stored: a .gz is not to be unpacked on the way.
+            download = pooch.HTTPDownloader(
+                _Bar(remote.name, progress), _CHUNK, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}
+            )
+            try:
+                found = pooch.retrieve(address, f"md5:{remote.md5}", remote.name, unfinished, downloader=download)
+                _keep(remote, Path(found), folder)
+            except (requests.RequestException, OSError, ValueError) as error:
+                failures.append(f"{address}: {error}")
+            else:
                 return
-            failures.append(f"{address}: checksum {digest} instead of {remote.md5}")
-        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
-            failures.append(f"{address}: {error}")
-        finally:
-            unfinished.unlink(missing_ok=True)
     raise HostError(f"{remote.name} could not be downloaded into {folder}: " + "; ".join(failures))
 
 
-def _download(address: str, target: Path, progress: Progress) -> str:
-    """Write what an address serves; return its checksum."""
-    digest = hashlib.md5(usedforsecurity=False)
-    with requests.get(address, stream=True, timeout=_TIMEOUT) as answer, target.open("wb") as file:
-        answer.raise_for_status()
-        announced = int(answer.headers.get("Content-Length", 0)) or None
-        done = 0
-        # The bytes as they were stored: a .gz is not to be unpacked by the HTTP client.
-        for chunk in iter(lambda: answer.raw.read(_CHUNK, decode_content=False), b""):
-            file.write(chunk)
-            digest.update(chunk)
-            done += len(chunk)
-            progress(target.name.strip(".").removesuffix(".partial"), done, announced)
-    return digest.hexdigest()
+class _Bar:
+    """What pooch reports to while it downloads; ``total`` is 0 where the server does not tell."""
+
+    def __init__(self, file: str, progress: Progress) -> None:
+        self.total = 0
+        self._file, self._progress, self._done = file, progress, 0
+
+    def update(self, more: int) -> None:
+        """Take in that so many bytes more have arrived, counted by whole chunks."""
+        self._done = min(self._done + more, self.total) if self.total else self._done + more
+        self._progress(self._file, self._done, self.total or None)
+
+    def reset(self) -> None:
+        """Begin again: pooch tells the whole once more at the end."""
+        self._done = 0
+
+    def close(self) -> None:
+        """Nothing is left to do."""
 
 
 def _keep(remote: Remote, download: Path, folder: Path) -> None:
