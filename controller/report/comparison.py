@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from controller.report.charts import Line, line_chart
 from controller.report.html import environment
+from controller.report.plots import SERIES, Line, inline, line_plot
 from controller.report.terminal import VERDICTS
 from controller.results.run import Run
 from testbed import formats
 
-STYLES = ("s0", "s1", "s2", "s3", "s4", "s5")
-"""CSS classes of the runs' lines; further runs get none of their own and are left out of the charts."""
 AROUND = 20
 """Steps drawn after the one resumed with; half as many before it."""
 
@@ -87,16 +86,16 @@ def render(runs: Sequence[Run], compared: Mapping[str, Any]) -> str:
             differences=compared["differences"],
             warnings=compared["warnings"],
             clocks=clocks_text(compared["clocks"]) if compared["clocks"] else "",
-            charts=_charts(runs, compared),
+            charts=[(title, inline(plot, title)) for title, plot in plots(runs, compared)],
             signs={kind: sign for kind, (sign, _) in VERDICTS.items()},
         )
     )
 
 
-def _charts(runs: Sequence[Run], compared: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def plots(runs: Sequence[Run], compared: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Yield (title, plot) of what several runs went through."""
     end = max(run.metrics["duration"] for run in runs)
     labels = [run["label"] for run in compared["runs"]]
-    charts = []
     for title, table, key, write in (
         ("Loss", "steps", "loss", formats.number),
         ("Time per step", "steps", "seconds", formats.seconds),
@@ -104,32 +103,30 @@ def _charts(runs: Sequence[Run], compared: Mapping[str, Any]) -> list[tuple[str,
         ("Latency", "requests", "latency", formats.seconds),
     ):
         lines = []
-        for run, label, style in zip(runs, labels, STYLES, strict=False):
+        for run, label, colour in zip(runs, labels, SERIES, strict=False):
             rows = [row for row in run.metrics["series"][table] if row.get(key) is not None]
             # Disturbed steps would flatten the rest; their time is the recovery time above.
             points = [(row["time"], row[key]) for row in rows if key != "seconds" or row["steady"]]
             # One evaluation at the end is a figure and no curve.
             if points and (table != "evaluations" or len(points) > 1):
-                lines.append(Line(label, points, style))
+                lines.append(Line(label, points, colour))
         if lines:
-            charts.append((title, line_chart(lines, [], end=end, title=title, write=write)))
-    around = _around_the_fault(runs, labels)
-    return charts if around is None else [*charts, around]
+            yield title, line_plot(lines, range_=(0.0, end), write=write)
+    yield from _around_the_fault(runs, labels)
 
 
-def _around_the_fault(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, Any] | None:
-    """Draw the time of every step around the first one that any run had to resume with; None without a recovery."""
+def _around_the_fault(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[tuple[str, Figure]]:
+    """Draw the time of every step around the first one that any run had to resume with, if one had to."""
     steps = [item["step"] for run in runs for item in run.metrics["recovery_list"] if item["step"] is not None]
     if not steps:
-        return None
+        return
     begin, end = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
     lines = []
-    for run, label, style in zip(runs, labels, STYLES, strict=False):
+    for run, label, colour in zip(runs, labels, SERIES, strict=False):
         points = curve(run, "steps", begin=begin, end=end)
         if points:
-            lines.append(Line(label, points, style))
-    title = "Time per step around the fault"
-    return title, line_chart(lines, [], begin=begin, end=end, unit="step", title=title, write=formats.seconds)
+            lines.append(Line(label, points, colour))
+    yield "Time per step around the fault", line_plot(lines, range_=(begin, end), axis="step", write=formats.seconds)
 
 
 def curve(

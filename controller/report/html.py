@@ -11,9 +11,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from controller.report.charts import Line, Window, line_chart
 from controller.report.declared import head, tables
 from controller.report.grouping import describe, group_links, measured
+from controller.report.plots import Line, Window, inline, line_plot
 from controller.report.terminal import VERDICTS, found_text, object_rows, recovery_from
 from controller.report.timeline import shaded, timeline
 from controller.results.files import scenario_yaml
@@ -145,23 +145,23 @@ def _charts(run: Run) -> Iterator[tuple[str, str, Markup]]:
     evaluations = series["evaluations"]
 
     def draw(lines: list[Line], title: str, write: Any, top: float | None = None) -> Markup:
-        return line_chart(lines, windows, end=end, title=title, write=write, top=top)
+        return inline(line_plot(lines, windows, range_=(0.0, end), write=write, top=top), title)
 
     if steps:
         losses = [(row["time"], row["loss"]) for row in steps if row["loss"] is not None]
         tested = [(row["time"], row["loss"]) for row in evaluations if row.get("loss") is not None]
-        lines = [Line("training loss", losses, "l-loss"), Line("test loss", tested, "l-test", marks=True)]
+        lines = [Line("training loss", losses, "blue"), Line("test loss", tested, "violet", marks=True)]
         yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, "Loss", formats.number)
     # The one evaluation at the end of a run is a figure, not a curve.
     if len(evaluations) > 1:
         points = [(row["time"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None]
-        lines = [Line("test accuracy", points, "l-accuracy", marks=True)]
+        lines = [Line("test accuracy", points, "green", marks=True)]
         yield "Accuracy", "On the test data.", draw(lines, "Accuracy", formats.whole_share, 1.0)
     if steps:
         yield _step_chart(steps, draw)
     if series["requests"]:
         points = [(row["time"], row["latency"]) for row in series["requests"]]
-        lines = [Line("latency", points, "l-seconds", joined=False)]
+        lines = [Line("latency", points, "blue", joined=False)]
         yield "Latency", f"Of every request.{explained}", draw(lines, "Latency", formats.seconds)
 
 
@@ -169,17 +169,17 @@ def _step_chart(steps: list[dict[str, Any]], draw: Any) -> tuple[str, str, Marku
     steady = [(row["time"], row["seconds"]) for row in steps if row["steady"]]
     others = [(row["time"], row["seconds"]) for row in steps if not row["steady"]]
     lines = [
-        Line("undisturbed", steady, "l-seconds", joined=False),
-        Line("first, odd, with evaluation or fault", others, "l-other", joined=False),
+        Line("undisturbed", steady, "blue", joined=False),
+        Line("disturbed", others, "orange", joined=False),
     ]
     # One long outage must not flatten all the rest: such steps are cut off at the top, and said to be.
     most = max(row["seconds"] for row in steps)
     usual = sorted(seconds for _, seconds in steady or others)[-1]
     top = usual * 3 if most > usual * 5 else None
-    note = "Seconds from the step before."
+    note = "Since the step before. Disturbed: the first step, and steps with an evaluation, fault or recovery."
     if top is not None:
         above = sum(row["seconds"] > top for row in steps)
-        lines[1] = Line(lines[1].name, [(at, min(value, top)) for at, value in others], "l-other", joined=False)
+        lines[1] = Line(lines[1].name, [(at, min(value, top)) for at, value in others], "orange", joined=False)
         note += f" {above} longer than {formats.seconds(top)} drawn at the upper edge, up to {formats.seconds(most)}."
     return "Time per step", note, draw(lines, "Time per step", formats.seconds, top)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
-from controller.report.charts import Bars, Line, bar_chart, line_chart
-from controller.report.comparison import STYLES, curve
+from controller.report.comparison import curve
 from controller.report.html import environment
+from controller.report.plots import SERIES, Bars, Line, bar_plot, inline, line_plot, save
 from controller.report.terminal import VERDICTS
 from controller.results.reproduction import Row
 from controller.results.run import Run, value_text
@@ -23,7 +25,7 @@ MOST_MARKS = 12
 
 
 def write(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> None:
-    """Write ``paper.md`` and ``paper.html`` into the folder of the runs."""
+    """Write ``paper.md``, ``paper.html`` and each plot as SVG and PDF into the folder of the runs."""
     (folder / "paper.md").write_text(markdown(part, rows), encoding="utf-8")
     (folder / "paper.html").write_text(render(folder, part, rows, runs), encoding="utf-8")
 
@@ -38,8 +40,20 @@ def markdown(part: PaperPart, rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _plots(
+    folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]
+) -> Iterator[tuple[str, str, Markup | None, str]]:
+    """Save every plot as SVG and PDF; yield title, note, the plot for the page, and the name of its files."""
+    for number, chart in enumerate(part.charts, 1):
+        title, note, plot = draw(chart, rows, runs)
+        name = f"{number}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}"
+        if plot is not None:
+            save(plot, folder / name)
+        yield title, note, None if plot is None else inline(plot, title), name
+
+
 def render(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> str:
-    """Return the page, which is to lie in the folder of the runs."""
+    """Return the page, which is to lie in the folder of the runs; its plots are written there as SVG and PDF."""
     scenario = runs[0].trial.scenario
     runtimes = sorted({run.outcome.runtime for run in runs})
     return (
@@ -54,7 +68,7 @@ def render(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Ru
                 *(f"{name}d" for name in runtimes),
             ],
             rows=[_cells(row) for row in rows],
-            charts=[draw(chart, rows, runs) for chart in part.charts],
+            charts=list(_plots(folder, part, rows, runs)),
             runs=[
                 (
                     _name(run),
@@ -96,8 +110,8 @@ def _link(folder: Path, run: Run) -> str:
     return quote((below / "report.html").as_posix())
 
 
-def draw(chart: PaperChart, rows: Sequence[Row], runs: Sequence[Run]) -> tuple[str, str, Markup | None]:
-    """Return (title, note, SVG) of a chart; None and the reason in the note where no run gives anything to draw."""
+def draw(chart: PaperChart, rows: Sequence[Row], runs: Sequence[Run]) -> tuple[str, str, Figure | None]:
+    """Return (title, note, plot) of a chart; None, and the reason in the note, where no run gives anything to draw."""
     found = {row.name: row for row in rows}
     if chart.of_runs:
         return _of_runs(chart, runs)
@@ -106,15 +120,15 @@ def draw(chart: PaperChart, rows: Sequence[Row], runs: Sequence[Run]) -> tuple[s
     return _bars(chart, found) if chart.what == "bars" else _lines(chart, found)
 
 
-def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Markup | None]:
+def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Figure | None]:
     unit = "step" if chart.over == "steps" else "seconds"
     begin, end = chart.range or (0.0, float("inf"))
     lines = []
-    for series, style in zip(chart.series, STYLES, strict=False):
+    for series, colour in zip(chart.series, SERIES, strict=False):
         chosen = sorted((run for run in runs if is_at(run.trial.point, series.at)), key=_repetition)
         points = curve(chosen[0], chart.what, over=chart.over, begin=begin, end=end) if chosen else []
         # Steps one by one can be told apart only as long as they are few.
-        lines.append(Line(series.label, points, style, marks=len(points) <= 60))
+        lines.append(Line(series.label, points, colour, marks=len(points) <= 60))
     found = [x for line in lines for x, _ in line.points]
     if not found:
         last = max((row["step"] for run in runs for row in run.metrics["series"]["steps"]), default=None)
@@ -126,62 +140,53 @@ def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Markup |
         "loss": (formats.number, "Of the training; a step done again as it was done last."),
         "accuracy": (formats.share, "On the test data."),
     }[chart.what]
-    svg = line_chart(lines, [], begin=low, end=high, unit=chart.axis or unit, title=chart.title, write=write)
-    return chart.title, note, svg
+    return chart.title, note, line_plot(lines, range_=(low, high), axis=chart.axis or unit, write=write)
 
 
 def _repetition(run: Run) -> int:
     return run.trial.repetition
 
 
-def _lines(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Markup | None]:
+def _lines(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Figure | None]:
     places = [float(x) for x in chart.x]
     begin, end = chart.range or (places[0], places[-1])
     places = [x for x in places if begin <= x <= end]
     lines = []
-    for series, style in zip(chart.series, STYLES, strict=False):
+    for series, colour in zip(chart.series, SERIES, strict=False):
         rows = [
             (float(x), found[name]) for x, name in zip(chart.x, series.rows, strict=True) if begin <= float(x) <= end
         ]
         ours = [(x, row.ours) for x, row in rows if row.ours is not None]
         theirs = [(x, row.paper) for x, row in rows if row.paper is not None]
-        lines.append(Line(f"{series.label}, printed", theirs, style, marks=True, printed=True))
-        lines.append(Line(series.label, ours, style, marks=True))
+        lines.append(Line(f"{series.label}, printed", theirs, colour, marks=True, printed=True))
+        lines.append(Line(series.label, ours, colour, marks=True))
     kind = found[chart.series[0].rows[0]].kind
-    svg = line_chart(
+    plot = line_plot(
         lines,
-        [],
-        begin=begin,
-        end=end,
-        unit=chart.axis,
-        title=chart.title,
+        range_=(begin, end),
+        axis=chart.axis,
         write=lambda value: formats.of_kind(kind, value),
         at=places if len(places) <= MOST_MARKS else None,
     )
     note = "Dashed and pale: as printed." if any(line.printed and line.points for line in lines) else ""
-    return chart.title, note, svg
+    return chart.title, note, plot
 
 
-def _bars(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Markup | None]:
+def _bars(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Figure | None]:
     kinds = []
-    for series, style in zip(chart.series, STYLES, strict=False):
-        kinds += _pair(series, [found[name] for name in series.rows], style)
+    for series, colour in zip(chart.series, SERIES, strict=False):
+        kinds += _pair(series, [found[name] for name in series.rows], colour)
     kind = found[chart.series[0].rows[0]].kind
     note = "Pale: as printed." if any(bars.printed for bars in kinds) else ""
     if any(half is not None for bars in kinds for half in bars.half_widths):
         note = f"{note} Whiskers: 95 % confidence interval.".strip()
-    svg = bar_chart(
-        [value_text(x) if isinstance(x, str) else f"{x:g}" for x in chart.x],
-        kinds,
-        unit=chart.axis,
-        title=chart.title,
-        write=lambda value: formats.of_kind(kind, value),
-    )
-    return chart.title, note, svg
+    groups = [value_text(x) if isinstance(x, str) else f"{x:g}" for x in chart.x]
+    plot = bar_plot(groups, kinds, axis=chart.axis, write=lambda value: formats.of_kind(kind, value))
+    return chart.title, note, plot
 
 
-def _pair(series: PaperSeries, rows: Sequence[Row], style: str) -> list[Bars]:
+def _pair(series: PaperSeries, rows: Sequence[Row], colour: str) -> list[Bars]:
     """Return what is printed, if anything is, and beside it what came out here."""
-    ours = Bars(series.label, [row.ours for row in rows], style, [row.half_width for row in rows])
-    theirs = Bars(f"{series.label}, printed", [row.paper for row in rows], style, printed=True)
+    ours = Bars(series.label, [row.ours for row in rows], colour, [row.half_width for row in rows])
+    theirs = Bars(f"{series.label}, printed", [row.paper for row in rows], colour, printed=True)
     return [theirs, ours] if any(value is not None for value in theirs.values) else [ours]

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from controller.results.manifest import manifest
@@ -78,10 +79,10 @@ def load(folder: Path) -> Run:
     if not (folder / "scenario.yaml").is_file():
         raise InputError(f"{folder}: holds no run: name a folder that `testbed run` wrote, such as results/<run>")
     trial = trials(load_scenario(folder / "scenario.yaml"))[0]
-    plan = Plan.model_validate(_read_json(folder / "plan.json"))
     facts = _read_json(folder / "manifest.json")
     fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
     try:
+        plan = Plan.model_validate(_read_json(folder / "plan.json"))
         outcome = Outcome(
             runtime=facts["runtime"],
             status=facts["status"],
@@ -95,6 +96,9 @@ def load(folder: Path) -> Run:
         trial = replace(trial, point=facts["point"], repetition=facts["repetition"])
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder}: was not written by this version of the testbed: lacks {error}") from None
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise InputError(f"{folder}: was not written by this version of the testbed: plan.json: {key}") from None
     return Run(folder, trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan, declared_by(trial)))
 
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import html
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from click.testing import CliRunner
 
 from controller.cli.report import compare as compare_command
 from controller.cli.report import report as report_command
-from controller.report.comparison import render
+from controller.report.comparison import plots, render
 from controller.results import files
 from controller.results.comparison import compare
 from controller.results.run import Run
@@ -132,15 +130,13 @@ def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> N
     )
     runs = [written(tmp_path / "a", events=events), written(tmp_path / "b", events=events)]
     page = render(runs, compare(runs))
-    charts = {
-        label: json.loads(html.unescape(data))
-        for label, data in re.findall(r'aria-label="([^"]*)" data-chart="([^"]*)"', page)
-    }
-    assert [[x, shown] for x, _, shown in charts["Accuracy"]["lines"][0]["points"]] == [[1.5, "50%"], [8.5, "95%"]]
-    around = charts["Time per step around the fault"]
-    assert around["unit"] == "step"
+    drawn = {title: plot.axes[0] for title, plot in plots(runs, compare(runs))}
+    assert all(f'aria-label="{title}"' in page for title in drawn)
+    assert drawn["Accuracy"].lines[0].get_xydata().tolist() == [[1.5, 0.5], [8.5, 0.95]]
+    around = drawn["Time per step around the fault"]
+    assert around.get_xlabel() == "step"
     # Step 1 is done again after the outage: 3 s from the step before it.
-    assert [[x, shown] for x, _, shown in around["lines"][1]["points"]][:2] == [[0, "1 s"], [1, "3 s"]]
+    assert around.lines[1].get_xydata().tolist()[:2] == [[0.0, 1.0], [1.0, 3.0]]
     calm = [written(tmp_path / name, {"faults": ()}, events=recorded.events(faulty=False)) for name in ("c", "d")]
     assert "around the fault" not in render(calm, compare(calm))
     assert 'aria-label="Accuracy"' not in render(calm, compare(calm))

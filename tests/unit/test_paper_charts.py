@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 import recorded
+from matplotlib.figure import Figure
 
-from controller.report.charts import WIDTH, Bars, Line, bar_chart, line_chart
 from controller.report.comparison import curve
 from controller.report.paper import draw, render
+from controller.report.plots import Bars, Line, bar_plot, inline, line_plot, save
 from controller.results import files, reproduction
 from controller.results.run import Run, run_name
 from testbed.errors import InputError
@@ -60,56 +60,60 @@ def part(*charts: dict[str, Any]) -> PaperPart:
     return PaperPart.model_validate({"source": "Somebody, Figure 1", "rows": ROWS, "charts": charts})
 
 
-def drawn(folder: Path, chart: dict[str, Any]) -> tuple[str, str]:
-    """Return the note and the SVG of one chart."""
+def drawn(folder: Path, chart: dict[str, Any]) -> tuple[str, Figure]:
+    """Return the note and the plot of one chart."""
     runs, whole = made(folder), part(chart)
-    title, note, svg = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
+    title, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
     assert title == chart["title"]
-    return note, str(svg)
+    assert plot is not None
+    return note, plot
+
+
+def points(plot: Figure) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of every line of a plot; the names of what is printed begin with an underscore."""
+    return {str(line.get_label()): [(x, y) for x, y in line.get_xydata()] for line in plot.axes[0].lines}
 
 
 def test_bars_stand_at_the_height_of_the_rows_with_their_intervals(tmp_path: Path) -> None:
-    note, svg = drawn(tmp_path, BARS)
-    by_name = {name: float(height) for height, name in re.findall(r'height="([\d.]+)"><title>([^<]+)', svg)}
-    assert set(by_name) == {"ours, printed: 2 s", "ours: 2 s", "ours: 1 s"}
-    assert by_name["ours: 2 s"] == by_name["ours, printed: 2 s"] == pytest.approx(2 * by_name["ours: 1 s"], abs=0.1)
-    assert svg.count('text-anchor="middle">2 s<') == 2, "a figure above each bar"
-    assert svg.count('class="whisker"') == 1, "two equal repetitions have no width"
+    note, plot = drawn(tmp_path, BARS)
+    heights = {str(bars.get_label()): [bar.get_height() for bar in bars] for bars in plot.axes[0].containers[:1]}
+    assert heights == {"_ours, printed": [2.0]}
+    assert [bar.get_height() for bar in plot.axes[0].patches] == [2.0, 2.0, 1.0]
+    texts = [text.get_text() for text in plot.axes[0].texts]
+    assert texts == ["2 s", "2 s", "1 s"], "a figure above each bar"
     assert "Pale" in note
     assert "Whiskers" in note
 
 
 def test_lines_hold_ours_and_what_is_printed(tmp_path: Path) -> None:
-    note, svg = drawn(tmp_path, LINES)
+    note, plot = drawn(tmp_path, LINES)
     assert "Dashed" in note
-    data = json.loads(re.search(r'data-chart="([^"]+)"', svg)[1].replace("&#34;", '"'))  # type: ignore[index]
-    points = {line["name"]: [(x, text) for x, _, text in line["points"]] for line in data["lines"]}
-    assert points == {"ours": [(1.0, "2 s"), (4.0, "1 s")], "ours, printed": [(1.0, "2 s")]}
-    assert (data["begin"], data["end"], data["unit"]) == (1.0, 4.0, "schedule")
-    assert re.findall(r'text-anchor="middle">([^<]+)', svg) == ["1", "4"]
+    assert points(plot) == {"ours": [(1.0, 2.0), (4.0, 1.0)], "_ours, printed": [(1.0, 2.0)]}
+    axes = plot.axes[0]
+    assert (axes.get_xlim(), axes.get_xlabel()) == ((1.0, 4.0), "schedule")
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "4"]
+    assert axes.yaxis.get_major_formatter()(2.0) == "2 s"
 
 
 def test_steps_are_those_of_the_first_repetition_within_the_range(tmp_path: Path) -> None:
-    note, svg = drawn(tmp_path, STEPS)
-    data = json.loads(re.search(r'data-chart="([^"]+)"', svg)[1].replace("&#34;", '"'))  # type: ignore[index]
+    _, plot = drawn(tmp_path, STEPS)
     expected = curve(made(tmp_path / "again")[0], "steps", begin=1, end=3)
     assert [step for step, _ in expected] == [1, 2, 3]
-    for line in data["lines"]:
-        assert [x for x, *_ in line["points"]] == [1, 2, 3]
-    note, svg = drawn(tmp_path / "late", STEPS | {"range": [190, 220]})
-    assert (note, svg) == ("Nothing from step 190 on: the runs ended with step 4.", "None")
+    assert all([x for x, _ in line] == [1, 2, 3] for line in points(plot).values())
+    runs, whole = made(tmp_path / "late"), part(STEPS | {"range": [190, 220]})
+    nothing = "Nothing from step 190 on: the runs ended with step 4."
+    assert draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)[1:] == (nothing, None)
 
 
 @pytest.mark.parametrize("over", ["steps", "seconds"])
 def test_loss_is_drawn_over_steps_or_over_time(tmp_path: Path, over: str) -> None:
     chart = {key: value for key, value in STEPS.items() if key != "range"} | {"what": "loss", "over": over}
-    _, svg = drawn(tmp_path, chart)
-    data = json.loads(re.search(r'data-chart="([^"]+)"', svg)[1].replace("&#34;", '"'))  # type: ignore[index]
+    _, plot = drawn(tmp_path, chart)
     last = {row["step"]: row for row in made(tmp_path / "again")[0].metrics["series"]["steps"]}
     expected = sorted((row["step" if over == "steps" else "time"], row["loss"]) for row in last.values())
     assert len(expected) > 2
-    for line in data["lines"]:
-        assert [x for x, *_ in line["points"]] == pytest.approx([x for x, _ in expected])
+    for line in points(plot).values():
+        assert line == expected
 
 
 def test_accuracy_is_drawn_as_it_was_evaluated(tmp_path: Path) -> None:
@@ -120,11 +124,10 @@ def test_accuracy_is_drawn_as_it_was_evaluated(tmp_path: Path) -> None:
         replace(run, metrics=run.metrics | {"series": run.metrics["series"] | {"evaluations": evaluations}})
         for run in runs
     ]
-    _, note, svg = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
-    data = json.loads(re.search(r'data-chart="([^"]+)"', str(svg))[1].replace("&#34;", '"'))  # type: ignore[index]
-    assert [[(x, text) for x, _, text in line["points"]] for line in data["lines"]] == [
-        [(2, "25.0%"), (4, "50.0%")]
-    ] * 2
+    _, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
+    assert plot is not None
+    assert list(points(plot).values()) == [[(2, 0.25), (4, 0.5)]] * 2
+    assert plot.axes[0].yaxis.get_major_formatter()(0.25) == "25.0%"
     assert note == "On the test data."
 
 
@@ -135,10 +138,13 @@ def test_the_page_has_all_and_loads_nothing(tmp_path: Path) -> None:
     assert page.count('<svg class="chart"') == 3
     for name in ("Somebody, Figure 1", "2 s", "1.00×"):
         assert name in page
-    links = re.findall(r'href="([^"]+)"', page)
-    assert len(links) == 4
+    links = re.findall(r'(?<!xlink:)href="([^"]+)"', page)
+    assert len(links) == 4 + 3 * 2
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
+        f"{name}.{kind}" for name in ("1-steps", "2-time", "3-time") for kind in ("svg", "pdf")
+    }
     assert not any(link.startswith(("http", "/")) for link in links)
-    assert not re.search(r'src="|url\(', page)
+    assert not re.search(r'src="|url\((?!#)', page)
     evil = "</script><script>alert(1)</script>"
     assert evil not in render(tmp_path, whole.model_copy(update={"source": evil}), rows, runs)
 
@@ -181,23 +187,38 @@ def test_a_range_has_to_rise() -> None:
 
 
 def test_figures_above_bars_stand_above_all_or_none() -> None:
-    kinds = [Bars(f"kind {index}", [0.123] * 4, "s0") for index in range(6)]
-    assert 'middle">0.123' not in bar_chart(list("abcd"), kinds, title="x", write=str)
-    assert bar_chart(list("abcd"), kinds[:2], title="x", write=str).count('middle">0.123') == 8
+    kinds = [Bars(f"kind {index}", [0.123] * 4, "blue") for index in range(6)]
+    assert not bar_plot(list("abcd"), kinds, write=str).axes[0].texts
+    assert len(bar_plot(list("abcd"), kinds[:2], write=str).axes[0].texts) == 8
 
 
 @pytest.mark.parametrize("count", [1, 6])
-def test_a_legend_stays_within_the_chart(count: int) -> None:
+def test_a_legend_stays_within_the_plot(count: int) -> None:
     names = [f"a rather long name of series {index}" * (4 if index == 3 else 1) for index in range(count)]
-    svgs = [
-        line_chart([Line(name, [(0, 1)], "s0") for name in names], [], end=1, title="x", write=str),
-        bar_chart(["one"], [Bars(name, [1.0], "s0") for name in names], title="x", write=str),
-    ]
-    for svg in svgs:
-        placed = re.findall(r'class="legend" x="([\d.]+)" y="([-\d.]+)">([^<]+)', svg)
-        assert len(placed) == count
-        top = float(re.search(r'viewBox="0 (-?\d+)', svg)[1])  # type: ignore[index]
-        assert all(float(x) + 7.2 * len(name) <= WIDTH and float(y) > top for x, y, name in placed)
+    for plot in (
+        line_plot([Line(name, [(0, 1)], "blue") for name in names], range_=(0, 1), write=str),
+        bar_plot(["one"], [Bars(name, [1.0], "blue") for name in names], write=str),
+    ):
+        plot.draw_without_rendering()
+        legend = plot.axes[0].get_legend()
+        assert legend is not None
+        assert len(legend.get_texts()) == count
+        box, whole = legend.get_window_extent(), plot.bbox
+        assert box.x0 >= whole.x0
+        assert box.x1 <= whole.x1
+        assert box.y1 <= whole.y1 + 1
+
+
+def test_a_plot_is_the_same_each_time_and_its_text_is_text(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        plot = line_plot([Line("one & <all>", [(0, 1), (1, 2)], "blue")], range_=(0, 1), write=str)
+        save(plot, tmp_path / name)
+    for kind in ("svg", "pdf"):
+        assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
+    assert ">one &amp; &lt;all&gt;</text>" in (tmp_path / "a.svg").read_text()
+    shown = inline(plot, "x")
+    assert "var(--blue)" in shown
+    assert "#3273dc" not in shown
 
 
 def test_the_scenarios_of_papers_name_rows_and_points_that_are_there() -> None:

@@ -108,6 +108,10 @@ def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
     (place / "events.jsonl").write_text('{"time": 1}\n')
     with pytest.raises(InputError, match=r"events\.jsonl:1: is not an event"):
         files.load(place)
+    (place / "events.jsonl").write_text("")
+    (place / "plan.json").write_text('{"method": "pipeline", "assignments": []}')
+    with pytest.raises(InputError, match=r"not written by this version of the testbed: plan\.json: "):
+        files.load(place)
     (place / "plan.json").unlink()
     with pytest.raises(InputError, match=r"plan\.json: is missing"):
         files.load(place)

@@ -7,7 +7,7 @@
   const canvas = box.querySelector("canvas");
   const tip = box.querySelector(".tip");
   const draw = canvas.getContext("2d");
-  const ROW = 46, HEAD = 24, MAP = 30;
+  const ROW = 46, HEAD = 24;
   const NAMED = {forward: "blue", infer: "blue", backward: "orange", update: "green", evaluate: "violet", test: "violet"};
   const OTHERS = ["teal", "grey", "green"];
   const rows = data.devices.map(() => []);
@@ -23,11 +23,10 @@
   let from = data.views[0]?.start ?? 0, to = data.views[0]?.end ?? data.end;
   let width = 0, gutter = 0, drag = null, paint = {};
 
-  const height = () => HEAD + ROW * rows.length + MAP;
+  const height = () => HEAD + ROW * rows.length;
   const x = seconds => gutter + (seconds - from) / (to - from) * (width - gutter);
   const seconds = place => from + (place - gutter) / (width - gutter) * (to - from);
-  const whole = place => (place - gutter) / (width - gutter) * data.end;
-  const written = value => value >= 1 ? `${value.toFixed(3)} s` : value >= 1e-3 ? `${(value * 1e3).toFixed(2)} ms` : `${(value * 1e6).toFixed(0)} µs`;
+  const duration = value => value >= 1 ? `${value.toFixed(3)} s` : value >= 1e-3 ? `${(value * 1e3).toFixed(2)} ms` : `${(value * 1e6).toFixed(0)} µs`;
   const bytes = value => value >= 1e6 ? `${(value / 1e6).toFixed(2)} MB` : value >= 1e3 ? `${(value / 1e3).toFixed(1)} kB` : `${value} B`;
 
   function show(start, end) {
@@ -119,7 +118,6 @@
       draw.globalAlpha = 1;
       rectangle(paint[frame.style], x(frame.start), HEAD - 3, Math.max(x(frame.end), x(frame.start) + 2), HEAD);
     }
-    minimap(bottom + 8);
     if (drag && Math.abs(drag.now - drag.start) > 3) {
       draw.globalAlpha = 0.2;
       rectangle(paint.note, Math.min(drag.start, drag.now), HEAD, Math.max(drag.start, drag.now), bottom);
@@ -167,17 +165,6 @@
     if (right - left > 40) { draw.fillStyle = paint.fault; draw.textAlign = "center"; draw.font = "600 11.5px system-ui, sans-serif"; draw.fillText(text === "kill" ? "dead" : "frozen", (left + right) / 2, (top + bottom) / 2); draw.font = "11px system-ui, sans-serif"; }
   }
 
-  function minimap(top) {
-    const span = width - gutter, at = value => gutter + value / data.end * span;
-    draw.fillStyle = paint.field; draw.fillRect(gutter, top, span, 14);
-    for (const frame of data.windows) { draw.globalAlpha = 0.5; draw.fillStyle = paint[frame.style]; draw.fillRect(at(frame.start), top, Math.max(1.5, at(frame.end) - at(frame.start)), 14); }
-    draw.globalAlpha = 1;
-    draw.strokeStyle = paint.note; draw.lineWidth = 2;
-    draw.strokeRect(Math.min(at(from) + 1, width - 4), top, Math.max(3, at(to) - at(from) - 2), 14);
-    draw.lineWidth = 1; draw.fillStyle = paint.soft; draw.textAlign = "left"; draw.font = "10px system-ui, sans-serif";
-    draw.fillText("whole run", 0, top + 7);
-  }
-
   function under(place_x, place_y) {
     const index = Math.floor((place_y - HEAD) / ROW);
     if (index < 0 || index >= rows.length || place_x < gutter) return null;
@@ -202,7 +189,7 @@
     const kind = data.kinds[bar[1]];
     const title = document.createElement("b");
     title.textContent = kind === "down" ? `${data.devices[bar[0]]} is down` : `${kind === "compute" ? "" : kind + " "}${data.words[bar[4]]}${bar[5] == null ? "" : `, batch ${bar[5]}`}${bar[6] == null ? "" : `, micro-batch ${bar[6]}`}`;
-    const lines = [`${written(bar[3])}, from ${bar[2].toFixed(4)} s`];
+    const lines = [`${duration(bar[3])}, from ${bar[2].toFixed(4)} s`];
     if (bar[7] != null) lines.push(`${kind === "send" ? "to" : "from"} ${data.words[bar[7]]}${bar[8] == null ? "" : `, ${bytes(bar[8])}`}`);
     if (bar[9]) lines.push("interrupted by the fault");
     tip.replaceChildren(title, ...lines.flatMap(line => [line, document.createElement("br")]));
@@ -233,34 +220,23 @@
   canvas.addEventListener("pointerdown", event => {
     const start = event.offsetX;
     if (start < gutter || event.button) return;
-    drag = {start, now: start, map: event.offsetY > HEAD + ROW * rows.length};
+    drag = {start, now: start};
     canvas.setPointerCapture(event.pointerId);
-    if (drag.map) show(whole(start) - (to - from) / 2, whole(start) + (to - from) / 2);
   });
   canvas.addEventListener("pointermove", event => {
     if (!drag) return explain(event);
     drag.now = event.offsetX;
-    if (drag.map) show(whole(drag.now) - (to - from) / 2, whole(drag.now) + (to - from) / 2); else render();
+    render();
   });
   canvas.addEventListener("pointerup", () => {
     const done = drag;
     drag = null;
-    if (!done || done.map) return;
+    if (!done) return;
     if (Math.abs(done.now - done.start) > 3) show(seconds(Math.min(done.start, done.now)), seconds(Math.max(done.start, done.now)));
     else render();
   });
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
   canvas.addEventListener("dblclick", () => show(0, data.end));
-  canvas.addEventListener("wheel", event => {
-    if (event.ctrlKey) {
-      event.preventDefault();
-      const at = seconds(event.offsetX), factor = Math.exp(event.deltaY * 0.003);
-      show(at - (at - from) * factor, at + (to - at) * factor);
-    } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-      event.preventDefault();
-      pan(event.deltaX / (width - gutter));
-    }
-  }, {passive: false});
   canvas.addEventListener("keydown", event => {
     const act = {ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2), "+": () => zoom(0.5), "-": () => zoom(2), Escape: () => show(0, data.end)}[event.key];
     if (act) { event.preventDefault(); act(); }
