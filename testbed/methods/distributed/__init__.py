@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from testbed.device import Device
 from testbed.methods.base import Alternative, Job, Method, Problem
 from testbed.methods.distributed.figures import DECLARED
-from testbed.methods.distributed.member import SPAN, Member
+from testbed.methods.distributed.member import Member
+from testbed.methods.distributed.member_messages import MEMBER_KINDS, ConfigureMember
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
 from testbed.methods.distributed.partition.storage import operations_stored
 from testbed.methods.distributed.planner import DistributedDetails, alternatives, distributed, flow_of, over, plan
-from testbed.methods.parts.background import Background
-from testbed.methods.parts.lead import Temper
-from testbed.methods.parts.node import run_node
-from testbed.methods.parts.outbox import Outbox
-from testbed.methods.parts.server import Server
-from testbed.methods.parts.shard import State
-from testbed.methods.parts.worker import Worker
+from testbed.methods.distributed.request_work import SPAN
+from testbed.methods.parts.checkpointing import FromCheckpoint
+from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.parts.membership import MEMBERSHIP_KINDS
+from testbed.methods.parts.recovery import persist
+from testbed.methods.parts.roles import RoleHolder
+from testbed.methods.parts.serving import Serving
+from testbed.methods.parts.shard import State, weights_of
+from testbed.methods.parts.supervision import Supervisor, Timeouts
 from testbed.plan import Piece, Plan
-from testbed.wire import Message
+
+DistributedJob = Job[DistributedOptions, DistributedDetails]
 
 
 class Distributed(Method[DistributedOptions, DistributedDetails]):
     """The source spreads an image, workers exchange what the schemes need, the source has the result.
 
     A device holds the weights of its own parts and no others. Devices that die are dealt with as
-    `testbed.methods.parts.lead` says, the layers being divided anew over those that are left.
+    `testbed.methods.parts.checkpointing` says, the layers being divided anew over those that are left.
     """
 
     name = "distributed"
@@ -45,73 +49,52 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
         """Return every scheme over the same devices."""
         return alternatives(problem)
 
-    async def program(self, device: Device, job: Job[DistributedOptions, DistributedDetails]) -> None:
-        """Send requests on the source, take part in them everywhere."""
-        problem = job.problem
-        options = problem.options
+    async def program(self, device: Device, job: DistributedJob) -> None:
+        """Send requests on the source, be a member there and elsewhere."""
+        problem, source, options = job.problem, job.plan.lead, job.problem.options
 
-        def make_worker(background: Background, outbox: Outbox) -> Worker:
-            return Participant(device, problem, job.plan.lead, background, outbox)
+        def member_of(configure: ConfigureMember) -> Member:
+            flow = flow_of(problem, DistributedPlan.model_validate(configure.plan))
+            return Member(mailbox, problem, flow, source, configure.state if configure.given else None)
 
-        temper = Temper(options.patience, options.return_window, options.return_window)
-
-        def make_lead(worker: Worker, outbox: Outbox) -> SourceLead:
-            return SourceLead(
-                device,
-                job,
-                worker,
-                outbox,
-                temper,
-                lambda there: over(problem, there),
-                options.in_flight,
-                options.on_loss == "fail",
+        async with Mailbox(device, problem.links, (*MEMBERSHIP_KINDS, *MEMBER_KINDS)) as mailbox:
+            holder = RoleHolder(mailbox, source)
+            holder.follow(ConfigureMember, member_of)
+            if device.name != source:
+                await holder.serve()
+            timeouts = Timeouts(options.patience, options.return_window, options.return_window)
+            # A member may be sending its share of the activations of the requests in flight.
+            supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda piece: piece.memory)
+            recovery = FromCheckpoint(
+                supervisor,
+                partial(_configure, job, supervisor),
+                partial(over, problem),
+                len(problem.model.units),
+                job.weights,
             )
-
-        await run_node(device, job, make_worker, make_lead)
+            device.expose(lambda: weights_of(recovery.checkpoint.state or {}))
+            supervisor.start(job.plan.pieces)
+            serving = Serving(supervisor, job, options.in_flight, gives_up=options.on_loss == "fail")
+            await persist(serving, recovery, supervisor)
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a member; a device that the plan leaves out becomes one after a recovery at most."""
         return frozenset({"load", SPAN})
 
 
-class Participant(Worker):
-    """A worker that is a member, whatever it is told to do."""
+def _configure(job: DistributedJob, supervisor: Supervisor, part: Piece, state: State | None) -> ConfigureMember:
+    """Return the message that tells a device to be a member, with its slices of a state; None: from the seed."""
+    there = {piece.device for piece in supervisor.layout}
+    planned = there == {piece.device for piece in job.plan.pieces}
+    decided = job.plan.details.distributed if planned else distributed(job.problem, there)
+    given = {} if state is None else _slices(job.problem, decided, part.device, state)
+    configuration = supervisor.mailbox.configuration
+    return ConfigureMember(configuration, decided.model_dump(mode="json"), state is not None, given)
 
-    _problem: Problem[DistributedOptions]
 
-    def _duty(self, message: Message) -> Member:
-        decided = DistributedPlan.model_validate(message["plan"])
-        flow = flow_of(self._problem, decided)
-        return Member(self._device, self._problem, flow, message["configuration"], self)
+def _slices(problem: Problem[DistributedOptions], decided: DistributedPlan, device: str, state: State) -> State:
+    """Return copies of a member's slices of a state, so that the whole may go."""
+    from testbed.models.sliced import cut
 
-
-class SourceLead(Server):
-    """The lead of members instead of stages."""
-
-    job: Job[DistributedOptions, DistributedDetails]
-
-    def orders(self) -> dict[str, Any]:
-        """Return the plan that all members follow."""
-        return {"plan": self._decided().model_dump(mode="json")}
-
-    def state_of(self, part: Piece) -> State:
-        """Return a member's slices of the weights that were given; nothing where it is to draw them from the seed."""
-        from testbed.models.sliced import cut
-
-        state = self.checkpoint.state
-        if state is None:
-            return {}
-        decided = self._decided()
-        held = operations_stored(flow_of(self.job.problem, decided), decided.devices.index(part.device))
-        # Copies, so that the whole may go.
-        return {name: tensor.clone() for one in held for name, tensor in cut(*one, state).items()}
-
-    def backlog(self, part: Piece) -> float:
-        """Return how many bytes a member may be sending: its share of the activations of the requests in flight."""
-        return part.memory
-
-    def _decided(self) -> DistributedPlan:
-        there = {part.device for part in self.layout}
-        if there == set(self.job.plan.devices):
-            return self.job.plan.details.distributed
-        return distributed(self.job.problem, there)
+    held = operations_stored(flow_of(problem, decided), decided.devices.index(device))
+    return {name: tensor.clone() for one in held for name, tensor in cut(*one, state).items()}

@@ -16,10 +16,13 @@ R = TypeVar("R", bound="Role")
 class Role(Protocol):
     """What a device is in one configuration, such as a stage."""
 
-    actions: int
-    """Pieces of work done: rises as long as it gets on."""
-    computing: bool
-    """Whether the device computes for it right now."""
+    @property
+    def actions(self) -> int:
+        """Pieces of work done: rises as long as it gets on."""
+
+    @property
+    def computing(self) -> bool:
+        """Whether the device computes for it right now."""
 
     async def prepare(self) -> None:
         """Get ready, by loading weights for example."""

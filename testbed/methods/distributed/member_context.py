@@ -1,0 +1,72 @@
+"""What a member is and what it works with, for all its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from testbed.device import Cost, Span
+from testbed.methods.distributed.ledger import Ledger
+from testbed.methods.distributed.partition.dataflow import Dataflow
+from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.parts.typed import Typed
+
+if TYPE_CHECKING:
+    from testbed.models.sliced import SlicedLayer
+
+T = TypeVar("T")
+
+
+class MemberContext:
+    """A device in one configuration: its slices of the layers, its processor, its messages, its tasks."""
+
+    def __init__(self, mailbox: Mailbox, flow: Dataflow, coordinator: str, memory: float) -> None:
+        """``memory`` is what the device has, in bytes."""
+        self.actions = 0
+        self.computing = False
+        self.flow = flow
+        self.configuration = mailbox.configuration
+        self.index = flow.plan.devices.index(mailbox.device.name)
+        """Of the device in the plan."""
+        self.layers: dict[int, SlicedLayer] = {}
+        """What it holds, by layer."""
+        self.ledger = Ledger(mailbox.device.name, memory)
+        self.done_after: dict[int, list[int]] = {index: [] for index in range(len(flow.graph.operations))}
+        """Values that the device needs no more after a layer."""
+        for value, readers in flow.last.items():
+            self.done_after.get(readers[self.index], []).append(value)
+        self._mailbox = mailbox
+        self._coordinator = coordinator
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task until `cancel`."""
+        task = self._mailbox.start(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def cancel(self) -> None:
+        """End all tasks."""
+        for task in self._tasks:
+            task.cancel()
+
+    def post(self, device: int | None, message: Typed) -> None:
+        """Send to a device of the plan, or to the coordinator, without waiting."""
+        self._mailbox.post(self._coordinator if device is None else self.flow.plan.devices[device], message)
+
+    async def compute(self, work: Callable[[], T], operations: float, span: Span) -> T:
+        """Do ``operations`` floating-point operations on the device's processor, without gradients."""
+
+        def without_gradients() -> T:
+            import torch
+
+            with torch.no_grad():
+                return work()
+
+        self.computing = True
+        try:
+            return await self._mailbox.device.compute(without_gradients, Cost(operations), span)
+        finally:
+            self.computing = False
+            self.actions += 1

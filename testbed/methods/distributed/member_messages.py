@@ -1,0 +1,76 @@
+"""What the members of a distributed inference send each other; values are (samples, elements)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from testbed.methods.parts.shard import State
+from testbed.methods.parts.stage import Activation, Output
+from testbed.methods.parts.typed import Typed
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ConfigureMember(Typed, kind="configure", opens=True):
+    """From the source's coordinator: be a member of this plan."""
+
+    configuration: int
+    plan: Mapping[str, Any]
+    """A `DistributedPlan` as JSON."""
+    given: bool
+    """Whether the member's slices of the weights are here; else they come from the seed."""
+    state: State
+
+
+@dataclass(frozen=True)
+class Values(Typed, kind="piece"):
+    """To a member that needs them: elements of a layer's output, from ``first`` on."""
+
+    configuration: int
+    request: int
+    value: int
+    """The layer that made them, or `INPUT`."""
+    first: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PartialSums(Typed, kind="sums"):
+    """To the member that adds them up: sums for the output channels ``first`` up to but without ``last``."""
+
+    configuration: int
+    request: int
+    layer: int
+    first: int
+    last: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TileInput(Typed, kind="tile"):
+    """From the source: what a tile needs of the image, (samples, channels, height, width)."""
+
+    configuration: int
+    request: int
+    tile: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TileOutput(Typed, kind="tiled"):
+    """To the source: what came out of a tile, (samples, channels, height, width)."""
+
+    configuration: int
+    request: int
+    tile: int
+    tensor: torch.Tensor
+
+
+MEMBER_KINDS: tuple[type[Typed], ...] = (
+    ConfigureMember, Activation, Values, PartialSums, TileInput, TileOutput, Output,
+)  # fmt: skip
+"""`Activation` brings a request's images to the source, `Output` its result to the coordinator there."""

@@ -1,0 +1,235 @@
+"""One request on one member: its part of every layer, and the exchange of what the members need of each other.
+
+Sending overlaps with computing wherever the data allow it. A layer is computed from the pieces of its input that are
+here while others are still on their way, and its output leaves chunk by chunk, each as soon as it is computed. Values
+are (samples, elements); images, tiles and the map that they make up are (samples, channels, height, width).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from testbed.device import Span
+from testbed.methods.distributed.member_context import MemberContext
+from testbed.methods.distributed.member_messages import PartialSums, TileInput, TileOutput, Values
+from testbed.methods.distributed.partition.ranges import Range
+from testbed.methods.distributed.partition.roles import Role
+from testbed.methods.distributed.partition.storage import as_range
+from testbed.methods.distributed.partition.tiles import multiplications
+from testbed.methods.distributed.store import Block, Store
+from testbed.methods.parts.stage import Output
+from testbed.models.shapes import INPUT
+
+if TYPE_CHECKING:
+    import torch
+
+SPAN = "forward"
+
+
+class RequestWork:
+    """What a member does for one request."""
+
+    def __init__(self, member: MemberContext, number: int) -> None:
+        self.number = number
+        self.store = Store(member.ledger)
+        self._member = member
+        self._flow = member.flow
+        self._operations = member.flow.graph.operations
+        self._is_source = member.index == member.flow.plan.source
+
+    async def run(self) -> None:
+        """Do this device's part of every layer, in their order; hand in the result on the source."""
+        for index in range(self._flow.tiled, len(self._operations)):
+            role = self._flow.roles[index][self._member.index]
+            if role.work == "outputs" or (role.work == "whole" and self._operations[index].splits):
+                await self._by_outputs(index, role)
+            elif role.work == "sums":
+                await self._by_inputs(index, role)
+            elif role.work != "none":
+                await self._undivided(index, role)
+            for value in self._member.done_after[index]:
+                self.store.forget(value)
+        if self._is_source:
+            result = _joined(await self.store.all_of(self._flow.result()))
+            shaped = result.reshape(-1, *self._operations[-1].output)
+            self._member.post(None, Output(self._member.configuration, "infer", self.number, shaped))
+        self.store.clear()
+
+    # Divided layers.
+
+    async def _by_outputs(self, index: int, role: Role) -> None:
+        """LOP: compute output channels from all of the input, piece by piece as it comes.
+
+        What is added last is computed chunk by chunk, each being sent while the next is computed.
+        """
+        each, total = self._operations[index].pixels, None
+        used: set[Range] = set()
+        blocks = await self._new_blocks(index, role, used)
+        while sum(taken.size for taken in used) < role.takes.size:
+            work = partial(self._added, index, blocks, role.makes, total)
+            added = await self._compute(index, work, self._operations_of(index, blocks, role.makes.size))
+            if total is None:
+                self._member.ledger.hold(added)
+            total = added
+            blocks = await self._new_blocks(index, role, used)
+        for chunk in self._flow.chunks(index, role.makes):
+            before = None
+            if total is not None:
+                before = total[:, (chunk.first - role.makes.first) * each : (chunk.last - role.makes.first) * each]
+            work = partial(self._finished, index, blocks, chunk, before)
+            made = await self._compute(index, work, self._operations_of(index, blocks, chunk.size))
+            self._made(index, chunk.first * each, made)
+        if total is not None:
+            self._member.ledger.drop(total)
+
+    async def _new_blocks(self, index: int, role: Role, used: set[Range]) -> list[Block]:
+        """Wait for parts of a layer's input that are not used yet; count them as used."""
+        origins = self._flow.origins(index, role.takes)
+        while True:
+            blocks = [block for block in self.store.blocks(origins) if block[0] not in used]
+            if blocks:
+                used.update(taken for taken, _ in blocks)
+                return blocks
+            await self.store.news()
+
+    async def _by_inputs(self, index: int, role: Role) -> None:
+        """LIP: compute sums of all outputs, each merger's part for it, its own last; merge what all have sent."""
+        if role.takes.size:
+            await self._send_sums(index, role)
+        senders = sum(other.takes.size > 0 for other in self._flow.roles[index])
+        for chunk in self._flow.chunks(index, role.makes):
+            sums = await self.store.sums(index, chunk, senders)
+            # An addition for each value that is merged.
+            additions = float(sum(each.numel() for each in sums[1:]))
+            made = await self._compute(index, partial(self._merged, index, sums, chunk), additions)
+            self._made(index, chunk.first * self._operations[index].pixels, made)
+
+    async def _send_sums(self, index: int, role: Role) -> None:
+        roles, own = self._flow.roles[index], self._member.index
+        blocks = await self.store.all_of(self._flow.origins(index, role.takes))
+        for step in range(1, len(roles) + 1):
+            merger = (own + step) % len(roles)
+            for chunk in self._flow.chunks(index, roles[merger].makes):
+                work = partial(self._added, index, blocks, chunk, None)
+                added = await self._compute(index, work, self._operations_of(index, blocks, chunk.size))
+                if merger == own:
+                    self.store.put_sums(index, chunk, own, added)
+                else:
+                    sums = PartialSums(self._member.configuration, self.number, index, *chunk, added)
+                    self._member.post(merger, sums)
+
+    def _operations_of(self, index: int, blocks: Sequence[Block], channels: int) -> float:
+        """Return the floating-point operations that parts of the input take for some output channels."""
+        layer = self._operations[index]
+        share = sum(taken.size for taken, _ in blocks) / layer.inputs * channels
+        return 2.0 * len(blocks[0][1]) * layer.multiplications * share / layer.output_channels
+
+    def _added(self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None) -> torch.Tensor:
+        """Return what parts of the input add to some output channels, and what was there before."""
+        layer, sliced = self._operations[index], self._member.layers[index]
+        each, total = layer.inputs // layer.input_channels, before
+        for taken, inputs in blocks:
+            sums = sliced.sums(inputs, range(taken.first // each, taken.last // each), as_range(made))
+            total = sums if total is None else total + sums
+        assert total is not None
+        return total
+
+    def _finished(self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None) -> torch.Tensor:
+        return self._member.layers[index].finish(self._added(index, blocks, made, before), as_range(made))
+
+    def _merged(self, index: int, sums: Sequence[torch.Tensor], made: Range) -> torch.Tensor:
+        total = sums[0]
+        for each in sums[1:]:
+            total = total + each
+        return self._member.layers[index].finish(total, as_range(made))
+
+    async def _undivided(self, index: int, role: Role) -> None:
+        """Compute a layer as it is, or pool some channels."""
+        layer = self._operations[index]
+        blocks = await self.store.all_of(self._flow.origins(index, role.takes))
+        operations = 2.0 * len(blocks[0][1]) * layer.multiplications
+        made = await self._compute(index, lambda: self._member.layers[index].run(_joined(blocks)), operations)
+        self._made(index, role.makes.first * layer.pixels, made)
+
+    async def _compute(self, index: int, work: Callable[[], torch.Tensor], operations: float) -> torch.Tensor:
+        return await self._member.compute(work, operations, Span(SPAN, self.number, index))
+
+    # The exchange.
+
+    def take_values(self, value: int, first: int, tensor: torch.Tensor, maker: int) -> None:
+        """Keep what another device has made; the source may have to send it on."""
+        part = Range(first, first + tensor.shape[1])
+        if self._flow.way == "source" and self._is_source:
+            for receiver, wanted in self._flow.forwarded(value, maker, part):
+                self._send(value, receiver, wanted, part, tensor)
+        self._keep(value, part, tensor)
+
+    def _made(self, value: int, first: int, tensor: torch.Tensor) -> None:
+        """Send what this device has made of a value to those that need it, and keep it for itself."""
+        part = Range(first, first + tensor.shape[1])
+        self._member.ledger.drop(self._member.ledger.hold(tensor))
+        for receiver, wanted in self._flow.receivers(value, self._member.index, part):
+            self._send(value, receiver, wanted, part, tensor)
+        self._keep(value, part, tensor)
+
+    def _send(self, value: int, receiver: int, wanted: Range, part: Range, tensor: torch.Tensor) -> None:
+        sent = tensor[:, wanted.first - part.first : wanted.last - part.first].contiguous()
+        self._member.post(receiver, Values(self._member.configuration, self.number, value, wanted.first, sent))
+
+    def _keep(self, value: int, part: Range, tensor: torch.Tensor) -> None:
+        if self._flow.last[value][self._member.index] >= 0:
+            self.store.put(value, part.first, tensor)
+
+    # The image, and the layers that are tiled.
+
+    def begin(self, images: torch.Tensor) -> None:
+        """Spread a request's images; on the source."""
+        if not self._flow.plan.tiles:
+            self._made(INPUT, 0, images.flatten(1))
+            return
+        self.store.image = self._member.ledger.hold(images)
+        for number, tile in enumerate(self._flow.plan.tiles):
+            region = tile.regions[0]
+            part = images[:, :, region.top : region.bottom, region.left : region.right]
+            if tile.device == self._member.index:
+                self.take_tile(number, part)
+            else:
+                message = TileInput(self._member.configuration, self.number, number, part.contiguous())
+                self._member.post(tile.device, message)
+
+    def take_tile(self, number: int, inputs: torch.Tensor) -> None:
+        """Begin to compute the early layers of one tile."""
+        self._member.start(self._tile(number, inputs))
+
+    async def _tile(self, number: int, inputs: torch.Tensor) -> None:
+        from testbed.methods.distributed.tile_compute import compute_tile
+
+        tile, tiled, ledger = self._flow.plan.tiles[number], self._flow.tiled, self._member.ledger
+        layers = [self._member.layers[index] for index in range(tiled)]
+        operations = 2.0 * len(inputs) * sum(multiplications(self._operations[:tiled], tile))
+        if not self._is_source:
+            # There it is a part of the image.
+            ledger.hold(inputs)
+        outputs = await self._compute(0, lambda: compute_tile(layers, tile, inputs, ledger), operations)
+        if self._is_source:
+            self.place(number, outputs)
+        else:
+            ledger.drop(inputs)
+            self._member.post(None, TileOutput(self._member.configuration, self.number, number, outputs))
+
+    def place(self, number: int, outputs: torch.Tensor) -> None:
+        """Collect tiles on the source; spread the map when all are there."""
+        value, tiles = self._flow.tiled - 1, self._flow.plan.tiles
+        complete = self.store.collect(outputs, tiles[number].regions[-1], self._operations[value].output)
+        if self.store.collected == len(tiles):
+            self.store.uncollect()
+            self._made(value, 0, complete.flatten(1))
+
+
+def _joined(blocks: Sequence[Block]) -> torch.Tensor:
+    """Put blocks of an input together, (samples, elements)."""
+    import torch
+
+    return blocks[0][1] if len(blocks) == 1 else torch.cat([values for _, values in blocks], dim=1)
