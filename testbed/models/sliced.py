@@ -110,9 +110,9 @@ class SlicedLayer:
         return self.finish(self.operation.layers[0].product(maps, None).flatten(1), channels)
 
     def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
-        """Compute all channels of a tile, (samples, channels, height, width), padded by so many pixels around it.
+        """Compute all channels of a tile, (samples, channels, height, width), padded by ``around`` pixels.
 
-        ``around`` is left, right, top and bottom.
+        ``around``: left, right, top and bottom.
         """
         assert self.operation.window is not None
         padded = functional.pad(inputs, around, value=self.operation.window.fill)

@@ -18,7 +18,7 @@ from testbed.models.shapes import Shape
 CLASSES = 80
 """Of COCO: for data without labels."""
 STRIDE = 32
-"""An input is so many times as high and as wide as the output's grid."""
+"""How many times as high and as wide as the output's grid an input is."""
 ANCHORS = ((0.57273, 0.677385), (1.87446, 2.06253), (3.33843, 5.47434), (7.88282, 3.52778), (9.77052, 9.16828))
 """Of the network trained on COCO: width and height in cells of the grid."""
 ROUTES = {25: (16,), 28: (27, 24)}

@@ -31,7 +31,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     """The source spreads an image, workers exchange what the schemes need, the source has the result.
 
     A device holds the weights of its own parts and no others. Devices that die are dealt with as
-    `testbed.methods.parts.checkpointing` says, the layers being divided anew over those that are left.
+    `testbed.methods.parts.checkpointing` says, the layers being divided again over those that are left.
     """
 
     name = "distributed"

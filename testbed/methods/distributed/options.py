@@ -36,8 +36,8 @@ class DistributedOptions(Options):
     early: int | None = Field(
         None,
         ge=0,
-        description="so many first layers by fused tiles, in all schemes but sequential and single; none: those "
-        "dominated by features",
+        description="number of first layers that are done by fused tiles, in all schemes but sequential and single; "
+        "none: those dominated by features",
     )
     grid: tuple[int, int] | None = Field(None, description="rows and columns of tiles; none: what is done soonest")
     source: str | None = Field(None, description="the device that has the images; none: the first of the scenario")

@@ -28,7 +28,7 @@ from testbed.plan import Details, Piece, Plan
 
 
 class PlanFigures(BaseModel):
-    """What a plan takes of one sample, for whoever compares; by device in the order of the plan's."""
+    """What a plan takes for one sample; by device in the order of the plan."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     weights: tuple[int, ...]

@@ -75,7 +75,7 @@ class Store:
         return found
 
     async def sums(self, layer: int, made: Range, count: int) -> list[torch.Tensor]:
-        """Wait for the sums of so many devices; return them in the order of the devices, counted as held no more."""
+        """Wait for the sums of ``count`` devices; return them in the order of the devices, counted as held no more."""
         while len(self._sums.get((layer, made), {})) < count:
             await self.news()
         found = self._sums.pop((layer, made))

@@ -41,7 +41,7 @@ class _Step:
 class LayerShard:
     """A slice of an operation with its gradients and optimizer state.
 
-    Values are (samples, elements), channel after channel. Several computations may be under way, told apart by a key;
+    Values are (samples, elements), channel after channel. Several computations may be under way, each with its key;
     each backward uses the weights of its forward, whatever was updated in between, and gradients add up until `update`.
     Nothing handed in is changed, and nothing handed out is changed later.
     """

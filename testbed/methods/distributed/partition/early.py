@@ -30,7 +30,7 @@ def early_layers(graph: Graph) -> int:
 
 
 def check_early(graph: Graph, count: int) -> None:
-    """Raise `InputError` where so many first layers cannot be tiled, naming the nearest smaller number that can."""
+    """Raise `InputError` where the first ``count`` layers cannot be tiled; it names the nearest number that can."""
     if count <= len(graph.operations) and _can_be(graph, count):
         return
     nearest = max(fewer for fewer in range(min(count, len(graph.operations)) + 1) if _can_be(graph, fewer))
@@ -42,7 +42,7 @@ def check_early(graph: Graph, count: int) -> None:
 
 
 def _can_be(graph: Graph, count: int) -> bool:
-    """Whether so many first layers can be tiled."""
+    """Whether the first ``count`` layers can be tiled."""
     return count == 0 or (all(_tiles(graph, index) for index in range(count)) and _closes(graph, count))
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 Exchange = Literal["direct", "source"]
 """``source``: as in the paper, everything passes the source. It collects and merges, pools and routes, and spreads.
-``direct``: whoever has a part sends it to those that need it. The sums of LIP and of a fused pair's second layer are
+``direct``: each device sends its parts to those that need them. The sums of LIP and of a fused pair's second layer are
 merged in ranges, one on each device, so that no device's link carries more than its share; pooling is done where the
 channels are, and routing is nothing but knowing what to ask for.
 

@@ -1,4 +1,4 @@
-"""How many bytes each device needs for a plan: an upper bound of what it holds, whoever is fast and whoever is slow.
+"""How many bytes each device needs for a plan: an upper bound of what it holds, whichever devices are fast or slow.
 
 Left out, as in `testbed.partition.memory`: interpreter, torch, scratch space of kernels, messages under way.
 """

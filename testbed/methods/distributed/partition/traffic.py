@@ -30,7 +30,7 @@ class Transfer:
         return sum(self.messages)
 
     def wire_bytes(self, samples: int) -> float:
-        """Return the bytes on the wire of a request with so many samples, headers included."""
+        """Return the bytes on the wire of a request of ``samples`` samples, headers included."""
         sizes = Counter(self.messages)
         return sum(count * size_around(samples * BYTES_PER_VALUE * elements) for elements, count in sizes.items())
 
