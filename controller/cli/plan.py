@@ -18,6 +18,7 @@ CLASSES_SHOWN = 4
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from testbed.experiment import Experiment
     from testbed.methods.base import Problem
     from testbed.plan import Piece
     from testbed.prepare import Prepared
@@ -32,8 +33,9 @@ def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     For each device of the plan: its units, parameters, memory against what it has, and the FLOPs it computes in
     a step; then the step time that the planner predicts and, for a pipeline, its schedule drawn as a grid
-    (F0 is the forward of micro-batch 0, B0 its backward). Where `workload.data.split` shares training samples
-    among devices: how many each has, of which classes. A method that can divide the work in several ways shows
+    (F0 is the forward of micro-batch 0, B0 its backward). With `network.radio`: where each device is and the
+    packet reception ratio (PRR) of each directed pair. Where `workload.data.split` shares training samples among
+    devices: how many each has, of which classes. A method that can divide the work in several ways shows
     each beside the chosen one. A sweep is planned at each of its points.
 
     SCENARIO is a file, or the name of one in scenarios/.
@@ -48,7 +50,7 @@ def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
 
-    # Repetitions differ in their seed alone, which no planner looks at.
+    # Repetitions differ in their seed alone; what follows from it (positions that are drawn) is shown of the first.
     points = [each for each in trials(load(scenario, overrides)) if each.repetition == 0]
     plans = [_describe_plan(prepare(each)) for each in points]
     if as_json:
@@ -73,6 +75,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "lead": chosen.lead,
         "pieces": [_describe_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
         "data": _describe_data(prepared),
+        "radio": _describe_radio(experiment),
         "memory": {name: chosen.memory(name) for name in chosen.devices},
         "idle": [device.name for device in experiment.devices if device.name not in chosen.devices],
         "step_time": chosen.step_time,
@@ -94,6 +97,16 @@ def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
     counts = class_counts(labels, prepared.shares)
     owners = [{"device": name, "samples": sum(counts[name].values()), "classes": counts[name]} for name in counts]
     return {"samples": len(labels), "owners": owners}
+
+
+def _describe_radio(experiment: Experiment) -> dict[str, Any] | None:
+    """Return where devices are and which share of each one's casts the others receive; None without a radio."""
+    if not experiment.positions:
+        return None
+    ratios: dict[str, dict[str, float]] = {name: {} for name in experiment.positions}
+    for (source, destination), link in experiment.links.items():
+        ratios[source][destination] = 1 - link.message_loss
+    return {"positions": {name: list(place) for name, place in experiment.positions.items()}, "prr": ratios}
 
 
 def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
@@ -160,6 +173,9 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     if described["data"]:
         console.print()
         _print_data(console, described["data"])
+    if described["radio"]:
+        console.print()
+        _print_radio(console, described["radio"])
     if described["schedule"]:
         console.print()
         console.print(described["schedule"], soft_wrap=True)
@@ -182,6 +198,22 @@ def _print_data(console: Console, data: dict[str, Any]) -> None:
     console.print(table)
     owned = sum(row["samples"] for row in data["owners"])
     console.print(f"\n[dim]{owned:,} of {data['samples']:,} training samples; the lead has the test samples[/dim]")
+
+
+def _print_radio(console: Console, radio: dict[str, Any]) -> None:
+    """Print positions and the reception ratios: a row a sender, a column a receiver, numbered as the rows are."""
+    from controller.report import tables
+
+    ratios = radio["prr"]
+    numbers = {name: str(index) for index, name in enumerate(ratios, 1)}
+    table = tables.table("", "device", "metres", *numbers.values(), right=("", *numbers.values()))
+    for name, (x, y) in radio["positions"].items():
+        heard = [f"{ratios[name][other]:.0%}" if other in ratios[name] else "-" for other in ratios]
+        table.add_row(numbers[name], name, f"{x:.1f}, {y:.1f}", *heard)
+    console.print(table)
+    every = [ratio for row in ratios.values() for ratio in row.values()]
+    mean = f", {sum(every) / len(every):.1%} on average" if every else ""
+    console.print(f"\n[dim]share of the casts of each row's device that each column's receives (PRR){mean}[/dim]")
 
 
 def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:

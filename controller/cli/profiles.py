@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.command()
 @as_json
 def profiles(as_json: bool) -> None:
-    """List device profiles and link presets, each with the source of its figures.
+    """List device profiles, link presets and radios, each with the source of its figures.
 
     The speed is what the pacing charges computing at. Most are results of HPL, which is a device's best in large
     float64 matrix products: measure your own network and override `speed` where the absolute time matters.
@@ -32,10 +32,12 @@ def profiles(as_json: bool) -> None:
       devices:
         worker: {profile: raspberry-pi-4b, count: 3, memory: 2GiB}
       network:
-        link: {preset: wifi, delay: 3ms}
+        link: {preset: 802.11a, delay: 3ms}
+        radio: {preset: 802.11a, area: [50, 50]}
     """
     from testbed.hardware import PROFILES
     from testbed.network.presets import PRESETS
+    from testbed.network.radio import TRANSCEIVERS
     from testbed.quantities import format_rate, format_size
 
     if as_json:
@@ -43,6 +45,7 @@ def profiles(as_json: bool) -> None:
             {
                 "devices": [asdict(profile) for profile in PROFILES.values()],
                 "links": [asdict(preset) for preset in PRESETS.values()],
+                "radios": [asdict(radio) for radio in TRANSCEIVERS.values()],
             }
         )
         return
@@ -59,6 +62,18 @@ def profiles(as_json: bool) -> None:
         for each in PRESETS.values()
     ]
     _print_sourced(console, links)
+    console.print("\n[bold]Radios[/bold], for `network.radio`: how far a cast is heard")
+    radios = [
+        (
+            each.name,
+            f"{each.transmit_power:g} dBm",
+            f"{each.sensitivity:g} dBm",
+            "sent with, still received",
+            each.source,
+        )
+        for each in TRANSCEIVERS.values()
+    ]
+    _print_sourced(console, radios)
 
 
 def _basis(profile: Profile) -> str:
@@ -69,7 +84,8 @@ def _basis(profile: Profile) -> str:
 def _delay(preset: LinkPreset) -> str:
     from testbed.quantities import format_duration
 
-    return "delay is yours to give" if preset.delay is None else f"{format_duration(preset.delay)} one way"
+    delay = "delay is yours to give" if preset.delay is None else f"{format_duration(preset.delay)} one way"
+    return delay if preset.frame is None else f"{delay}; frame {preset.frame} B"
 
 
 def _print_sourced(console: Console, rows: Sequence[tuple[str, str, str, str, str]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Network
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -80,6 +80,27 @@ class CellPart(Part):
     rate: Rate = Field(description="of the channel: of all transmissions in the cell together")
 
 
+class RadioPart(Part):
+    """Where devices are and how their transmissions fade: which share of casts each receiver loses."""
+
+    area: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(
+        description="width and height in metres; devices without a `position` are put anywhere in it, by the seed"
+    )
+    preset: str = Field(
+        "802.11a", description="transmit power and sensitivity of one of the radios of `testbed profiles`"
+    )
+    transmit_power: float | None = Field(None, description="in dBm; default: the preset's")
+    sensitivity: float | None = Field(None, description="in dBm: the weakest that is received; default: the preset's")
+    path_loss_exponent: float = Field(3.1, gt=0, description="of the distance; 2 in free space, more indoors")
+    reference_loss: float = Field(
+        46.68, gt=0, description="in dB at 1 m; the default is that of free space at 5.15 GHz"
+    )
+    shadowing: float = Field(8.0, ge=0, description="standard deviation in dB, drawn for each transmission")
+    packets: int | None = Field(
+        None, ge=1, description="measure each reception ratio by this number of packets; default: its probability"
+    )
+
+
 class NetworkPart(Part):
     """Which devices are linked, and how."""
 
@@ -91,6 +112,9 @@ class NetworkPart(Part):
     link: LinkPart = Field(default_factory=lambda: LinkPart(), description="every link, unless overridden")
     links: tuple[PairLinkPart, ...] = Field((), description="links that differ; later ones win")
     cells: tuple[CellPart, ...] = Field((), description="radio cells: devices that share one channel")
+    radio: RadioPart | None = Field(
+        None, description="makes each link's `message_loss` from the distance; `links` may say otherwise of some"
+    )
     subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")
 
     @field_validator("subnet")

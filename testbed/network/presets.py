@@ -21,6 +21,8 @@ class LinkPreset:
     source: str
     delay: float | None = None
     """One-way, in seconds; None where the source says nothing."""
+    frame: int | None = None
+    """Bytes that a radio's longest frame carries; of 802.15.4 they include the header. Nothing is computed from it."""
 
     def rate(self, from_first: bool) -> float:
         """Return bit/s in one direction: down from the first device, up from every other."""
@@ -36,7 +38,8 @@ _PRESETS = (
     LinkPreset("4g", 10e6, 25e6, _PIPELEARN),
     LinkPreset("4g+", 20e6, 40e6, _PIPELEARN),
     LinkPreset("wifi", 50e6, 50e6, _PIPELEARN),
-    LinkPreset("802.15.4", 250e3, 250e3, "IEEE 802.15.4 at 2.4 GHz, as in EdgePipe (Yoon et al.)"),
+    LinkPreset("802.15.4", 250e3, 250e3, "IEEE 802.15.4 at 2.4 GHz, as in EdgePipe (Yoon et al.)", frame=127),
+    LinkPreset("802.11a", 6e6, 6e6, "IEEE 802.11a (OFDM), the lowest rate, which reaches farthest", frame=2304),
     LinkPreset("lan", 1e9, 1e9, "assumption: gigabit Ethernet through one switch", delay=0.1e-3),
 )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from testbed.errors import Diagnostic, Key, parse_key
@@ -22,6 +23,7 @@ from testbed.network.presets import PRESETS
 from testbed.network.topology import directed_pairs
 from testbed.scenario import paper
 from testbed.scenario.loading import nearest, put, validate
+from testbed.scenario.radio import radio
 from testbed.scenario.schema import DevicePart, Scenario
 from testbed.scenario.trace import changes
 from testbed.scenario.trial import Trial
@@ -96,8 +98,9 @@ def swept(scenario: Scenario) -> Iterator[tuple[Key, dict[str, object]]]:
 def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:
     devices = _devices(scenario)
     names = [device.name for device in devices]
-    links = _links(scenario, names)
     seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
+    positions, ratios = radio(scenario, names, seed)
+    links = _links(scenario, names, ratios)
     single = scenario.model_copy(update={"sweep": {}, "points": (), "repetitions": 1, "seed": seed})
     experiment = Experiment(
         name=scenario.name,
@@ -109,6 +112,7 @@ def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Tri
         faults=scenario.faults,
         cells=_cells(scenario, names),
         changes=_changes(scenario, devices, links),
+        positions=positions,
     )
     return Trial(single, experiment, point, repetition)
 
@@ -161,7 +165,7 @@ def _device_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
         yield Diagnostic((*key, "slowdown"), text)
 
 
-def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
+def _links(scenario: Scenario, names: list[str], ratios: Mapping[Pair, float]) -> dict[Pair, Link]:
     network = scenario.network
     pairs = dict.fromkeys(directed_pairs(network.topology, names))
     problems = _preset_problems(network.link, ("network", "link"))
@@ -181,15 +185,22 @@ def _links(scenario: Scenario, names: list[str]) -> dict[Pair, Link]:
             problems.append(Diagnostic(key, text + "use the topology mesh, or explicit and list every link"))
     if problems:
         raise scenario.source.error(problems)
-    return _with_figures(pairs, names[0], scenario)
+    return _with_figures(pairs, names[0], scenario, ratios)
 
 
-def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario) -> dict[Pair, Link]:
-    """Return the link of each pair, its figures from all levels; every name is known to be right."""
+def _with_figures(
+    pairs: Iterable[Pair], first: str, scenario: Scenario, ratios: Mapping[Pair, float]
+) -> dict[Pair, Link]:
+    """Return the link of each pair, its figures from all levels; every name is known to be right.
+
+    ``ratios`` are the reception ratios that a radio makes, between the default of all links and those that differ.
+    """
     network = scenario.network
     # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
     default = {from_first: overlay(Link(), network.link, from_first) for from_first in (True, False)}
     links = {pair: default[pair[0] == first] for pair in pairs}
+    if ratios:
+        links = {pair: replace(link, message_loss=1 - ratios[pair]) for pair, link in links.items()}
     problems = [
         problem
         for link in dict.fromkeys(default.values())

@@ -42,6 +42,9 @@ class DevicePart(Part):
     )
     uplink: Rate | None = Field(None, description="of all that the device sends, beside the rates of its links")
     downlink: Rate | None = Field(None, description="of all that the device receives, beside the rates of its links")
+    position: tuple[float, float] | None = Field(
+        None, description="metres from two sides of `network.radio.area`; default: drawn from the seed"
+    )
 
 
 class PaperRow(Part):

@@ -1,0 +1,64 @@
+"""From `network.radio` and the devices' positions to where each device is and which share of casts each receives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from testbed.errors import Diagnostic
+from testbed.network.link import Pair
+from testbed.network.parts import RadioPart
+from testbed.network.radio import TRANSCEIVERS, Position, Propagation, draw_positions, reception_ratios
+from testbed.scenario.loading import nearest
+from testbed.scenario.schema import Scenario
+
+
+def radio(scenario: Scenario, names: Sequence[str], seed: int) -> tuple[dict[str, Position], dict[Pair, float]]:
+    """Return each device's position and the reception ratio of each directed pair; both empty without a radio.
+
+    Raises `InputError` naming file and line.
+    """
+    problems = list(_problems(scenario))
+    if problems:
+        raise scenario.source.error(problems)
+    part = scenario.network.radio
+    if part is None:
+        return {}, {}
+    given = {name: device.position for name, device in scenario.devices.items() if device.position is not None}
+    positions = draw_positions(names, given, part.area, seed)
+    return positions, reception_ratios(_propagation(part), positions, part.packets, seed)
+
+
+def _propagation(part: RadioPart) -> Propagation:
+    preset = TRANSCEIVERS[part.preset]
+    return Propagation(
+        preset.transmit_power if part.transmit_power is None else part.transmit_power,
+        preset.sensitivity if part.sensitivity is None else part.sensitivity,
+        part.path_loss_exponent,
+        part.reference_loss,
+        part.shadowing,
+    )
+
+
+def _problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    part = scenario.network.radio
+    for name, device in scenario.devices.items():
+        if device.position is None:
+            continue
+        key = ("devices", name, "position")
+        x, y = device.position
+        if part is None:
+            yield Diagnostic(key, "means nothing without `network.radio`: give that as well, or leave this out")
+        elif device.count is not None:
+            yield Diagnostic(key, f"would put {device.count} devices in one place: name them one by one")
+        elif not (0 <= x <= part.area[0] and 0 <= y <= part.area[1]):
+            width, height = part.area
+            text = f"[{x:g}, {y:g}] is outside of the area: use [0, 0] to [{width:g}, {height:g}], or widen "
+            yield Diagnostic(key, text + "`network.radio.area`")
+    if part is None:
+        return
+    if part.preset not in TRANSCEIVERS:
+        text = f"there is no radio '{part.preset}': {nearest(part.preset, TRANSCEIVERS)}"
+        yield Diagnostic(("network", "radio", "preset"), text)
+    if scenario.network.link.message_loss is not None:
+        text = "is what `network.radio` computes for each pair: leave one of the two out"
+        yield Diagnostic(("network", "link", "message_loss"), text)
