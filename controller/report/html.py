@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from controller.report.declared import head, tables
+from controller.report.declared import Drawn, curves, head, tables
 from controller.report.grouping import describe, group_links, measured
-from controller.report.plots import Line, Window, inline, line_plot
+from controller.report.plots import SERIES, Line, Window, inline, line_plot
 from controller.report.terminal import VERDICTS, found_text, object_rows, recovery_from
 from controller.report.timeline import shaded, timeline
 from controller.results.files import scenario_yaml
@@ -21,6 +21,8 @@ from controller.results.run import Run, value_text
 from testbed import formats
 from testbed.plan import Piece
 
+FEW = 60
+"""Points of a line that can be told apart: each gets a mark."""
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
     "not trusted": "The timings of this run should not be relied on:",
@@ -163,6 +165,19 @@ def _charts(run: Run) -> Iterator[tuple[str, str, Markup]]:
         points = [(row["time"], row["latency"]) for row in series["requests"]]
         lines = [Line("latency", points, "blue", joined=False)]
         yield "Latency", f"Of every request.{explained}", draw(lines, "Latency", formats.seconds)
+    for curve in curves(run):
+        yield _own_chart(curve, draw)
+
+
+def _own_chart(curve: Drawn, draw: Any) -> tuple[str, str, Markup]:
+    """Draw a chart that the method adds, of the first of its lines where there are more than colours."""
+    lines = [
+        Line(name or curve.title, points, colour, marks=len(points) <= FEW)
+        for (name, points), colour in zip(curve.lines, SERIES, strict=False)
+    ]
+    left_out = len(curve.lines) - len(lines)
+    note = f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note
+    return curve.title, note, draw(lines, curve.title, partial(formats.of_kind, curve.kind))
 
 
 def _step_chart(steps: list[dict[str, Any]], draw: Any) -> tuple[str, str, Markup]:

@@ -45,7 +45,7 @@ DECLARED = Declared(
         ),
         Table("Empty", "", "nothing", (Column("At", "moment", "time"),)),
     ),
-    curves=(Curve("Spread", "Of each layer.", "spread", "share", "share", by="layer"),),
+    curves=(Curve("Shares over time", "Of each layer.", "spread", "share", "share", by="layer"),),
 )
 
 
@@ -78,3 +78,7 @@ def test_lists_are_kept_and_shown(run: Run) -> None:
 def test_curves_have_a_line_of_each_kind(run: Run) -> None:
     (drawn,) = curves(run)
     assert drawn.lines == [("0", [(1.0, 0.25), (2.0, 0.75)]), ("1", [(1.0, 0.5)])]
+
+
+def test_the_page_draws_them(run: Run) -> None:
+    assert "Shares over time" in html.render(run)
