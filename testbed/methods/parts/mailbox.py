@@ -44,7 +44,7 @@ class Mailbox:
             gradient = await mailbox.take(Gradient, batch, deadline=device.now() + 2)
 
     A message is given to the handler of its kind, if there is one; else to the first `take` that waits for it; else it
-    is kept. Casts arrive in the same way.
+    is kept. Casts arrive in the same way. What is not acknowledged when the mailbox closes is withdrawn.
 
     ``configuration`` numbers the arrangements of devices. Messages of a lower one are dropped here and nowhere else;
     those of a higher one are too, unless their kind ``opens`` it.

@@ -1,0 +1,39 @@
+"""The page on writing a method shows the example, and the example runs."""
+
+import re
+import textwrap
+from pathlib import Path
+
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.expect import evaluate
+from testbed.scenario.loading import load
+from testbed.simulation import simulate
+from testbed.trace.metrics import metrics
+from testbed.trace.registry import figures_of
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "scenarios" / "examples"
+
+
+def test_the_page_shows_the_example():
+    (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "method.md").read_text(), re.DOTALL)
+    messages, program = shown.split("\n\n\nasync def program")
+    example = (EXAMPLES / "mean.py").read_text()
+    assert messages in example
+    assert textwrap.indent("async def program" + program, "    ") in example
+
+
+def test_the_example_goes_on_without_the_device_that_died():
+    prepared = prepare(trials(load(EXAMPLES / "mean.yaml"))[0])
+    outcome = simulate(prepared, None)
+    assert outcome.status == "finished", outcome.error
+    declared = prepared.method.declared
+    found = metrics(outcome, prepared.experiment, prepared.plan, declared)
+    results = evaluate(prepared.scenario.expect, found, figures_of(declared))
+    assert {result.key for result in results} >= {"late"}
+    assert all(result.holds for result in results)
+    late = [event.fields["late"] for event in outcome.events if event.event == "mean"]
+    assert late[:5] == [0] * 5
+    assert late[5:7] == [1, 1]
+    assert late[-1] == 0
