@@ -166,7 +166,9 @@ def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
     for name, tensor in tensors.items():
         if tensor.dtype not in dtypes:
             raise _unknown_type(name, tensor)
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        # A tensor without numbers weighs as much as one with them.
+        real = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu")
+        flat = real.contiguous().reshape(-1).view(torch.uint8)
         result.append(Raw(name, dtypes[tensor.dtype], tuple(tensor.shape), flat.numpy().data))
     return result
 

@@ -104,6 +104,11 @@ class WorkloadPart(Part):
     data: DataPart = Field(default_factory=lambda: DataPart(), description="what it learns or is asked")
     method: MethodPart = Field(description="how the work is split")
     optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="of training")
+    numerics: Literal["full", "none"] = Field(
+        "full",
+        description="none: timing only. The same messages, sizes and faults, but no tensor is computed: there are no "
+        "weights, no loss and no accuracy",
+    )
     batch_size: int = Field(32, ge=1, description="samples of a training step or of a request")
     epochs: int | None = Field(None, ge=1, description="training: how often every sample is seen")
     steps: int | None = Field(None, ge=1, description="training: number of steps, instead of epochs")

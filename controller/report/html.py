@@ -101,6 +101,8 @@ def render(run: Run) -> str:
 def _chips(run: Run) -> Iterator[str]:
     workload = run.trial.scenario.workload
     yield "emulated in containers" if run.outcome.runtime == "emulate" else "simulated"
+    if workload.numerics == "none":
+        yield "timing only: nothing was computed"
     yield f"{workload.method.name} {'training' if workload.task == 'train' else 'inference'}"
     yield f"{workload.model.name} on {workload.data.name}"
     count = len(run.experiment.devices)

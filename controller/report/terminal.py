@@ -121,6 +121,8 @@ def _titled(title: str, note: str, *parts: RenderableType) -> Group:
 def _title(run: Run) -> Text:
     workload = run.trial.scenario.workload
     runtime = "emulated" if run.outcome.runtime == "emulate" else "simulated"
+    if workload.numerics == "none":
+        runtime += ", timing only: nothing was computed"
     text = Text(" ")
     text.append(run.trial.scenario.name, style="bold")
     count = len(run.experiment.devices)

@@ -26,7 +26,7 @@ def load_data(prepared: Prepared) -> Dataset:
     from testbed.data import load
 
     scenario = prepared.scenario
-    return load(scenario.workload.data, data_folder(scenario))
+    return load(scenario.workload.data, data_folder(scenario), blank=scenario.workload.numerics == "none")
 
 
 class InitialWeights:

@@ -254,16 +254,17 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
     return labels[: part.train].astype(np.int64)
 
 
-def load(part: DataPart, folder: Path | None = None) -> Dataset:
+def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dataset:
     """Read the set that a scenario names, its files from ``folder`` (``part.folder`` where that is None).
 
-    For a set that is one file, ``folder`` is that file (``part.path`` where that is None).
+    For a set that is one file, ``folder`` is that file (``part.path`` where that is None). ``blank``: its labels, and
+    black images.
 
     Raises `InputError` for an unknown name, missing or damaged files, and more samples than there are.
     """
     source = describe(part.name)
     if source.read is None:
-        return synthetic.make(part.name, part.train, part.test)
+        return synthetic.make(part.name, part.train, part.test, blank)
     place = folder or Path((part.path if source.from_path else part.folder) or "")
     if source.files and folder is None and part.folder is None:
         raise InputError(
@@ -275,7 +276,8 @@ def load(part: DataPart, folder: Path | None = None) -> Dataset:
         raise InputError(f"there is no folder {place}; `testbed data fetch {part.name}` makes one", ("data", "folder"))
     name, train, test = source.read(source, place)
     chosen = (*_take(name, "train", train, part.train), *_take(name, "test", test, part.test))
-    return Dataset(name, source.classes, *chosen)
+    found = Dataset(name, source.classes, *chosen)
+    return found.blank() if blank else found
 
 
 def _take(

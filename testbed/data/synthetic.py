@@ -43,8 +43,11 @@ def _labels(count: int, classes: int) -> npt.NDArray[np.int64]:
     return np.arange(count, dtype=np.int64) % classes
 
 
-def make(name: str, train: int | None, test: int | None) -> Dataset:
-    """Make the set of that name; the same for everybody, whatever the scenario's seed."""
+def make(name: str, train: int | None, test: int | None, blank: bool = False) -> Dataset:
+    """Make the set of that name; the same for everybody, whatever the scenario's seed.
+
+    ``blank``: its labels, and black images.
+    """
     shape, classes = parse(name)
     channels, height, width = shape
     generator = np.random.default_rng(derive(0, "synthetic", "prototypes", *shape, classes))
@@ -55,6 +58,8 @@ def make(name: str, train: int | None, test: int | None) -> Dataset:
     def draw(part: str, count: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         noise = np.random.default_rng(derive(0, "synthetic", part, *shape, classes))
         labels = _labels(count, classes)
+        if blank:
+            return np.broadcast_to(np.zeros((1, *shape), np.float32), (count, *shape)), labels
         images = prototypes[labels]
         images += np.float32(_NOISE) * noise.standard_normal(images.shape, dtype=np.float32)
         return images.clip(0, 1, out=images), labels

@@ -113,6 +113,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     tasks: ClassVar[tuple[str, ...]] = ("train",)
     Options: type[MethodOptions] = Options  # type: ignore[assignment]  # the default of its type
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
+    timing_only: ClassVar[bool] = False
+    """Whether it can do without numbers, as ``workload.numerics: none`` asks for."""
     declared: ClassVar[Declared] = Declared()
     """Figures, events, rows and tables of its own."""
 

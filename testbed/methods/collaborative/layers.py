@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from testbed.device import Device, Span
 from testbed.methods.base import Problem
 from testbed.methods.parts import costs
-from testbed.methods.parts.shard import MOMENTUM, Shard, State, weights_of
+from testbed.methods.parts.shape_shard import shard
+from testbed.methods.parts.shard import MOMENTUM, State, weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ class Layers:
         self._device = device
         self._units = problem.model.units[first:last]
         self._optimizer = problem.workload.optimizer
-        self._shard = Shard(problem.model, first, last, problem.seed, self._optimizer)
+        self._shard = shard(problem.model, first, last, problem.seed, problem.workload)
 
     @property
     def parameters(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from pydantic import BaseModel, ConfigDict
 
@@ -165,8 +165,6 @@ def _divided(team: Team, device: DeviceSpec, found: Profile, choice: Choice) -> 
 class Search:
     """What N is chosen from."""
 
-    parallel: Split = 1
-    """Given, for all devices or for each, or the best."""
     least: int = 1
     """Samples of a mini-batch at least."""
     paper: bool = False
@@ -180,8 +178,16 @@ class Search:
         return [choice for choice in wanted if choice.split in splits]
 
 
+@lru_cache(maxsize=256)
+def _best(
+    search: Search, found: Profile, samples: int, batch: int, allowed: tuple[int, ...], parallel: int | None
+) -> Choice:
+    """Return one device's choice; many devices are alike."""
+    return optimise(found, samples, batch, search.among(found, batch, allowed, parallel))
+
+
 def split_plan(
-    method: str, team: Team, split_points: Split, at_once: int, search: Search = Search()
+    method: str, team: Team, split_points: Split, at_once: int, parallel: Split = 1, search: Search = Search()
 ) -> Plan[CollaborativeDetails]:
     """Return the plan that splits the model between each device and the server; ``at_once`` of them train together.
 
@@ -190,14 +196,13 @@ def split_plan(
     depth = len(team.problem.model.units)
     smallest = min(team.batch(device) for device in team.devices)
     splits = team.given(("method", "split"), split_points, 1, depth)
-    parallel = team.given(("method", "parallel"), search.parallel, 1, smallest)
+    given = team.given(("method", "parallel"), parallel, 1, smallest)
     portions = {}
     for device in team.devices:
         name, batch = device.name, team.batch(device)
         found = team.profile(device, at_once)
         allowed = [splits[name]] if splits else list(range(1, depth + 1))
-        choices = search.among(found, batch, allowed, parallel.get(name))
-        choice = optimise(found, team.problem.samples[name], batch, choices)
+        choice = _best(search, found, team.problem.samples[name], batch, tuple(allowed), given.get(name))
         portions[name] = _divided(team, device, found, choice)
     copies = {name: portion.split for name, portion in portions.items()}
     return plan(method, team, portions, copies, in_turn=at_once == 1)

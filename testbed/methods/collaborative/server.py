@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,11 @@ class GlobalModel:
         self._device = device
         self._layers = layers
 
+    @property
+    def numbers(self) -> bool:
+        """Whether there are any: a workload without has shapes alone."""
+        return not any(tensor.is_meta for tensor in self.state.values())
+
     async def average(self, models: Sequence[tuple[int, State]]) -> None:
         """Become the mean of several models, each (samples, state); stay what it is where there are none."""
         if models:
@@ -58,7 +64,7 @@ class GlobalModel:
         score = Score()
         for index in range(len(tests)):
             score.add(await self._layers.infer(index, tests.images(index)), tests.labels(index))
-        self._device.record("evaluate", step=self.rounds, accuracy=score.accuracy, loss=score.loss)
+        self._device.record("evaluate", step=self.rounds, **score.fields())
 
 
 class ServerSide:
@@ -133,7 +139,8 @@ class Server:
 
     async def run(self, rounds: int, tests: Requests, evaluate_every: int) -> None:
         """Hold the rounds that are left; evaluate after some of them and after the last."""
-        self._device.expose(lambda: self._model.state)
+        if self._model.numbers:
+            self._device.expose(lambda: self._model.state)
         devices = list(self._splits)
         turns = [[name] for name in devices] if self._in_turn else [devices]
         for number in range(self._model.rounds, rounds):
@@ -173,4 +180,6 @@ class Server:
         duration = self._device.now() - start
         self._device.record("round", round=number, start=start, duration=duration, samples=samples)
         loss = sum(each.loss * each.samples for each in trained) / sum(samples.values())
-        self._device.record("step", step=number, loss=loss, samples=sum(samples.values()))
+        # Without numbers there is no loss to tell.
+        told = {} if math.isnan(loss) else {"loss": loss}
+        self._device.record("step", step=number, samples=sum(samples.values()), **told)

@@ -28,6 +28,7 @@ class Federated(Method[FederatedOptions, CollaborativeDetails]):
     Options = FederatedOptions
     Details = CollaborativeDetails
     declared = DECLARED
+    timing_only = True
 
     def data_owners(self, problem: Problem[FederatedOptions]) -> tuple[str, ...]:
         """Return all devices but the first, which is the server."""

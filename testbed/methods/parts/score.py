@@ -20,9 +20,12 @@ class Score:
         self._loss = 0.0
 
     def add(self, outputs: torch.Tensor, labels: npt.NDArray[np.int64]) -> None:
-        """Count outputs of shape (samples, classes)."""
+        """Count outputs of shape (samples, classes); those without numbers leave nothing to score."""
         import torch
 
+        if outputs.is_meta:
+            self.samples = 0
+            return
         wanted = torch.from_numpy(labels)
         self.samples += len(labels)
         self._correct += int((outputs.argmax(dim=1) == wanted).sum())
@@ -37,3 +40,7 @@ class Score:
     def loss(self) -> float:
         """Mean cross-entropy."""
         return self._loss / self.samples
+
+    def fields(self) -> dict[str, float]:
+        """Return accuracy and loss as an event has them; nothing where there was nothing to score."""
+        return {"accuracy": self.accuracy, "loss": self.loss} if self.samples else {}

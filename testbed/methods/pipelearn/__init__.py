@@ -49,6 +49,7 @@ class PipeLearn(Method[PipeLearnOptions, CollaborativeDetails]):
     Options = PipeLearnOptions
     Details = CollaborativeDetails
     declared = DECLARED
+    timing_only = True
 
     def data_owners(self, problem: Problem[PipeLearnOptions]) -> tuple[str, ...]:
         """Return all devices but the first, which is the server."""
@@ -63,7 +64,8 @@ class PipeLearn(Method[PipeLearnOptions, CollaborativeDetails]):
             team,
             options.split,
             at_once=len(team.devices),
-            search=planner.Search(options.parallel, options.least, options.candidates == "paper"),
+            parallel=options.parallel,
+            search=planner.Search(options.least, options.candidates == "paper"),
         )
 
     async def program(self, device: Device, job: Job[PipeLearnOptions, CollaborativeDetails]) -> None:

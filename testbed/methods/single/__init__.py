@@ -15,6 +15,8 @@ from testbed.methods.parts import costs
 from testbed.methods.parts.answers import Answers
 from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.score import Score
+from testbed.methods.parts.shape_shard import ShapeShard
+from testbed.methods.parts.shape_shard import shard as make
 from testbed.methods.parts.shard import Shard, weights_of
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.plan import Piece, Plan
@@ -36,6 +38,7 @@ class Single(Method[SingleOptions]):
     summary = "one device alone; the others idle"
     tasks = ("train", "infer")
     Options = SingleOptions
+    timing_only = True
 
     def plan(self, problem: Problem[SingleOptions]) -> Plan:
         """Give everything to one device. Raises `InputError` where it is unknown or too small."""
@@ -69,10 +72,11 @@ class Single(Method[SingleOptions]):
             return
         assert job.dataset is not None
         problem = job.problem
-        shard = Shard(problem.model, 0, len(problem.model.units), problem.seed, problem.workload.optimizer)
+        shard = make(problem.model, 0, len(problem.model.units), problem.seed, problem.workload)
         if job.weights is not None:
             shard.load(job.weights)
-        device.expose(lambda: weights_of(shard.state()))
+        if problem.workload.numerics == "full":
+            device.expose(lambda: weights_of(shard.state()))
         if problem.workload.task == "train":
             await _train(device, problem, job.dataset, shard)
         else:
@@ -83,7 +87,7 @@ class Single(Method[SingleOptions]):
         return frozenset({"forward", "backward", "update", "evaluate"} if device == plan.lead else ())
 
 
-async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shard) -> None:
+async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard) -> None:
     units, optimizer = problem.model.units, problem.workload.optimizer
     training = Training(dataset, problem.workload, problem.seed)
     for step in range(training.steps):
@@ -94,16 +98,17 @@ async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shar
         loss = await device.compute(forward, costs.forward(units, samples), Span("forward", step))
         await device.compute(backward, costs.backward(units, samples), Span("backward", step))
         await device.compute(shard.update, costs.update(units, optimizer), Span("update", step))
-        device.record("step", step=step, loss=loss, samples=samples)
+        told = {} if problem.workload.numerics == "none" else {"loss": loss}
+        device.record("step", step=step, samples=samples, **told)
 
     score = Score()
     requests = Requests(dataset, problem.workload.batch_size)
     for index in range(len(requests)):
         score.add(await _answer(device, problem, shard, requests, index, "evaluate"), requests.labels(index))
-    device.record("evaluate", step=training.steps, accuracy=score.accuracy, loss=score.loss)
+    device.record("evaluate", step=training.steps, **score.fields())
 
 
-async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shard) -> None:
+async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard) -> None:
     requests = Requests(dataset, problem.workload.batch_size, problem.workload.requests)
     answers = Answers(device, problem.model, requests)
     for index in range(len(requests)):
@@ -115,7 +120,7 @@ async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shar
 
 
 async def _answer(
-    device: Device, problem: Problem, shard: Shard, requests: Requests, index: int, span: str
+    device: Device, problem: Problem, shard: Shard | ShapeShard, requests: Requests, index: int, span: str
 ) -> torch.Tensor:
     """Send one request's images through the model; return what comes out."""
     images = requests.images(index)

@@ -28,6 +28,7 @@ class SplitFederated(Method[SplitFederatedOptions, CollaborativeDetails]):
     Options = SplitFederatedOptions
     Details = CollaborativeDetails
     declared = DECLARED
+    timing_only = True
 
     def data_owners(self, problem: Problem[SplitFederatedOptions]) -> tuple[str, ...]:
         """Return all devices but the first, which is the server."""

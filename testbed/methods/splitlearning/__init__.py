@@ -32,6 +32,7 @@ class SplitLearning(Method[SplitLearningOptions, CollaborativeDetails]):
     Options = SplitLearningOptions
     Details = CollaborativeDetails
     declared = DECLARED
+    timing_only = True
 
     def data_owners(self, problem: Problem[SplitLearningOptions]) -> tuple[str, ...]:
         """Return all devices but the first, which is the server."""

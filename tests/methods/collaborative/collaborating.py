@@ -14,8 +14,10 @@ from testbed.trace.outcome import Outcome
 SHAPE = (1, 8, 8)
 
 
-def scenario(method: str, devices: int = 2, *, workload=None, options=None, **keys) -> Scenario:
-    """Return a scenario of a server and so many devices, all alike."""
+def scenario(
+    method: str, devices: int = 2, *, workload=None, options=None, server="2mflops", speed="200kflops", **keys
+) -> Scenario:
+    """Return a scenario of a server and devices, all alike."""
     work = {
         "model": {"name": "mlp", "hidden": [12, 8]},
         "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},
@@ -32,7 +34,7 @@ def scenario(method: str, devices: int = 2, *, workload=None, options=None, **ke
     tree = {
         "name": "test",
         "seed": 3,
-        "devices": {"server": {"speed": "2mflops"}, "device": {"speed": "200kflops", "count": devices}},
+        "devices": {"server": {"speed": server, "processors": 4}, "device": {"speed": speed, "count": devices}},
         "network": {"topology": "star", "link": {"rate": "1mbit", "delay": "2ms"}},
         "workload": work,
         "time_limit": "100000s",
