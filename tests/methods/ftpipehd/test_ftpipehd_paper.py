@@ -20,7 +20,7 @@ from testbed.scenario.trial import Trial
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 
-FOLDER = Path(__file__).parents[2] / "scenarios" / "papers"
+FOLDER = Path(__file__).parents[3] / "scenarios" / "papers"
 SMALL = ("workload.data={name: digits, train: 320, test: 64}", "workload.model.width=0.35", "workload.batch_size=8")
 # A batch takes about as long as it does in the whole scenario: so links weigh no more than there.
 SLOWER = ("devices.centre.speed=10mflops", "devices.fast.speed=10mflops", "devices.slow.speed=1mflops")
