@@ -1,0 +1,121 @@
+"""Equation (2): what each group of layers does in every timeslot, how stale its weights are, how long a slot lasts.
+
+All groups work in one rhythm of ``period`` slots a batch. Batch b is forwarded through layer l in slot ``forward[l]`` +
+b * period, and backwarded in slot ``backward[l]`` + b * period. In other slots a device stalls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from testbed.schedule.actions import Action
+
+BITS_PER_SIGNAL = 32
+MARGIN = 0.1
+"""Seconds; the paper's."""
+
+
+@dataclass(frozen=True)
+class LayerAction:
+    """One slot's work: a batch through one layer."""
+
+    kind: Literal["forward", "backward"]
+    layer: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{Action(self.kind, self.batch)}.{self.layer}"
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """When each layer works on each batch."""
+
+    groups: tuple[range, ...]
+    period: int
+    """Slots from one batch to the next."""
+    forward: tuple[int, ...]
+    """By layer, the slot of batch 0."""
+    backward: tuple[int | None, ...]
+    """The same; None for the input layer, which has nothing to learn."""
+
+    def slots(self, batches: int) -> int:
+        """Return how many slots pass from the first forward to the last backward of a number of batches, at least one."""
+        ends = [slot for slot in self.backward if slot is not None]
+        return max(ends, default=len(self.forward) - 1) + 1 + self.period * (batches - 1)
+
+    def batches(self, slots: int) -> int:
+        """Return how many batches are through within a number of slots."""
+        return max(0, (slots - self.slots(1)) // self.period + 1)
+
+    def action(self, group: int, slot: int) -> LayerAction | None:
+        """Return what a device of a group does in a slot; None: it stalls."""
+        for layer in self.groups[group]:
+            for kind, first in (("forward", self.forward[layer]), ("backward", self.backward[layer])):
+                if first is not None and slot >= first and (slot - first) % self.period == 0:
+                    return LayerAction(kind, layer, (slot - first) // self.period)  # type: ignore[arg-type]
+        return None
+
+    def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
+        """Yield what a device of a group does, slot by slot, until all have done with that number of batches."""
+        for slot in range(self.slots(batches)):
+            action = self.action(group, slot)
+            yield None if action is not None and action.batch >= batches else action
+
+    def staleness(self, layer: int) -> int:
+        """Return by how many updates a layer's weights lag in a forward: 1 where the batch before is in them.
+
+        Equation (3): P - w + 1 for group w of P, counted from 1. 0 for the input layer.
+        """
+        backward = self.backward[layer]
+        return 0 if backward is None else (backward - self.forward[layer]) // self.period + 1
+
+
+def timetable(groups: Sequence[range]) -> Timetable:
+    """Return the timetable of groups of adjacent layers, from the input layer on.
+
+    Every layer is forwarded in the slot after the layer before. A group goes backward as soon as the group behind it is
+    done, or, where groups are of unequal length, in the first slots after that in which it is never forwarding.
+    """
+    layers = groups[-1].stop
+    period = max(len(group) + len(_learning(group)) for group in groups)
+    backward: list[int | None] = [None] * layers
+    free = layers
+    for group in reversed(groups):
+        learning = _learning(group)
+        forwarding = {layer % period for layer in group}
+        while forwarding & {(free + offset) % period for offset in range(len(learning))}:
+            free += 1
+        for layer in reversed(learning):
+            backward[layer] = free
+            free += 1
+    return Timetable(tuple(groups), period, tuple(range(layers)), tuple(backward))
+
+
+def _learning(group: range) -> range:
+    """Return the layers of a group that have weights: all but the input layer."""
+    return range(max(1, group.start), group.stop)
+
+
+def naive_slots(layers: int, batches: int) -> int:
+    """Return the slots of one device, and of any division without a pipeline: one batch after the other."""
+    return (2 * layers - 1) * batches
+
+
+def slot_length(computation: float, signals: int, rate: float, margin: float = MARGIN) -> float:
+    """Return the seconds of a slot: the longest computation, the longest transmission (equation 4), and a margin.
+
+    ``computation`` is in seconds, ``signals`` is how many values the longest message has, ``rate`` is in bit/s.
+    """
+    return computation + signals * BITS_PER_SIGNAL / rate + margin
+
+
+def draw(timetable: Timetable, batches: int = 3, widest: int = 24) -> str:
+    """Draw the first slots, a line a group: ``F0.2`` is batch 0 forward through layer 2, ``B0.2`` back, ``.`` a stall."""
+    lines = []
+    for group, layers in enumerate(timetable.groups):
+        cells = [str(action or ".") for action in timetable.actions(group, batches)][:widest]
+        lines.append(f"layers {layers.start}-{layers.stop - 1}  " + " ".join(f"{cell:<4}" for cell in cells).rstrip())
+    return "\n".join(lines)
