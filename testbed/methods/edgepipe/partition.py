@@ -1,4 +1,4 @@
-"""Algorithm 1: a network cut into super neurons, first into groups of layers, then each layer's neurons over devices."""
+"""Algorithm 1: a network cut into super neurons, first into groups of layers, then by the neurons of each layer."""
 
 from __future__ import annotations
 

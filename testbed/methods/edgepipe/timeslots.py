@@ -42,7 +42,7 @@ class Timetable:
     """The same; None for the input layer, which has nothing to learn."""
 
     def slots(self, batches: int) -> int:
-        """Return how many slots pass from the first forward to the last backward of a number of batches, at least one."""
+        """Return how many slots pass from the first forward to the last backward of one or more batches."""
         ends = [slot for slot in self.backward if slot is not None]
         return max(ends, default=len(self.forward) - 1) + 1 + self.period * (batches - 1)
 
@@ -113,7 +113,7 @@ def slot_length(computation: float, signals: int, rate: float, margin: float = M
 
 
 def draw(timetable: Timetable, batches: int = 3, widest: int = 24) -> str:
-    """Draw the first slots, a line a group: ``F0.2`` is batch 0 forward through layer 2, ``B0.2`` back, ``.`` a stall."""
+    """Draw the first slots, one line a group: ``F0.2`` is batch 0 through layer 2, ``B0.2`` back, ``.`` stalls"""
     lines = []
     for group, layers in enumerate(timetable.groups):
         cells = [str(action or ".") for action in timetable.actions(group, batches)][:widest]
