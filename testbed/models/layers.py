@@ -35,7 +35,7 @@ _BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
-class Window:
+class PixelWindow:
     """What a pixel that leaves a layer sees of those that enter: a square of ``kernel`` x ``kernel``."""
 
     kernel: int
@@ -53,7 +53,7 @@ class Layer(Protocol):
         """How several devices can share it."""
 
     @property
-    def window(self) -> Window | None:
+    def window(self) -> PixelWindow | None:
         """Of layers that look at pixels near each other; None for the others."""
 
     @property
@@ -174,7 +174,7 @@ class Plain:
         return "values"
 
     @property
-    def window(self) -> Window | None:
+    def window(self) -> PixelWindow | None:
         """What a pixel sees."""
         return None
 
@@ -329,9 +329,9 @@ class _Pool(Plain):
         return "channels"
 
     @property
-    def window(self) -> Window:
+    def window(self) -> PixelWindow:
         """What a pixel sees."""
-        return Window(self.kernel, self.stride or self.kernel, self.padding)
+        return PixelWindow(self.kernel, self.stride or self.kernel, self.padding)
 
     def output(self, shape: Shape) -> Shape:
         """Same channels, fewer pixels."""
@@ -346,9 +346,9 @@ class MaxPool2d(_Pool):
     """The largest value of each window."""
 
     @property
-    def window(self) -> Window:
+    def window(self) -> PixelWindow:
         """What a pixel sees; padding is never the largest."""
-        return Window(self.kernel, self.stride or self.kernel, self.padding, -math.inf)
+        return PixelWindow(self.kernel, self.stride or self.kernel, self.padding, -math.inf)
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
         """Pool (samples, channels, height, width)."""
@@ -461,9 +461,9 @@ class Conv2d(Plain):
         return "weights" if self.groups == 1 else "no"
 
     @property
-    def window(self) -> Window:
+    def window(self) -> PixelWindow:
         """What a pixel sees."""
-        return Window(self.kernel, self.stride, self.padding)
+        return PixelWindow(self.kernel, self.stride, self.padding)
 
     @property
     def channel_values(self) -> int:

@@ -1,4 +1,4 @@
-"""The arithmetic of a slice of an operation: what some rows and columns of its weights make, and its channels finished.
+"""The arithmetic of a slice of a layer: what some rows and columns of its weights make, and its channels finished.
 
 With the weights cut by output channels each device finishes its outputs; with weights cut by input channels a device
 has sums that are complete only together with the others', and bias, normalisation and activation must wait for that
@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from testbed.models.chain import Model
+from testbed.models.graph import GraphLayer
 from testbed.models.layers import shapes
-from testbed.models.operations import Operation
 from testbed.models.slices import NONE, Channels, Slice, pick
 from testbed.seeds import derive
 
@@ -28,13 +28,13 @@ _COUNTER = "num_batches_tracked"
 """Of a normalisation; no use is made of it."""
 
 
-def cut(operation: Operation, part: Slice, state: Tensors) -> dict[str, torch.Tensor]:
-    """Return the slice of an operation's tensors out of a whole state, under the same names; none of them is empty.
+def cut(layer: GraphLayer, part: Slice, state: Tensors) -> dict[str, torch.Tensor]:
+    """Return the slice of a layer's tensors out of a whole state, under the same names; none of them is empty.
 
-    An operation that cannot be divided is returned whole.
+    A layer that cannot be divided is returned whole.
     """
-    prefixes = tuple(f"{name}." for name in operation.names)
-    divisible = operation.splits or operation.by_channel
+    prefixes = tuple(f"{name}." for name in layer.names)
+    divisible = layer.splits or layer.by_channel
     found = {
         name: part.of(tensor) if divisible else tensor
         for name, tensor in state.items()
@@ -43,7 +43,7 @@ def cut(operation: Operation, part: Slice, state: Tensors) -> dict[str, torch.Te
     return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
 
-def draw(model: Model, wanted: Iterable[tuple[Operation, Slice]], seed: int) -> dict[str, torch.Tensor]:
+def draw(model: Model, wanted: Iterable[tuple[GraphLayer, Slice]], seed: int) -> dict[str, torch.Tensor]:
     """Return what `cut` would cut from the model's first weights, never having more than a block of others.
 
     ``wanted`` is in the order of the model.
@@ -51,7 +51,7 @@ def draw(model: Model, wanted: Iterable[tuple[Operation, Slice]], seed: int) -> 
     found: dict[str, torch.Tensor] = {}
     for index, group in groupby(wanted, key=lambda each: each[0].unit):
         unit, generator = model.units[index], torch.Generator().manual_seed(derive(seed, "weights", index))
-        slices = {name: part for operation, part in group for name in operation.names}
+        slices = {name: part for whole, part in group for name in whole.names}
         entering = shapes(unit.layers, unit.input)[:-1]
         for number, (layer, shape) in enumerate(zip(unit.layers, entering, strict=True)):
             name = f"{index}.{number}"
@@ -61,14 +61,14 @@ def draw(model: Model, wanted: Iterable[tuple[Operation, Slice]], seed: int) -> 
 
 
 class SlicedLayer:
-    """A slice of an operation with its tensors; computes what it can be asked for, and whatever is part of that."""
+    """A slice of a layer with its tensors; computes what it can be asked for, and whatever is part of that."""
 
-    def __init__(self, operation: Operation, part: Slice, state: Tensors, training: bool = False) -> None:
-        """Take the tensors of the slice, as `cut` returns them; those of other operations are ignored.
+    def __init__(self, layer: GraphLayer, part: Slice, state: Tensors, training: bool = False) -> None:
+        """Take the tensors of the slice, as `cut` returns them; those of other layers are ignored.
 
         In ``training`` a normalisation uses the batch's statistics and adds to its running ones, in place.
         """
-        self.operation = operation
+        self.layer = layer
         self.part = part
         self._training = training
         self._states = [
@@ -77,7 +77,7 @@ class SlicedLayer:
                 for key, tensor in state.items()
                 if key.startswith(f"{name}.") and not key.endswith(_COUNTER)
             }
-            for name in operation.names
+            for name in layer.names
         ]
         self._following: dict[Channels, nn.Sequential] = {}
         self._whole: nn.Sequential | None = None
@@ -90,8 +90,8 @@ class SlicedLayer:
         columns = self.part.columns if columns is None else columns
         rows = self.part.rows if rows is None else rows
         weight = pick(pick(self._states[0]["weight"], 0, rows, self.part.rows), 1, columns, self.part.columns)
-        maps = inputs.reshape(len(inputs), len(columns), *self.operation.entering[1:])
-        return self.operation.layers[0].product(maps, weight).flatten(1)
+        maps = inputs.reshape(len(inputs), len(columns), *self.layer.entering[1:])
+        return self.layer.sequence[0].product(maps, weight).flatten(1)
 
     def finish(self, sums: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
         """Add the bias to complete sums of some output channels, normalise, activate; (samples, elements) both."""
@@ -106,37 +106,37 @@ class SlicedLayer:
     def pool(self, inputs: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
         """Compute some channels from the same channels of the input; (samples, elements) both."""
         channels = self.part.channels if channels is None else channels
-        maps = inputs.reshape(len(inputs), len(channels), *self.operation.input[1:])
-        return self.finish(self.operation.layers[0].product(maps, None).flatten(1), channels)
+        maps = inputs.reshape(len(inputs), len(channels), *self.layer.input[1:])
+        return self.finish(self.layer.sequence[0].product(maps, None).flatten(1), channels)
 
     def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
         """Compute all channels of a tile, (samples, channels, height, width), padded by ``around`` pixels.
 
         ``around``: left, right, top and bottom.
         """
-        assert self.operation.window is not None
-        padded = functional.pad(inputs, around, value=self.operation.window.fill)
-        values = self.operation.layers[0].product(padded, self._states[0].get("weight"), padding=0)
+        assert self.layer.window is not None
+        padded = functional.pad(inputs, around, value=self.layer.window.fill)
+        values = self.layer.sequence[0].product(padded, self._states[0].get("weight"), padding=0)
         return self.finish(values.flatten(1)).reshape(values.shape)
 
     def run(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute the whole operation from all of its input; (samples, elements) both."""
-        if self.operation.splits:
+        """Compute the whole layer from all of its input; (samples, elements) both."""
+        if self.layer.splits:
             return self.finish(self.sums(inputs))
-        if self.operation.by_channel:
+        if self.layer.by_channel:
             return self.pool(inputs)
-        if self.operation.joins:
+        if self.layer.joins:
             return inputs
         if self._whole is None:
             self._whole = self._built()
-        outputs: torch.Tensor = self._whole(inputs.reshape(len(inputs), *self.operation.entering))
+        outputs: torch.Tensor = self._whole(inputs.reshape(len(inputs), *self.layer.entering))
         return outputs.flatten(1)
 
     def _finishing(self, channels: Channels) -> nn.Sequential:
         """Return what follows the sums, for some channels: a normalisation of fewer channels, an activation."""
         if channels not in self._following:
             modules = nn.Sequential()
-            for layer, state in zip(self.operation.layers[1:], self._states[1:], strict=True):
+            for layer, state in zip(self.layer.sequence[1:], self._states[1:], strict=True):
                 module = layer.build((len(channels), 1, 1), torch.Generator())
                 own = {name: pick(tensor, 0, channels, self.part.channels) for name, tensor in state.items()}
                 module.load_state_dict(own, strict=False, assign=True)
@@ -145,8 +145,8 @@ class SlicedLayer:
         return self._following[channels]
 
     def _built(self) -> nn.Sequential:
-        modules, entering = nn.Sequential(), shapes(self.operation.layers, self.operation.entering)
-        for layer, shape, state in zip(self.operation.layers, entering, self._states, strict=False):
+        modules, entering = nn.Sequential(), shapes(self.layer.sequence, self.layer.entering)
+        for layer, shape, state in zip(self.layer.sequence, entering, self._states, strict=False):
             module = layer.build(shape, torch.Generator())
             module.load_state_dict(state, strict=False, assign=True)
             modules.append(module)

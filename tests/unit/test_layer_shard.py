@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from testbed.methods.parts.layer_shard import LayerShard
 from testbed.models.chain import Model, chain
+from testbed.models.graph import GraphLayer, graph_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Dropout, Flatten, LeakyReLU, Linear, MaxPool2d, ReLU
-from testbed.models.operations import Operation, graph_of
 from testbed.models.sliced import cut, draw
 from testbed.models.slices import NONE, Channels, Slice, as_channels, elements, pick
 from testbed.workload import OptimizerPart
@@ -22,7 +22,7 @@ SAMPLES = 3
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[Model, int]:
-    """Return a model and which of its operations is divided: a dense one, behind a map or not, or a convolution."""
+    """Return a model and which of its found is divided: a dense one, behind a map or not, or a convolution."""
     kind = draw(st.sampled_from(["dense", "dense behind a map", "convolution"]))
     wide, narrow = draw(st.integers(1, 9)), draw(st.integers(1, 6))
     if kind == "dense":
@@ -45,15 +45,15 @@ def divisions(draw: st.DrawFn, size: int, others: int = 0) -> list[Channels]:
 
 
 class Whole:
-    """An operation undivided, in torch alone."""
+    """An layer undivided, in torch alone."""
 
-    def __init__(self, model: Model, operation: Operation, optimizer: OptimizerPart) -> None:
-        unit = model.build(operation.unit, operation.unit + 1, seed=5)[0]
-        self.modules = [unit[number] for number in operation.numbers]
+    def __init__(self, model: Model, layer: GraphLayer, optimizer: OptimizerPart) -> None:
+        unit = model.build(layer.unit, layer.unit + 1, seed=5)[0]
+        self.modules = [unit[number] for number in layer.numbers]
         for module in self.modules:
             for parameter in module.parameters():
                 torch.nn.init.normal_(parameter)
-        self.operation = operation
+        self.layer = layer
         own = torch.nn.Sequential(*self.modules)
         if any(True for _ in own.parameters()):
             self.optimizer = torch.optim.SGD(
@@ -64,11 +64,11 @@ class Whole:
             )
 
     def state(self) -> dict[str, torch.Tensor]:
-        pairs = zip(self.operation.names, self.modules, strict=True)
+        pairs = zip(self.layer.names, self.modules, strict=True)
         return {f"{name}.{key}": value for name, module in pairs for key, value in module.state_dict().items()}
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        values = inputs.reshape(len(inputs), *self.operation.entering)
+        values = inputs.reshape(len(inputs), *self.layer.entering)
         for module in self.modules:
             values = module(values)
         return values.flatten(1)
@@ -91,7 +91,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def same_state(shards: list[LayerShard], whole: Whole) -> None:
     state = whole.state()
     for shard in shards:
-        for name, tensor in cut(whole.operation, shard.part, state).items():
+        for name, tensor in cut(whole.layer, shard.part, state).items():
             assert close(shard.state()[name], tensor), name
 
 
@@ -109,25 +109,25 @@ def test_neurons_divided_by_outputs_train_as_the_undivided_layer_does(
     case: tuple[Model, int], optimizer: OptimizerPart, data: st.DataObject
 ) -> None:
     model, index = case
-    operation = graph_of(model).operations[index]
-    whole = Whole(model, operation, optimizer)
-    parts = data.draw(divisions(operation.output_channels))
-    every = range(operation.input_channels)
+    layer = graph_of(model).layers[index]
+    whole = Whole(model, layer, optimizer)
+    parts = data.draw(divisions(layer.output_channels))
+    every = range(layer.input_channels)
     shards = [
-        LayerShard(operation, part, cut(operation, part, whole.state()), optimizer)
+        LayerShard(layer, part, cut(layer, part, whole.state()), optimizer)
         for part in (Slice(part, every, part) for part in parts)
     ]
     for step in range(3):
-        inputs, gradient = torch.randn(SAMPLES, operation.inputs), torch.randn(SAMPLES, operation.outputs)
+        inputs, gradient = torch.randn(SAMPLES, layer.inputs), torch.randn(SAMPLES, layer.outputs)
         outputs = [shard.forward(step, inputs) for shard in shards]
         sent = [
-            shard.backward(step, pick(gradient, 1, elements(part, operation.pixels)))
+            shard.backward(step, pick(gradient, 1, elements(part, layer.pixels)))
             for shard, part in zip(shards, parts, strict=True)
         ]
         for shard in shards:
             shard.update()
         wanted, wanted_gradient = whole.train(inputs, gradient)
-        assert close(in_order(parts, outputs, operation.pixels), wanted)
+        assert close(in_order(parts, outputs, layer.pixels), wanted)
         assert close(torch.stack(sent).sum(0), wanted_gradient)
         same_state(shards, whole)
 
@@ -138,17 +138,17 @@ def test_sums_divided_by_inputs_train_as_the_undivided_layer_does(
     case: tuple[Model, int], optimizer: OptimizerPart, data: st.DataObject
 ) -> None:
     model, index = case
-    operation = graph_of(model).operations[index]
-    whole = Whole(model, operation, optimizer)
-    parts = data.draw(divisions(operation.input_channels))
-    every = range(operation.output_channels)
+    layer = graph_of(model).layers[index]
+    whole = Whole(model, layer, optimizer)
+    parts = data.draw(divisions(layer.input_channels))
+    every = range(layer.output_channels)
     shards = [
-        LayerShard(operation, part, cut(operation, part, whole.state()), optimizer)
+        LayerShard(layer, part, cut(layer, part, whole.state()), optimizer)
         for part in (Slice(every, part, NONE if number else every) for number, part in enumerate(parts))
     ]
-    each = operation.inputs // operation.input_channels
+    each = layer.inputs // layer.input_channels
     for step in range(2):
-        inputs, gradient = torch.randn(SAMPLES, operation.inputs), torch.randn(SAMPLES, operation.outputs)
+        inputs, gradient = torch.randn(SAMPLES, layer.inputs), torch.randn(SAMPLES, layer.outputs)
         taken = [pick(inputs, 1, elements(part, each)) for part in parts]
         sums = torch.stack([shard.sums(step, values) for shard, values in zip(shards, taken, strict=True)]).sum(0)
         outputs = shards[0].finish(step, sums)
@@ -162,19 +162,19 @@ def test_sums_divided_by_inputs_train_as_the_undivided_layer_does(
         same_state(shards, whole)
 
 
-def dense(optimizer: OptimizerPart = OPTIMIZERS[0]) -> tuple[Operation, Whole]:
+def dense(optimizer: OptimizerPart = OPTIMIZERS[0]) -> tuple[GraphLayer, Whole]:
     model = chain("m", (6,), 2, [("a", [Linear(8), ReLU()]), ("b", [Linear(2)])])
-    operation = graph_of(model).operations[0]
-    return operation, Whole(model, operation, optimizer)
+    layer = graph_of(model).layers[0]
+    return layer, Whole(model, layer, optimizer)
 
 
 @settings(deadline=None)
 @given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 7), min_size=1))
 def test_missing_inputs_count_as_zero(arrived: set[int], neurons: set[int]) -> None:
-    operation, whole = dense()
+    layer, whole = dense()
     held, here = as_channels(neurons), as_channels(arrived)
     part = Slice(held, range(6), held)
-    shard = LayerShard(operation, part, cut(operation, part, whole.state()), OPTIMIZERS[0])
+    shard = LayerShard(layer, part, cut(layer, part, whole.state()), OPTIMIZERS[0])
     inputs, gradient = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, len(held))
     with_zeros = torch.zeros_like(inputs)
     with_zeros[:, sorted(arrived)] = inputs[:, sorted(arrived)]
@@ -187,12 +187,12 @@ def test_missing_inputs_count_as_zero(arrived: set[int], neurons: set[int]) -> N
 
 
 def test_a_backward_uses_the_weights_of_its_forward_and_gradients_add_up_until_the_update() -> None:
-    operation, whole = dense()
-    shard = LayerShard(operation, operation.whole, whole.state(), OPTIMIZERS[0])
+    layer, whole = dense()
+    shard = LayerShard(layer, layer.whole, whole.state(), OPTIMIZERS[0])
     first, second = torch.randn(2, SAMPLES, 6)
     gradient = torch.randn(SAMPLES, 8)
     before = shard.state()
-    expected = LayerShard(operation, operation.whole, before, OPTIMIZERS[0])
+    expected = LayerShard(layer, layer.whole, before, OPTIMIZERS[0])
     expected.forward(1, second)
     wanted = expected.backward(1, gradient)
     shard.forward(0, first)
@@ -202,7 +202,7 @@ def test_a_backward_uses_the_weights_of_its_forward_and_gradients_add_up_until_t
     assert not torch.equal(shard.state()["0.0.weight"], before["0.0.weight"])
     assert torch.equal(shard.backward(1, gradient), wanted)
     for scale in (1.0, 0.5):
-        one, two = (LayerShard(operation, operation.whole, before, OPTIMIZERS[0]) for _ in range(2))
+        one, two = (LayerShard(layer, layer.whole, before, OPTIMIZERS[0]) for _ in range(2))
         for key, inputs in enumerate((first, second)):
             one.forward(key, inputs)
             one.backward(key, scale * gradient)
@@ -214,10 +214,10 @@ def test_a_backward_uses_the_weights_of_its_forward_and_gradients_add_up_until_t
 
 
 def test_what_was_handed_out_and_in_does_not_change() -> None:
-    operation, whole = dense(OPTIMIZERS[1])
+    layer, whole = dense(OPTIMIZERS[1])
     given = whole.state()
     kept = {name: tensor.clone() for name, tensor in given.items()}
-    shard = LayerShard(operation, operation.whole, given, OPTIMIZERS[1])
+    shard = LayerShard(layer, layer.whole, given, OPTIMIZERS[1])
     outputs = shard.forward(0, torch.randn(SAMPLES, 6))
     before, state = outputs.clone(), shard.state()
     copies = {name: tensor.clone() for name, tensor in state.items()}
@@ -238,21 +238,21 @@ def test_neurons_move_with_weights_and_momentum_and_training_goes_on_as_if_they_
     case: tuple[Model, int], optimizer: OptimizerPart, data: st.DataObject
 ) -> None:
     model, index = case
-    operation = graph_of(model).operations[index]
-    whole = Whole(model, operation, optimizer)
-    every, owners = range(operation.input_channels), [set(range(operation.output_channels)), set[int]()]
+    layer = graph_of(model).layers[index]
+    whole = Whole(model, layer, optimizer)
+    every, owners = range(layer.input_channels), [set(range(layer.output_channels)), set[int]()]
     shards = []
     for owned in owners:
         part = Slice(as_channels(owned), every, as_channels(owned))
         state = {name: tensor for name, tensor in whole.state().items() if not name.endswith("tracked")}
         held = {name: pick(tensor, 0, part.rows) for name, tensor in state.items()}
-        shards.append(LayerShard(operation, part, held, optimizer))
+        shards.append(LayerShard(layer, part, held, optimizer))
     for step in range(3):
-        inputs, gradient = torch.randn(SAMPLES, operation.inputs), torch.randn(SAMPLES, operation.outputs)
+        inputs, gradient = torch.randn(SAMPLES, layer.inputs), torch.randn(SAMPLES, layer.outputs)
         for shard in shards:
             if len(shard.part.rows):
                 shard.forward(step, inputs)
-                shard.backward(step, pick(gradient, 1, elements(shard.part.rows, operation.pixels)))
+                shard.backward(step, pick(gradient, 1, elements(shard.part.rows, layer.pixels)))
                 shard.update()
         whole.train(inputs, gradient)
         same_state(shards, whole)
@@ -260,13 +260,13 @@ def test_neurons_move_with_weights_and_momentum_and_training_goes_on_as_if_they_
         if len(shards[giver].part.rows):
             moved = as_channels(data.draw(st.sets(st.sampled_from(list(shards[giver].part.rows)))))
             shards[1 - giver].take(moved, shards[giver].give(moved))
-        assert sorted([*shards[0].part.rows, *shards[1].part.rows]) == list(range(operation.output_channels))
+        assert sorted([*shards[0].part.rows, *shards[1].part.rows]) == list(range(layer.output_channels))
 
 
 def test_what_cannot_be_moved_or_divided_is_refused() -> None:
-    operation, whole = dense()
+    layer, whole = dense()
     state = whole.state()
-    shard = LayerShard(operation, operation.whole, state, OPTIMIZERS[0])
+    shard = LayerShard(layer, layer.whole, state, OPTIMIZERS[0])
     with pytest.raises(ValueError, match="held already"):
         shard.take(range(2), shard.state())
     shard.give(range(2))
@@ -274,9 +274,9 @@ def test_what_cannot_be_moved_or_divided_is_refused() -> None:
         shard.give(range(2))
     by_inputs = Slice(range(8), range(3), NONE)
     with pytest.raises(ValueError, match="divided by inputs"):
-        LayerShard(operation, by_inputs, cut(operation, by_inputs, state), OPTIMIZERS[0]).give(range(2))
+        LayerShard(layer, by_inputs, cut(layer, by_inputs, state), OPTIMIZERS[0]).give(range(2))
     units = [("a", [Conv2d(2, 1), MaxPool2d(), Flatten()]), ("b", [Linear(2), Dropout()])]
-    pool, dropped = graph_of(chain("m", (1, 2, 2), 2, units)).operations[1:]
+    pool, dropped = graph_of(chain("m", (1, 2, 2), 2, units)).layers[1:]
     for other in (pool, dropped):
         with pytest.raises(ValueError, match=other.name):
             LayerShard(other, other.whole, {}, OPTIMIZERS[0])
@@ -289,11 +289,11 @@ def test_a_slice_is_drawn_from_the_seed_as_it_is_cut_from_the_whole(
 ) -> None:
     model, index = case
     state = model.build(0, len(model.units), seed=9).state_dict()
-    operations = graph_of(model).operations
-    rows = data.draw(divisions(operations[index].output_channels))[0]
-    columns = data.draw(divisions(operations[index].input_channels))[0]
+    found = graph_of(model).layers
+    rows = data.draw(divisions(found[index].output_channels))[0]
+    columns = data.draw(divisions(found[index].input_channels))[0]
     part = Slice(rows, columns, rows)
-    drawn, wanted = draw(model, [(operations[index], part)], 9), cut(operations[index], part, state)
+    drawn, wanted = draw(model, [(found[index], part)], 9), cut(found[index], part, state)
     assert drawn.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in drawn.items())
 
@@ -318,13 +318,13 @@ def test_training_imports_no_symbolic_shapes() -> None:
         from testbed.methods.parts.layer_shard import LayerShard
         from testbed.models.chain import chain
         from testbed.models.layers import Linear, ReLU
-        from testbed.models.operations import graph_of
+        from testbed.models.graph import graph_of
         from testbed.models.sliced import draw
         from testbed.workload import OptimizerPart
         model = chain("m", (4,), 3, [("a", [Linear(3), ReLU()])])
-        operation = graph_of(model).operations[0]
-        state = draw(model, [(operation, operation.whole)], 1)
-        shard = LayerShard(operation, operation.whole, state, OptimizerPart(learning_rate=0.1))
+        layer = graph_of(model).layers[0]
+        state = draw(model, [(layer, layer.whole)], 1)
+        shard = LayerShard(layer, layer.whole, state, OptimizerPart(learning_rate=0.1))
         shard.forward(0, torch.ones(2, 4))
         shard.backward(0, torch.ones(2, 3))
         shard.update()

@@ -7,11 +7,11 @@ from functools import partial
 from testbed.device import Device
 from testbed.methods.base import Alternative, Job, Method, Problem
 from testbed.methods.distributed.figures import DECLARED
-from testbed.methods.distributed.member import Member
+from testbed.methods.distributed.member import InferenceMember
 from testbed.methods.distributed.member_messages import MEMBER_KINDS, ConfigureMember
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
-from testbed.methods.distributed.partition.storage import operations_stored
+from testbed.methods.distributed.partition.storage import layers_stored
 from testbed.methods.distributed.planner import DistributedDetails, alternatives, distributed, flow_of, over, plan
 from testbed.methods.distributed.request_work import SPAN
 from testbed.methods.parts.checkpointing import FromCheckpoint
@@ -53,9 +53,9 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
         """Send requests on the source, be a member there and elsewhere."""
         problem, source, options = job.problem, job.plan.lead, job.problem.options
 
-        def member_of(configure: ConfigureMember) -> Member:
+        def member_of(configure: ConfigureMember) -> InferenceMember:
             flow = flow_of(problem, DistributedPlan.model_validate(configure.plan))
-            return Member(mailbox, problem, flow, source, configure.state if configure.given else None)
+            return InferenceMember(mailbox, problem, flow, source, configure.state if configure.given else None)
 
         async with Mailbox(device, problem.links, (*MEMBERSHIP_KINDS, *MEMBER_KINDS)) as mailbox:
             holder = RoleHolder(mailbox, source)
@@ -96,5 +96,5 @@ def _slices(problem: Problem[DistributedOptions], decided: DistributedPlan, devi
     """Return copies of a member's slices of a state, so that the whole may go."""
     from testbed.models.sliced import cut
 
-    held = operations_stored(flow_of(problem, decided), decided.devices.index(device))
+    held = layers_stored(flow_of(problem, decided), decided.devices.index(device))
     return {name: tensor.clone() for one in held for name, tensor in cut(*one, state).items()}

@@ -16,7 +16,7 @@ from testbed.methods.distributed.member_messages import PartialSums, TileInput, 
 from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.resources import parameters
-from testbed.methods.distributed.partition.storage import operations_stored, stored
+from testbed.methods.distributed.partition.storage import layers_stored, stored
 from testbed.methods.distributed.request_work import RequestWork
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.shard import State
@@ -26,8 +26,8 @@ from testbed.methods.parts.typed import Typed
 K = TypeVar("K", bound=Typed)
 
 
-class Member:
-    """A `testbed.methods.parts.roles.Role`; lives as long as its configuration."""
+class InferenceMember:
+    """A `testbed.methods.parts.roles.LayerTask`; lives as long as its configuration."""
 
     def __init__(
         self, mailbox: Mailbox, problem: Problem, flow: Dataflow, coordinator: str, state: State | None
@@ -58,10 +58,10 @@ class Member:
         def load() -> None:
             from testbed.models.sliced import SlicedLayer, draw
 
-            held = operations_stored(flow, context.index)
+            held = layers_stored(flow, context.index)
             state = draw(problem.model, held, problem.seed) if self._state is None else self._state
             for layer, part in stored(flow, context.index).items():
-                context.layers[layer] = SlicedLayer(flow.graph.operations[layer], part, state)
+                context.layers[layer] = SlicedLayer(flow.graph.layers[layer], part, state)
             context.ledger.weights = sum(tensor.nbytes for tensor in state.values())
 
         # One operation for each value, as `costs.copy` has it for a stage without momentum.

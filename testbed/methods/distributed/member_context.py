@@ -32,7 +32,7 @@ class MemberContext:
         self.layers: dict[int, SlicedLayer] = {}
         """What it holds, by layer."""
         self.ledger = Ledger(mailbox.device.name, memory)
-        self.done_after: dict[int, list[int]] = {index: [] for index in range(len(flow.graph.operations))}
+        self.done_after: dict[int, list[int]] = {index: [] for index in range(len(flow.graph.layers))}
         """Values that the device needs no more after a layer."""
         for value, readers in flow.last.items():
             self.done_after.get(readers[self.index], []).append(value)
@@ -55,8 +55,8 @@ class MemberContext:
         """Send to a device of the plan, or to the coordinator, without waiting."""
         self._mailbox.post(self._coordinator if device is None else self.flow.plan.devices[device], message)
 
-    async def compute(self, work: Callable[[], T], operations: float, span: Span) -> T:
-        """Do ``operations`` floating-point operations on the device's processor, without gradients."""
+    async def compute(self, work: Callable[[], T], flops: float, span: Span) -> T:
+        """Do ``flops`` floating-point operations on the device's processor, without gradients."""
 
         def without_gradients() -> T:
             import torch
@@ -66,7 +66,7 @@ class MemberContext:
 
         self.computing = True
         try:
-            return await self._mailbox.device.compute(without_gradients, Cost(operations), span)
+            return await self._mailbox.device.compute(without_gradients, Cost(flops), span)
         finally:
             self.computing = False
             self.actions += 1

@@ -21,8 +21,8 @@ from testbed.methods.distributed.partition.resources import multiplications, par
 from testbed.methods.distributed.partition.scheme_choice import pairs_of
 from testbed.methods.distributed.partition.scheme_figures import SchemeFigures, compare, figures, formula
 from testbed.methods.distributed.partition.timing import interval, phases
-from testbed.methods.distributed.partition.traffic import transfers
-from testbed.models.operations import Graph, graph_of
+from testbed.methods.distributed.partition.transfers import transfers
+from testbed.models.graph import Graph, graph_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Details, Piece, Plan
 
@@ -174,7 +174,7 @@ def _alternative(problem: Problem[DistributedOptions], graph: Graph, found: Sche
         step_time=_step_time(problem, found.flow),
         notes="; ".join(notes),
         details={
-            "layers": {layer.name: scheme for layer, scheme in zip(graph.operations, found.schemes, strict=True)},
+            "layers": {layer.name: scheme for layer, scheme in zip(graph.layers, found.schemes, strict=True)},
             "tiled_elements": found.tiled,
             "redundant_multiplications": found.redundant,
         },

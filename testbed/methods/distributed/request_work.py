@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from testbed.device import Span
 from testbed.methods.distributed.member_context import MemberContext
 from testbed.methods.distributed.member_messages import PartialSums, TileInput, TileOutput, Values
+from testbed.methods.distributed.partition.layer_tasks import LayerTask
 from testbed.methods.distributed.partition.ranges import Range
-from testbed.methods.distributed.partition.roles import Role
 from testbed.methods.distributed.partition.storage import as_range
 from testbed.methods.distributed.partition.tiles import multiplications
 from testbed.methods.distributed.store import Block, Store
@@ -36,57 +36,57 @@ class RequestWork:
         self.store = Store(member.ledger)
         self._member = member
         self._flow = member.flow
-        self._operations = member.flow.graph.operations
+        self._layers = member.flow.graph.layers
         self._is_source = member.index == member.flow.plan.source
 
     async def run(self) -> None:
         """Do this device's part of every layer, in their order; hand in the result on the source."""
-        for index in range(self._flow.tiled, len(self._operations)):
-            role = self._flow.roles[index][self._member.index]
-            if role.work == "outputs" or (role.work == "whole" and self._operations[index].splits):
-                await self._by_outputs(index, role)
-            elif role.work == "sums":
-                await self._by_inputs(index, role)
-            elif role.work != "none":
-                await self._undivided(index, role)
+        for index in range(self._flow.tiled, len(self._layers)):
+            task = self._flow.tasks[index][self._member.index]
+            if task.work == "outputs" or (task.work == "whole" and self._layers[index].splits):
+                await self._by_outputs(index, task)
+            elif task.work == "sums":
+                await self._by_inputs(index, task)
+            elif task.work != "none":
+                await self._undivided(index, task)
             for value in self._member.done_after[index]:
                 self.store.forget(value)
         if self._is_source:
             result = _joined(await self.store.all_of(self._flow.result()))
-            shaped = result.reshape(-1, *self._operations[-1].output)
+            shaped = result.reshape(-1, *self._layers[-1].output)
             self._member.post(None, Output(self._member.configuration, "infer", self.number, shaped))
         self.store.clear()
 
     # Divided layers.
 
-    async def _by_outputs(self, index: int, role: Role) -> None:
+    async def _by_outputs(self, index: int, task: LayerTask) -> None:
         """LOP: compute output channels from all of the input, piece by piece as it comes.
 
         What is added last is computed chunk by chunk, each being sent while the next is computed.
         """
-        each, total = self._operations[index].pixels, None
+        each, total = self._layers[index].pixels, None
         used: set[Range] = set()
-        blocks = await self._new_blocks(index, role, used)
-        while sum(taken.size for taken in used) < role.takes.size:
-            work = partial(self._added, index, blocks, role.makes, total)
-            added = await self._compute(index, work, self._operations_of(index, blocks, role.makes.size))
+        blocks = await self._new_blocks(index, task, used)
+        while sum(taken.size for taken in used) < task.takes.size:
+            work = partial(self._added, index, blocks, task.makes, total)
+            added = await self._compute(index, work, self._flops_of(index, blocks, task.makes.size))
             if total is None:
                 self._member.ledger.hold(added)
             total = added
-            blocks = await self._new_blocks(index, role, used)
-        for chunk in self._flow.chunks(index, role.makes):
+            blocks = await self._new_blocks(index, task, used)
+        for chunk in self._flow.chunks(index, task.makes):
             before = None
             if total is not None:
-                before = total[:, (chunk.first - role.makes.first) * each : (chunk.last - role.makes.first) * each]
+                before = total[:, (chunk.first - task.makes.first) * each : (chunk.last - task.makes.first) * each]
             work = partial(self._finished, index, blocks, chunk, before)
-            made = await self._compute(index, work, self._operations_of(index, blocks, chunk.size))
+            made = await self._compute(index, work, self._flops_of(index, blocks, chunk.size))
             self._made(index, chunk.first * each, made)
         if total is not None:
             self._member.ledger.drop(total)
 
-    async def _new_blocks(self, index: int, role: Role, used: set[Range]) -> list[Block]:
+    async def _new_blocks(self, index: int, task: LayerTask, used: set[Range]) -> list[Block]:
         """Wait for parts of a layer's input that are not used yet; count them as used."""
-        origins = self._flow.origins(index, role.takes)
+        origins = self._flow.origins(index, task.takes)
         while True:
             blocks = [block for block in self.store.blocks(origins) if block[0] not in used]
             if blocks:
@@ -94,41 +94,41 @@ class RequestWork:
                 return blocks
             await self.store.news()
 
-    async def _by_inputs(self, index: int, role: Role) -> None:
+    async def _by_inputs(self, index: int, task: LayerTask) -> None:
         """LIP: compute sums of all outputs, each merger's part for it, its own last; merge what all have sent."""
-        if role.takes.size:
-            await self._send_sums(index, role)
-        senders = sum(other.takes.size > 0 for other in self._flow.roles[index])
-        for chunk in self._flow.chunks(index, role.makes):
+        if task.takes.size:
+            await self._send_sums(index, task)
+        senders = sum(other.takes.size > 0 for other in self._flow.tasks[index])
+        for chunk in self._flow.chunks(index, task.makes):
             sums = await self.store.sums(index, chunk, senders)
             # An addition for each value that is merged.
             additions = float(sum(each.numel() for each in sums[1:]))
             made = await self._compute(index, partial(self._merged, index, sums, chunk), additions)
-            self._made(index, chunk.first * self._operations[index].pixels, made)
+            self._made(index, chunk.first * self._layers[index].pixels, made)
 
-    async def _send_sums(self, index: int, role: Role) -> None:
-        roles, own = self._flow.roles[index], self._member.index
-        blocks = await self.store.all_of(self._flow.origins(index, role.takes))
-        for step in range(1, len(roles) + 1):
-            merger = (own + step) % len(roles)
-            for chunk in self._flow.chunks(index, roles[merger].makes):
+    async def _send_sums(self, index: int, task: LayerTask) -> None:
+        tasks, own = self._flow.tasks[index], self._member.index
+        blocks = await self.store.all_of(self._flow.origins(index, task.takes))
+        for step in range(1, len(tasks) + 1):
+            merger = (own + step) % len(tasks)
+            for chunk in self._flow.chunks(index, tasks[merger].makes):
                 work = partial(self._added, index, blocks, chunk, None)
-                added = await self._compute(index, work, self._operations_of(index, blocks, chunk.size))
+                added = await self._compute(index, work, self._flops_of(index, blocks, chunk.size))
                 if merger == own:
                     self.store.put_sums(index, chunk, own, added)
                 else:
                     sums = PartialSums(self._member.configuration, self.number, index, *chunk, added)
                     self._member.post(merger, sums)
 
-    def _operations_of(self, index: int, blocks: Sequence[Block], channels: int) -> float:
+    def _flops_of(self, index: int, blocks: Sequence[Block], channels: int) -> float:
         """Return the floating-point operations that parts of the input take for some output channels."""
-        layer = self._operations[index]
+        layer = self._layers[index]
         share = sum(taken.size for taken, _ in blocks) / layer.inputs * channels
         return 2.0 * len(blocks[0][1]) * layer.multiplications * share / layer.output_channels
 
     def _added(self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None) -> torch.Tensor:
         """Return what parts of the input add to some output channels, and what was there before."""
-        layer, sliced = self._operations[index], self._member.layers[index]
+        layer, sliced = self._layers[index], self._member.layers[index]
         each, total = layer.inputs // layer.input_channels, before
         for taken, inputs in blocks:
             sums = sliced.sums(inputs, range(taken.first // each, taken.last // each), as_range(made))
@@ -145,16 +145,16 @@ class RequestWork:
             total = total + each
         return self._member.layers[index].finish(total, as_range(made))
 
-    async def _undivided(self, index: int, role: Role) -> None:
+    async def _undivided(self, index: int, task: LayerTask) -> None:
         """Compute a layer as it is, or pool some channels."""
-        layer = self._operations[index]
-        blocks = await self.store.all_of(self._flow.origins(index, role.takes))
-        operations = 2.0 * len(blocks[0][1]) * layer.multiplications
-        made = await self._compute(index, lambda: self._member.layers[index].run(_joined(blocks)), operations)
-        self._made(index, role.makes.first * layer.pixels, made)
+        layer = self._layers[index]
+        blocks = await self.store.all_of(self._flow.origins(index, task.takes))
+        flops = 2.0 * len(blocks[0][1]) * layer.multiplications
+        made = await self._compute(index, lambda: self._member.layers[index].run(_joined(blocks)), flops)
+        self._made(index, task.makes.first * layer.pixels, made)
 
-    async def _compute(self, index: int, work: Callable[[], torch.Tensor], operations: float) -> torch.Tensor:
-        return await self._member.compute(work, operations, Span(SPAN, self.number, index))
+    async def _compute(self, index: int, work: Callable[[], torch.Tensor], flops: float) -> torch.Tensor:
+        return await self._member.compute(work, flops, Span(SPAN, self.number, index))
 
     # The exchange.
 
@@ -208,11 +208,11 @@ class RequestWork:
 
         tile, tiled, ledger = self._flow.plan.tiles[number], self._flow.tiled, self._member.ledger
         layers = [self._member.layers[index] for index in range(tiled)]
-        operations = 2.0 * len(inputs) * sum(multiplications(self._operations[:tiled], tile))
+        flops = 2.0 * len(inputs) * sum(multiplications(self._layers[:tiled], tile))
         if not self._is_source:
             # There it is a part of the image.
             ledger.hold(inputs)
-        outputs = await self._compute(0, lambda: compute_tile(layers, tile, inputs, ledger), operations)
+        outputs = await self._compute(0, lambda: compute_tile(layers, tile, inputs, ledger), flops)
         if self._is_source:
             self.place(number, outputs)
         else:
@@ -222,7 +222,7 @@ class RequestWork:
     def place(self, number: int, outputs: torch.Tensor) -> None:
         """Collect tiles on the source; spread the map when all are there."""
         value, tiles = self._flow.tiled - 1, self._flow.plan.tiles
-        complete = self.store.collect(outputs, tiles[number].regions[-1], self._operations[value].output)
+        complete = self.store.collect(outputs, tiles[number].regions[-1], self._layers[value].output)
         if self.store.collected == len(tiles):
             self.store.uncollect()
             self._made(value, 0, complete.flatten(1))

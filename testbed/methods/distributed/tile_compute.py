@@ -20,7 +20,7 @@ def compute_tile(layers: Sequence[SlicedLayer], tile: Tile, inputs: torch.Tensor
     """
     values = inputs
     for layer, region in zip(layers, tile.regions[1:], strict=True):
-        after = ledger.hold(layer.tile(values, padding(layer.operation, region)))
+        after = ledger.hold(layer.tile(values, padding(layer.layer, region)))
         if values is not inputs:
             ledger.drop(values)
         values = after

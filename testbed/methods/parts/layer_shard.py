@@ -1,6 +1,6 @@
 """Part of one layer under training: some of its neurons, or what it makes of some of its inputs.
 
-Where `Shard` holds whole units, this holds a slice of one operation, for methods that divide a layer over devices.
+Where `Shard` holds whole units, this holds a slice of one layer, for methods that divide a layer over devices.
 Divided by outputs (EdgePipe's super neurons), a device has all weights that enter its neurons: `forward` and
 `backward`. Divided by inputs, it has the weights that leave its inputs: `sums` and `sums_backward`; the devices' sums
 are added up, and `finish` and `finish_backward` do the rest where the bias is. A neuron is an output channel.
@@ -18,8 +18,8 @@ import torch
 
 from testbed.methods.parts.sgd import Sgd
 from testbed.methods.parts.shard import MOMENTUM, State, weights_of
+from testbed.models.graph import GraphLayer
 from testbed.models.layers import Dropout
-from testbed.models.operations import Operation
 from testbed.models.sliced import SlicedLayer
 from testbed.models.slices import Channels, Slice, as_channels, pick
 from testbed.workload import OptimizerPart
@@ -39,24 +39,24 @@ class _Step:
 
 
 class LayerShard:
-    """A slice of an operation with its gradients and optimizer state.
+    """A slice of a layer with its gradients and optimizer state.
 
     Values are (samples, elements), channel after channel. Several computations may be under way, each with its key;
     each backward uses the weights of its forward, whatever was updated in between, and gradients add up until `update`.
     Nothing handed in is changed, and nothing handed out is changed later.
     """
 
-    def __init__(self, operation: Operation, part: Slice, state: State, optimizer: OptimizerPart) -> None:
+    def __init__(self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart) -> None:
         """Take a slice's tensors as `testbed.models.sliced.cut` or `draw` returns them, and momentum if there is any.
 
-        Raises ValueError for operations that cannot be divided by neurons, and for dropout, whose masks would depend on
+        Raises ValueError for layers that cannot be divided by neurons, and for dropout, whose masks would depend on
         the division.
         """
-        if not operation.splits:
-            raise ValueError(f"{operation.name} is not divided by neurons: use a Shard of its unit")
-        if any(isinstance(layer, Dropout) for layer in operation.layers):
-            raise ValueError(f"{operation.name} draws random numbers, which would depend on how it is divided")
-        self.operation = operation
+        if not layer.splits:
+            raise ValueError(f"{layer.name} is not divided by neurons: use a Shard of its unit")
+        if any(isinstance(each, Dropout) for each in layer.sequence):
+            raise ValueError(f"{layer.name} draws random numbers, which would depend on how it is divided")
+        self.layer = layer
         self.part = part
         self._sgd = Sgd(optimizer)
         self._gradients: dict[str, torch.Tensor] = {}
@@ -72,7 +72,7 @@ class LayerShard:
         self._sgd.momentum = {
             name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in state.items() if name.startswith(MOMENTUM)
         }
-        self._layer = SlicedLayer(self.operation, part, self._tensors, training=True)
+        self._sliced = SlicedLayer(self.layer, part, self._tensors, training=True)
         self._gradients.clear()
         self._steps.clear()
 
@@ -86,7 +86,7 @@ class LayerShard:
         ``inputs`` is (samples, elements of the input channels ``columns``); the others are missing and count as zero.
         None: all that the shard has weights for.
         """
-        return self._run("forward", key, inputs, lambda values: self._layer.finish(self._layer.sums(values, columns)))
+        return self._run("forward", key, inputs, lambda values: self._sliced.finish(self._sliced.sums(values, columns)))
 
     def backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
         """Add to the gradients; return that of the inputs, (samples, elements of what `forward` took).
@@ -97,7 +97,7 @@ class LayerShard:
 
     def sums(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return what the inputs add to the neurons of the layer, (samples, elements of the rows held)."""
-        return self._run("sums", key, inputs, lambda values: self._layer.sums(values, columns))
+        return self._run("sums", key, inputs, lambda values: self._sliced.sums(values, columns))
 
     def sums_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
         """Add to the gradients of the weights; return that of the inputs.
@@ -108,7 +108,7 @@ class LayerShard:
 
     def finish(self, key: Hashable, sums: torch.Tensor) -> torch.Tensor:
         """Add the bias to complete sums, normalise and activate; (samples, elements of the channels held) both."""
-        return self._run("finish", key, sums, self._layer.finish)
+        return self._run("finish", key, sums, self._sliced.finish)
 
     def finish_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
         """Add to the gradients of what belongs to the channels; return that of the sums, for `sums_backward`."""
@@ -116,7 +116,7 @@ class LayerShard:
 
     def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return the outputs as `forward` does, in evaluation mode and keeping nothing."""
-        layer = SlicedLayer(self.operation, self.part, self._tensors)
+        layer = SlicedLayer(self.layer, self.part, self._tensors)
         with torch.no_grad():
             return layer.finish(layer.sums(inputs, columns))
 
@@ -131,7 +131,7 @@ class LayerShard:
         self._sgd.step(new, {name: gradient.mul_(scale) for name, gradient in self._gradients.items()})
         self._gradients.clear()
         self._tensors.update(new)
-        self._layer = SlicedLayer(self.operation, self.part, self._tensors, training=True)
+        self._sliced = SlicedLayer(self.layer, self.part, self._tensors, training=True)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the tensors of the slice, and of the momentum behind ``MOMENTUM``."""
@@ -157,7 +157,7 @@ class LayerShard:
         """
         held = self._neurons()
         if set(held) & set(neurons):
-            raise ValueError(f"{self.operation.name}: some of the neurons {neurons} are held already")
+            raise ValueError(f"{self.layer.name}: some of the neurons {neurons} are held already")
         own, order = self.state(), (*held, *neurons)
         together = as_channels(order)
         places = torch.tensor([order.index(neuron) for neuron in together], dtype=torch.long)
@@ -170,7 +170,7 @@ class LayerShard:
 
     def _neurons(self) -> Channels:
         if self.part.rows != self.part.channels:
-            raise ValueError(f"{self.operation.name} is divided by inputs here: no neuron is held as a whole")
+            raise ValueError(f"{self.layer.name} is divided by inputs here: no neuron is held as a whole")
         return self.part.rows
 
     def _run(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from testbed.models.graph import Graph, GraphLayer
 from testbed.models.layers import Conv2d, Division, LeakyReLU, Linear, MaxPool2d, Plain, Reorganise
-from testbed.models.operations import Graph, Operation
 from testbed.models.shapes import Shape
 
 
@@ -15,20 +15,20 @@ def fully_connected(name: str, sizes: Sequence[int], bias: bool = True) -> Graph
     return Graph(name, tuple(dense(index, *sizes[index : index + 2], bias) for index in range(len(sizes) - 1)))
 
 
-def dense(index: int, entering: int, leaving: int, bias: bool = True) -> Operation:
-    return Operation(f"fc{index + 1}", (Linear(leaving, bias),), (entering,), (index - 1,))
+def dense(index: int, entering: int, leaving: int, bias: bool = True) -> GraphLayer:
+    return GraphLayer(f"fc{index + 1}", (Linear(leaving, bias),), (entering,), (index - 1,))
 
 
 FOUR_LAYERS = fully_connected("four layers", (4, 8, 16, 4, 4), bias=False)
 """The worked example of Stahl et al., Fig. 1."""
 
 
-def convolution(name: str, shape: Shape, channels: int, kernel: int, source: int, stride: int = 1) -> Operation:
-    return Operation(name, (Conv2d(channels, kernel, stride, kernel // 2), LeakyReLU()), shape, (source,))
+def convolution(name: str, shape: Shape, channels: int, kernel: int, source: int, stride: int = 1) -> GraphLayer:
+    return GraphLayer(name, (Conv2d(channels, kernel, stride, kernel // 2), LeakyReLU()), shape, (source,))
 
 
-def pooling(name: str, shape: Shape, source: int) -> Operation:
-    return Operation(name, (MaxPool2d(),), shape, (source,))
+def pooling(name: str, shape: Shape, source: int) -> GraphLayer:
+    return GraphLayer(name, (MaxPool2d(),), shape, (source,))
 
 
 def yolov2(size: int = 608) -> Graph:
@@ -39,18 +39,18 @@ def yolov2(size: int = 608) -> Graph:
         *((1024, 3), (512, 1), (1024, 3), (512, 1), (1024, 3), (1024, 3), (1024, 3)),
         *("route", (64, 1), "reorg", "join", (1024, 3), (425, 1)),
     ]
-    found: list[Operation] = []
+    found: list[GraphLayer] = []
     shape: Shape = (3, size, size)
     for index, step in enumerate(steps):
         if step == "pool":
             found.append(pooling(f"max{index}", shape, index - 1))
         elif step == "route":
-            found.append(Operation(f"route{index}", (), found[16].output, (16,)))
+            found.append(GraphLayer(f"route{index}", (), found[16].output, (16,)))
         elif step == "reorg":
-            found.append(Operation(f"reorg{index}", (Reorganise(),), shape, (index - 1,)))
+            found.append(GraphLayer(f"reorg{index}", (Reorganise(),), shape, (index - 1,)))
         elif step == "join":
             joined = (found[27].output[0] + found[24].output[0], *shape[1:])
-            found.append(Operation(f"route{index}", (), joined, (27, 24)))
+            found.append(GraphLayer(f"route{index}", (), joined, (27, 24)))
         else:
             assert isinstance(step, tuple)
             found.append(convolution(f"conv{index}", shape, *step, index - 1))
@@ -75,11 +75,11 @@ class Halve(Plain):
 @st.composite
 def chains(draw: st.DrawFn, most: int = 8) -> Graph:
     """Layers in a row, fully connected in their sizes, with pooling here and there that halves what passes."""
-    found: list[Operation] = []
+    found: list[GraphLayer] = []
     entering = draw(st.integers(1, 40))
     for index in range(draw(st.integers(1, most))):
         if found and entering % 2 == 0 and draw(st.integers(0, 4)) == 0:
-            found.append(Operation(f"p{index}", (Halve(),), (entering,), (index - 1,)))
+            found.append(GraphLayer(f"p{index}", (Halve(),), (entering,), (index - 1,)))
         else:
             found.append(dense(index, entering, draw(st.integers(1, 40))))
         entering = found[-1].outputs

@@ -6,7 +6,7 @@ import pytest
 from inferences import CNN, FC, distributed, infer
 from runs import events
 
-from testbed.methods.distributed.partition.traffic import transfers
+from testbed.methods.distributed.partition.transfers import transfers
 from testbed.models import create
 from testbed.wire import ENVELOPE
 

@@ -14,7 +14,7 @@ from testbed.errors import InputError
 from testbed.methods.distributed.partition import integer_program, scheme_choice
 from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, total
 from testbed.methods.distributed.partition.distributed_plan import Scheme
-from testbed.models.operations import Graph, Operation
+from testbed.models.graph import Graph, GraphLayer
 
 MIB = 2**20
 YOLO = yolov2()
@@ -83,14 +83,14 @@ def test_the_whole_integer_program_does_better_than_table_2_with_lip_where_a_lay
 ) -> None:
     schemes = program.least_communication(YOLO, WorkerTotals.equal(6), "everywhere", 16)
     assert round(float(4 * total(YOLO, schemes, WorkerTotals.equal(6)) / MIB), 1) == 57.0
-    # Operation 26 makes 64 channels of 512.
+    # GraphLayer 26 makes 64 channels of 512.
     assert [index for index, scheme in enumerate(schemes) if scheme == "lip"] == [26]
 
 
 def allowed(graph: Graph, schemes: tuple[Scheme, ...]) -> bool:
     return (
         all(
-            (scheme == "whole") == (not graph.operations[index].splits)
+            (scheme == "whole") == (not graph.layers[index].splits)
             and (scheme == "fuse1") == (index + 1 < len(schemes) and schemes[index + 1] == "fuse2")
             and (scheme != "fuse1" or graph.fuses(index))
             for index, scheme in enumerate(schemes)
@@ -103,7 +103,7 @@ def allowed(graph: Graph, schemes: tuple[Scheme, ...]) -> bool:
 @given(chains(most=5), st.integers(1, 8), st.sampled_from(["paper", "everywhere"]))
 def test_the_dynamic_program_finds_the_least_there_is(graph: Graph, devices: int, reuse: Reuse) -> None:
     workers = WorkerTotals.equal(devices)
-    ways = [way for way in product((*SCHEMES, "whole"), repeat=len(graph.operations)) if allowed(graph, way)]
+    ways = [way for way in product((*SCHEMES, "whole"), repeat=len(graph.layers)) if allowed(graph, way)]
     found = scheme_choice.least_communication(graph, workers, reuse)
     assert allowed(graph, found)
     assert total(graph, found, workers, reuse) == min(total(graph, way, workers, reuse) for way in ways)
@@ -125,18 +125,18 @@ def test_integer_and_dynamic_program_agree_on_a_thousand_random_chains() -> None
 
 def random_chain(chance: random.Random) -> Graph:
     """Sizes over three decades; a tenth of the layers pool, and some outputs are asked for again at the end."""
-    layers: list[Operation] = []
+    layers: list[GraphLayer] = []
     entering = chance.choice([2, 64, 4096]) * chance.randint(1, 9)
     for index in range(chance.randint(1, 10)):
         if index > 0 and chance.random() < 0.1:
-            layers.append(Operation(f"l{index}", (Halve(by=1),), (entering,), (index - 1,)))
+            layers.append(GraphLayer(f"l{index}", (Halve(by=1),), (entering,), (index - 1,)))
         else:
             layers.append(dense(index, entering, chance.choice([2, 64, 4096]) * chance.randint(1, 9)))
         entering = layers[-1].outputs
     if len(layers) > 2 and chance.random() < 0.5:
         again = chance.randrange(len(layers) - 1)
         size = entering + layers[again].outputs
-        layers.append(Operation("join", (), (size,), (len(layers) - 1, again)))
+        layers.append(GraphLayer("join", (), (size,), (len(layers) - 1, again)))
         layers.append(dense(len(layers), size, 9))
     return Graph("random", tuple(layers))
 

@@ -17,11 +17,11 @@ from testbed.methods.distributed.partition.execution import Execution
 from testbed.methods.distributed.partition.ranges import Range, both, common, size, without
 from testbed.methods.distributed.partition.shares import divide
 from testbed.methods.distributed.partition.tiles import tile as tiled
-from testbed.methods.distributed.partition.traffic import elements, of_tiles, transfers
+from testbed.methods.distributed.partition.transfers import elements, of_tiles, transfers
 from testbed.methods.distributed.tile_compute import compute_tile
 from testbed.models.chain import chain
+from testbed.models.graph import graph_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d
-from testbed.models.operations import graph_of
 from testbed.models.sliced import SlicedLayer, cut
 from testbed.models.slices import NONE, Slice
 
@@ -36,12 +36,12 @@ def crew(speeds):
 def sent_through_the_source(graph, plan):
     """Count, element by element, what those who lack something are sent, and what the source collects for that."""
     source, count, total = plan.source, len(plan.devices), 0
-    values = [*range(plan.tiled - 1, len(graph.operations))]
+    values = [*range(plan.tiled - 1, len(graph.layers))]
     made = {value: np.zeros((count, graph.outputs_of(value)), bool) for value in values}
     need = {value: np.zeros((count, graph.outputs_of(value)), bool) for value in values}
     made[values[0]][source] = need[values[-1]][source] = True
     for index in values[1:]:
-        layer, part = graph.operations[index], plan.layers[index]
+        layer, part = graph.layers[index], plan.layers[index]
         taken = np.zeros((count, layer.inputs), bool)
         for device in range(count):
             if part.outputs:
@@ -89,7 +89,7 @@ def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(graph, s
     for exchange in ("source", "direct"):
         found = candidate(graph, crew(speeds), PlanRequest(scheme=scheme, early=0, execution=Execution(exchange))).flow
         for value, homes in found.homes.items():
-            if value < 0 or not found.graph.operations[value].joins:
+            if value < 0 or not found.graph.layers[value].joins:
                 assert sum(home.size for home in homes) == graph.outputs_of(value)
             for device, wanted in enumerate(found.wants[value]):
                 here = [homes[device]]
@@ -128,7 +128,7 @@ def test_parts_by_output_and_sums_by_input_are_the_whole_layer(entering, leaving
     layers = [Conv2d(leaving, kernel, stride, kernel // 2), *[BatchNorm2d()] * norm, LeakyReLU(0.1)]
     model = chain("two", (entering, 7, 5), 3, [("conv", layers), ("out", [Flatten(), Linear(3)])])
     graph = graph_of(model)
-    layer, module = graph.operations[0], model.build(0, 1, 4).eval()
+    layer, module = graph.layers[0], model.build(0, 1, 4).eval()
     for name, tensor in module.state_dict().items():
         if not name.endswith("tracked"):
             tensor.copy_(torch.rand_like(tensor) + 0.1)
@@ -171,7 +171,7 @@ def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
     inputs = torch.randn(2, 2, height, width)
     with torch.no_grad():
         whole = module(inputs)
-    early = graph.operations[:3]
+    early = graph.layers[:3]
     parts = [SlicedLayer(layer, layer.whole, module.state_dict()) for layer in early]
     ledger, found = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
     for each in tiled(early, min(rows, whole.shape[2]), min(columns, whole.shape[3]), [1.0], 0).tiles:

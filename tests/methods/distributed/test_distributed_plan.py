@@ -22,11 +22,11 @@ from testbed.methods.distributed.partition.fitting import enough_devices, fittin
 from testbed.methods.distributed.partition.memory_bound import activations, memory
 from testbed.methods.distributed.partition.resources import longest_path, multiplications, parameters, weights
 from testbed.methods.distributed.partition.scheme_figures import compare
-from testbed.methods.distributed.partition.traffic import Transfer, elements, of_tiles, transfers
+from testbed.methods.distributed.partition.transfers import Transfer, elements, of_tiles, transfers
 from testbed.models import create
 from testbed.models.chain import chain
+from testbed.models.graph import Graph, graph_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual
-from testbed.models.operations import Graph, graph_of
 from testbed.models.shapes import INPUT
 
 YOLO = yolov2()
@@ -94,7 +94,7 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
     source = data.draw(st.integers(0, len(speeds) - 1))
     found = fitting_plan(graph, devices(*speeds), PlanRequest(scheme, source=source))
     assert DistributedPlan.model_validate_json(found.model_dump_json()) == found
-    for index, (layer, part) in enumerate(zip(graph.operations, found.layers, strict=True)):
+    for index, (layer, part) in enumerate(zip(graph.layers, found.layers, strict=True)):
         ranges = part.outputs or part.inputs
         if ranges:
             size = layer.output_channels if part.outputs else layer.input_channels
@@ -106,15 +106,15 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
         spread = dataflow(graph, found, Execution(exchange))
         assert sum(held(spread)) == graph.weights
         assert sum(parameters(spread, device) for device in spread.devices) == sum(
-            each.parameters for each in graph.operations
+            each.parameters for each in graph.layers
         )
-        assert [sum(row) for row in multiplications(spread)] == [layer.multiplications for layer in graph.operations]
+        assert [sum(row) for row in multiplications(spread)] == [layer.multiplications for layer in graph.layers]
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 6, 7])
 def test_weights_per_device_fall_as_one_over_n(count: int) -> None:
-    later = YOLO.operations[16:]
-    early = sum(layer.weights for layer in YOLO.operations[:16])
+    later = YOLO.layers[16:]
+    early = sum(layer.weights for layer in YOLO.layers[:16])
     split = sum(layer.weights for layer in later)
     for scheme in ("lop", "fuse", "optimal"):
         found = planned(YOLO, even(count), PlanRequest(scheme))
@@ -263,10 +263,10 @@ def test_a_described_model_has_the_models_figures_and_places() -> None:
         graph = graph_of(model)
         assert graph.weights == model.weights
         assert graph.multiplications == model.multiplications
-        assert sum(layer.parameters for layer in graph.operations) == model.parameters
+        assert sum(layer.parameters for layer in graph.layers) == model.parameters
     described = graph_of(create("yolov2", {}, (3, 608, 608), 0))
-    assert len(described.operations) == 31
-    for ours, theirs in zip(described.operations, YOLO.operations, strict=True):
+    assert len(described.layers) == 31
+    for ours, theirs in zip(described.layers, YOLO.layers, strict=True):
         facts = ("division", "input", "output", "sources", "weights", "multiplications", "window")
         assert [getattr(ours, fact) for fact in facts] == [getattr(theirs, fact) for fact in facts]
 
@@ -278,18 +278,18 @@ def test_layers_of_one_unit_are_described_apart_with_what_follows_each_value_by_
         ("b", [Linear(6), ReLU(), Linear(2)]),
     ]
     graph = graph_of(chain("n", (3, 8, 8), 2, units))
-    assert [(layer.name, layer.division, layer.names) for layer in graph.operations] == [
+    assert [(layer.name, layer.division, layer.names) for layer in graph.layers] == [
         ("a", "weights", ("0.0", "0.1", "0.2")),
         ("a.1", "channels", ("0.3",)),
         ("b", "weights", ("1.0", "1.1")),
         ("b.1", "weights", ("1.2",)),
     ]
-    assert graph.operations[0].channel_values == 4
-    assert graph.operations[2].input == (4, 4, 4)
-    assert graph.operations[2].input_channels == 4 * 4 * 4
-    assert graph.operations[2].weights == prod((4, 4, 4)) * 6
-    assert graph.operations[3].sources == (2,)
-    (blocked, _) = graph_of(chain("n", (4, 2, 2), 2, [("r", [block]), ("b", [Flatten(), Linear(2)])])).operations
+    assert graph.layers[0].channel_values == 4
+    assert graph.layers[2].input == (4, 4, 4)
+    assert graph.layers[2].input_channels == 4 * 4 * 4
+    assert graph.layers[2].weights == prod((4, 4, 4)) * 6
+    assert graph.layers[3].sources == (2,)
+    (blocked, _) = graph_of(chain("n", (4, 2, 2), 2, [("r", [block]), ("b", [Flatten(), Linear(2)])])).layers
     assert (blocked.division, blocked.splits, blocked.parameters) == ("no", False, block.parameters((4, 2, 2)))
 
 

@@ -10,9 +10,9 @@ from runs import events, of
 from testbed.errors import InputError, TestbedError
 from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.partition.resources import parameters
-from testbed.methods.distributed.partition.storage import operations_stored
+from testbed.methods.distributed.partition.storage import layers_stored
 from testbed.methods.distributed.partition.timing import overlapped, phases
-from testbed.methods.distributed.partition.traffic import elements, transfers
+from testbed.methods.distributed.partition.transfers import elements, transfers
 from testbed.models import create
 from testbed.models.sliced import cut, draw
 from testbed.trace.intervals import total
@@ -35,7 +35,7 @@ def test_devices_have_the_same_weights_drawn_or_given(given):
     found = infer(distributed(3, {"early": None}), model)
     whole = model.build(0, len(model.units), 5).state_dict()
     for index in range(4):
-        held = operations_stored(found.flow, index)
+        held = layers_stored(found.flow, index)
         drawn = draw(model, held, 5)
         sliced = {name: tensor for one in held for name, tensor in cut(*one, whole).items()}
         assert drawn.keys() == sliced.keys()

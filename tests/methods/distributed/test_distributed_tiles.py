@@ -18,16 +18,16 @@ from testbed.methods.distributed.partition.tiles import (
     tile,
 )
 from testbed.models import create
-from testbed.models.layers import Window
-from testbed.models.operations import Graph, Operation, graph_of
+from testbed.models.graph import Graph, GraphLayer, graph_of
+from testbed.models.layers import PixelWindow
 
 YOLO = yolov2()
 
 
 @st.composite
-def early(draw: st.DrawFn) -> list[Operation]:
+def early(draw: st.DrawFn) -> list[GraphLayer]:
     shape: tuple[int, ...] = (2, draw(st.integers(6, 21)), draw(st.integers(6, 21)))
-    layers: list[Operation] = []
+    layers: list[GraphLayer] = []
     for index in range(draw(st.integers(1, 4))):
         if min(shape[1:]) >= 4 and draw(st.booleans()):
             layers.append(pooling(f"p{index}", shape, index - 1))
@@ -38,12 +38,14 @@ def early(draw: st.DrawFn) -> list[Operation]:
     return layers
 
 
-def window(layer: Operation) -> Window:
+def window(layer: GraphLayer) -> PixelWindow:
     assert layer.window is not None
     return layer.window
 
 
-def compute(layer: Operation, kernels: torch.Tensor | None, values: torch.Tensor, pad: tuple[int, ...]) -> torch.Tensor:
+def compute(
+    layer: GraphLayer, kernels: torch.Tensor | None, values: torch.Tensor, pad: tuple[int, ...]
+) -> torch.Tensor:
     if layer.by_channel:
         assert pad == (0, 0, 0, 0)
         return functional.max_pool2d(values, window(layer).kernel, window(layer).stride)
@@ -57,12 +59,12 @@ def cut(values: torch.Tensor, region: Region) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(early(), st.data())
-def test_tiles_computed_each_alone_make_up_the_whole(layers: list[Operation], data: st.DataObject) -> None:
+def test_tiles_computed_each_alone_make_up_the_whole(layers: list[GraphLayer], data: st.DataObject) -> None:
     _, height, width = layers[-1].output
     rows, columns = data.draw(st.integers(1, min(4, height))), data.draw(st.integers(1, min(4, width)))
     draws = torch.Generator().manual_seed(1)
     kernels = [
-        torch.rand(*layer.layers[0].weight_shape(layer.input), generator=draws, dtype=torch.float64)
+        torch.rand(*layer.sequence[0].weight_shape(layer.input), generator=draws, dtype=torch.float64)
         if layer.weights
         else None
         for layer in layers
@@ -106,7 +108,7 @@ def test_the_early_layers_of_the_networks() -> None:
     assert early_layers(YOLO) == 16
     assert early_layers(yolov2(416)) < 16
     vgg = graph_of(create("vgg16", {}, (3, 224, 224), 0))
-    assert vgg.operations[early_layers(vgg) - 1].by_channel
+    assert vgg.layers[early_layers(vgg) - 1].by_channel
     assert early_layers(graph_of(create("mlp", {}, (1, 8, 8), 10))) == 0
 
 
@@ -119,7 +121,7 @@ def test_layers_that_cannot_be_tiled_are_refused(count: int, instead: int) -> No
 
 
 def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
-    layers = YOLO.operations[:12]
+    layers = YOLO.layers[:12]
     tiling = tile(layers, 3, 3, [2.0, 1.0], 1)
     loads = [sum(sum(multiplications(layers, each)) for each in tiling.tiles if each.device == n) for n in (0, 1)]
     assert 1.5 < loads[0] / loads[1] < 2.5
@@ -128,7 +130,7 @@ def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
 def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(count: int) -> None:
-    layers = YOLO.operations[:16]
+    layers = YOLO.layers[:16]
 
     def busiest(rows: int, columns: int) -> int:
         tiling = tile(layers, rows, columns, [1.0] * count, 0)
@@ -145,19 +147,19 @@ def test_grids_finer_than_the_map_are_refused() -> None:
     with pytest.raises(
         InputError, match=r"method.grid: a map of 38x38 pixels cannot be cut into 39 columns: use 1 to 38"
     ):
-        tile(YOLO.operations[:16], 1, 39, [1.0], 0)
+        tile(YOLO.layers[:16], 1, 39, [1.0], 0)
 
 
 def test_a_layer_whose_inside_is_asked_for_later_ends_the_early_ones() -> None:
     shape = (2, 8, 8)
     layers = [convolution(f"c{index}", shape, 2, 3, index - 1) for index in range(3)]
-    joined = Operation("join", (), (4, 8, 8), (2, 1))
+    joined = GraphLayer("join", (), (4, 8, 8), (2, 1))
     graph = Graph("n", (*layers, joined))
     with pytest.raises(InputError, match="use 2"):
         check_early(graph, 3)
     assert early_layers(graph) == 2
     # Tiles leave the image nowhere as a whole.
-    again = Graph("n", (*layers, Operation("again", (), (4, 8, 8), (2, -1))))
+    again = Graph("n", (*layers, GraphLayer("again", (), (4, 8, 8), (2, -1))))
     assert early_layers(again) == 0
     with pytest.raises(InputError, match="use 0"):
         check_early(again, 3)

@@ -10,7 +10,7 @@ from testbed.methods.distributed.partition.distributed_plan import DistributedPl
 from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.scheme_choice import Schemes
 from testbed.methods.distributed.partition.shares import divide
-from testbed.models.operations import Graph
+from testbed.models.graph import Graph
 from testbed.partition.cuts import Costs, best
 
 
@@ -25,7 +25,7 @@ def shared(
 ) -> DistributedPlan:
     """Return the plan in which each device has its share of every layer that is split."""
     layers: list[LayerPlan] = []
-    for index, (layer, scheme) in enumerate(zip(graph.operations, schemes, strict=True)):
+    for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True)):
         if scheme in ("lop", "fuse1"):
             layers.append(LayerPlan(scheme=scheme, outputs=divide(layer.output_channels, shares)))
         elif scheme in ("lip", "fuse2"):
@@ -37,10 +37,10 @@ def shared(
 
 def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
     """Divide a layer's input as the layer before it divides its output, if nothing comes in between."""
-    layer = graph.operations[index]
-    if not graph.follows(index) or not graph.operations[index - 1].splits:
+    layer = graph.layers[index]
+    if not graph.follows(index) or not graph.layers[index - 1].splits:
         return divide(layer.input_channels, shares)
-    channels = graph.operations[index - 1].output_channels
+    channels = graph.layers[index - 1].output_channels
     # More than one where a fully connected layer takes a feature map, of which each device has whole channels.
     factor = layer.input_channels // channels
     return tuple(Range(first * factor, last * factor) for first, last in divide(channels, shares))
@@ -48,7 +48,7 @@ def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range
 
 def alone(name: str, graph: Graph, devices: Sequence[str], source: int) -> DistributedPlan:
     """Return the plan in which the source computes everything: equation (6)."""
-    return _owned(name, devices, source, [source] * len(graph.operations))
+    return _owned(name, devices, source, [source] * len(graph.layers))
 
 
 def in_a_row(
@@ -58,14 +58,12 @@ def in_a_row(
 
     The cuts are those for which the weights on the fullest device are the least, in relation to its capacity.
     """
-    order = [source, *(index for index in range(len(devices)) if index != source)][: len(graph.operations)]
+    order = [source, *(index for index in range(len(devices)) if index != source)][: len(graph.layers)]
     costs = Costs(
-        lambda stage, first, last: (
-            sum(layer.weights for layer in graph.operations[first:last]) / capacities[order[stage]]
-        ),
+        lambda stage, first, last: sum(layer.weights for layer in graph.layers[first:last]) / capacities[order[stage]],
         lambda _stage, _cut: 0.0,
     )
-    _, cuts = best(len(graph.operations), len(order), costs, max)
+    _, cuts = best(len(graph.layers), len(order), costs, max)
     owners = [owner for owner, (first, last) in zip(order, pairwise(cuts), strict=True) for _ in range(first, last)]
     return _owned(name, devices, source, owners)
 

@@ -20,7 +20,7 @@ from testbed.methods.distributed.partition.resources import divided_weights
 from testbed.methods.distributed.partition.scheme_choice import Pair, Schemes
 from testbed.methods.distributed.partition.shares import proportional
 from testbed.methods.distributed.partition.tiles import best_tiling, tile
-from testbed.models.operations import Graph
+from testbed.models.graph import Graph
 from testbed.models.shapes import BYTES_PER_VALUE
 
 SchemeName = Literal["single", "sequential", "lop", "lip", "fuse", "optimal"]
@@ -152,7 +152,7 @@ def _tilings(graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest, 
         yield None
         return
     speeds = [device.speed if request.shares == "speed" else 1.0 for device in devices]
-    layers = graph.operations[:early]
+    layers = graph.layers[:early]
     if request.grid is not None:
         yield tile(layers, *request.grid, speeds, request.source)
         return

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Literal
 
 from testbed.methods.distributed.partition.distributed_plan import Scheme
-from testbed.models.operations import Graph, Operation
+from testbed.models.graph import Graph, GraphLayer
 
 Reuse = Literal["everywhere", "paper"]
 """Whether a layer after a LOP is sent what its devices already hold. ``everywhere``: never, only what is missing.
@@ -40,7 +40,7 @@ class WorkerTotals:
 
 
 def elements(
-    layer: Operation, scheme: Scheme, workers: WorkerTotals, held: bool, reuse: Reuse = "everywhere"
+    layer: GraphLayer, scheme: Scheme, workers: WorkerTotals, held: bool, reuse: Reuse = "everywhere"
 ) -> Fraction:
     """Return what a layer sends and returns, in elements.
 
@@ -69,7 +69,7 @@ def total(graph: Graph, schemes: Sequence[Scheme], workers: WorkerTotals, reuse:
     return sum(
         (
             elements(layer, scheme, workers, held(graph, schemes, index), reuse)
-            for index, (layer, scheme) in enumerate(zip(graph.operations, schemes, strict=True))
+            for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True))
         ),
         Fraction(0),
     )

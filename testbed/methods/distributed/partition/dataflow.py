@@ -1,8 +1,8 @@
 """From a plan and how it is carried out to what every device has, makes, wants and sends in one inference.
 
-This is what devices follow and what everything that is said of a plan is taken from: the messages
-(`testbed.methods.distributed.partition.traffic`), what is stored and computed (`resources`), memory (`memory`) and time
-(`timing`). Pure, and the same on every device.
+This is what devices follow and what everything that is said of a plan is taken from: the messages (`transfers`), what
+is stored and computed (`storage`, `resources`), memory (`memory_bound`) and time (`timing`). Pure, and the same on
+every device.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from testbed.methods.distributed.partition.distributed_plan import DistributedPlan, Tile
 from testbed.methods.distributed.partition.execution import Execution
+from testbed.methods.distributed.partition.layer_tasks import IDLE, LayerTask, Way, by_chunks, is_alias, tasks_of
 from testbed.methods.distributed.partition.ranges import Pieces, Range, both, common, hull, scaled, shifted, without
-from testbed.methods.distributed.partition.roles import IDLE, Role, Way, by_chunks, is_alias, roles_of
 from testbed.methods.distributed.partition.shares import evenly
-from testbed.models.operations import Graph, Operation
+from testbed.models.graph import Graph, GraphLayer
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 
 Homes = Mapping[int, tuple[Range, ...]]
@@ -36,13 +36,13 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataflow:
-    """A plan in terms of roles; `flow` makes it."""
+    """A plan in terms of tasks; `flow` makes it."""
 
     graph: Graph
     plan: DistributedPlan
     execution: Execution
     way: Way
-    roles: tuple[tuple[Role, ...], ...]
+    tasks: tuple[tuple[LayerTask, ...], ...]
     """By layer and device; the layers that are tiled have none."""
     homes: Homes
     """By value and device: the elements that the device itself makes. Of the tiled layers there is only the last one's
@@ -79,10 +79,10 @@ class Dataflow:
 
     def _traced(self, index: int, taken: Range) -> Iterator[Origin]:
         at = 0
-        for source in self.graph.operations[index].sources:
+        for source in self.graph.layers[index].sources:
             there = Range(at, at + self.graph.outputs_of(source))
             part = common(there, taken)
-            if part.size and source != INPUT and is_alias(self.graph.operations[source], self.way):
+            if part.size and source != INPUT and is_alias(self.graph.layers[source], self.way):
                 for origin in self.origins(source, shifted(part, -at)):
                     yield origin._replace(at=origin.at + at)
             elif part.size:
@@ -91,10 +91,10 @@ class Dataflow:
 
     def result(self) -> tuple[Origin, ...]:
         """Return what the network's output consists of."""
-        last = len(self.graph.operations) - 1
-        if is_alias(self.graph.operations[last], self.way):
-            return self.origins(last, Range(0, self.graph.operations[last].inputs))
-        return (Origin(last, Range(0, self.graph.operations[last].outputs), 0),)
+        last = len(self.graph.layers) - 1
+        if is_alias(self.graph.layers[last], self.way):
+            return self.origins(last, Range(0, self.graph.layers[last].inputs))
+        return (Origin(last, Range(0, self.graph.layers[last].outputs), 0),)
 
     def chunks(self, index: int, made: Range) -> tuple[Range, ...]:
         """Divide output channels of a layer into about equal ranges that are sent as soon as each is computed.
@@ -102,7 +102,7 @@ class Dataflow:
         By the size of a full request, so that all devices cut alike without telling each other.
         """
         execution = self.execution
-        size = made.size * self.graph.operations[index].pixels * execution.samples * BYTES_PER_VALUE
+        size = made.size * self.graph.layers[index].pixels * execution.samples * BYTES_PER_VALUE
         count = max(1, min(execution.chunks, made.size, size // execution.least_chunk))
         return tuple(shifted(part, made.first) for part in evenly(made.size, count)) if made.size else ()
 
@@ -118,10 +118,10 @@ class Dataflow:
 
     def _made_in(self, value: int, device: int) -> Pieces:
         home = self.homes[value][device]
-        if value < self.tiled or not by_chunks(self.graph.operations[value], self.roles[value][device]):
+        if value < self.tiled or not by_chunks(self.graph.layers[value], self.tasks[value][device]):
             return (home,) if home.size else ()
-        each = self.graph.operations[value].pixels
-        return tuple(scaled(chunk, each) for chunk in self.chunks(value, self.roles[value][device].makes))
+        each = self.graph.layers[value].pixels
+        return tuple(scaled(chunk, each) for chunk in self.chunks(value, self.tasks[value][device].makes))
 
     def receivers(self, value: int, device: int, made: Range) -> Iterator[tuple[int, Range]]:
         """Yield whom a device sends what it has made of a value, and which part."""
@@ -161,17 +161,17 @@ class Dataflow:
 
 
 def dataflow(graph: Graph, plan: DistributedPlan, execution: Execution) -> Dataflow:
-    """Work out every device's roles, and what it wants of what the others make."""
+    """Work out every device's tasks, and what it wants of what the others make."""
     way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else execution.exchange
     homes: dict[int, tuple[Range, ...]] = {}
     if not plan.tiled:
-        homes[INPUT] = _at_source(plan, graph.operations[0].inputs)
-    roles: list[tuple[Role, ...]] = [(IDLE,) * len(plan.devices)] * plan.tiled
+        homes[INPUT] = _at_source(plan, graph.layers[0].inputs)
+    tasks: list[tuple[LayerTask, ...]] = [(IDLE,) * len(plan.devices)] * plan.tiled
     if plan.tiled:
-        homes[plan.tiled - 1] = _at_source(plan, graph.operations[plan.tiled - 1].outputs)
-    for index in range(plan.tiled, len(graph.operations)):
-        roles.append(roles_of(graph, plan, way, index, homes))
-        homes[index] = _made(graph.operations[index], roles[index])
+        homes[plan.tiled - 1] = _at_source(plan, graph.layers[plan.tiled - 1].outputs)
+    for index in range(plan.tiled, len(graph.layers)):
+        tasks.append(tasks_of(graph, plan, way, index, homes))
+        homes[index] = _made(graph.layers[index], tasks[index])
 
     draft = Dataflow(graph, plan, execution, way, (), {}, {}, {})
     wants: dict[int, list[Pieces]] = {value: [()] * len(plan.devices) for value in homes}
@@ -182,17 +182,17 @@ def dataflow(graph: Graph, plan: DistributedPlan, execution: Execution) -> Dataf
             wants[value][device] = both(wants[value][device], (part,))
             last[value][device] = max(last[value][device], reader)
 
-    want(draft.result(), plan.source, len(graph.operations))
-    for index in range(len(graph.operations) - 1, plan.tiled - 1, -1):
-        if way == "direct" and graph.operations[index].division == "moves":
+    want(draft.result(), plan.source, len(graph.layers))
+    for index in range(len(graph.layers) - 1, plan.tiled - 1, -1):
+        if way == "direct" and graph.layers[index].division == "moves":
             # Only devices that need the moved pixels move them.
-            roles[index] = tuple(role if wants[index][device] else IDLE for device, role in enumerate(roles[index]))
-            homes[index] = _made(graph.operations[index], roles[index])
-        for device, role in enumerate(roles[index]):
-            want(draft.origins(index, role.takes), device, index)
+            tasks[index] = tuple(task if wants[index][device] else IDLE for device, task in enumerate(tasks[index]))
+            homes[index] = _made(graph.layers[index], tasks[index])
+        for device, task in enumerate(tasks[index]):
+            want(draft.origins(index, task.takes), device, index)
     return replace(
         draft,
-        roles=tuple(roles),
+        tasks=tuple(tasks),
         homes=homes,
         wants={value: tuple(pieces) for value, pieces in wants.items()},
         last={value: tuple(readers) for value, readers in last.items()},
@@ -203,6 +203,6 @@ def _at_source(plan: DistributedPlan, elements: int) -> tuple[Range, ...]:
     return tuple(Range(0, elements if device == plan.source else 0) for device in range(len(plan.devices)))
 
 
-def _made(layer: Operation, roles: Sequence[Role]) -> tuple[Range, ...]:
+def _made(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
     each = layer.pixels
-    return tuple(scaled(role.makes, each) for role in roles)
+    return tuple(scaled(task.makes, each) for task in tasks)

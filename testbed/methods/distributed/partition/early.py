@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from testbed.errors import InputError
-from testbed.models.operations import Graph
+from testbed.models.graph import Graph
 from testbed.models.shapes import INPUT
 
 
@@ -15,10 +15,10 @@ def early_layers(graph: Graph) -> int:
     Layer 16 of YOLOv2 at 608x608, as in Stahl et al., Section 5.
     """
     best, total, cut = 0, 0, 0
-    for index in range(len(graph.operations)):
+    for index in range(len(graph.layers)):
         if not _tiles(graph, index):
             break
-        layer = graph.operations[index]
+        layer = graph.layers[index]
         if layer.weights == 0:
             if cut == index and _closes(graph, index + 1):
                 cut = index + 1
@@ -31,9 +31,9 @@ def early_layers(graph: Graph) -> int:
 
 def check_early(graph: Graph, count: int) -> None:
     """Raise `InputError` where the first ``count`` layers cannot be tiled; it names the nearest number that can."""
-    if count <= len(graph.operations) and _can_be(graph, count):
+    if count <= len(graph.layers) and _can_be(graph, count):
         return
-    nearest = max(fewer for fewer in range(min(count, len(graph.operations)) + 1) if _can_be(graph, fewer))
+    nearest = max(fewer for fewer in range(min(count, len(graph.layers)) + 1) if _can_be(graph, fewer))
     raise InputError(
         f"the first {count} layers of {graph.name} cannot be tiled together, which takes convolutions "
         f"and pooling in a row, of which only the last one's output is used further on: use {nearest}",
@@ -48,11 +48,11 @@ def _can_be(graph: Graph, count: int) -> bool:
 
 def _tiles(graph: Graph, index: int) -> bool:
     """Whether a layer works on pixels near each other, and only on what the layer before it made."""
-    layer = graph.operations[index]
+    layer = graph.layers[index]
     return layer.window is not None and layer.sources == (index - 1,)
 
 
 def _closes(graph: Graph, count: int) -> bool:
     """Whether nothing after the first ``count`` layers needs what is inside them, or the image."""
     inside = range(INPUT, count - 1)
-    return all(source not in inside for layer in graph.operations[count:] for source in layer.sources)
+    return all(source not in inside for layer in graph.layers[count:] for source in layer.sources)

@@ -10,7 +10,7 @@ from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.partition.candidates import PlanRequest, SchemeName, candidate
 from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
-from testbed.models.operations import Graph
+from testbed.models.graph import Graph
 from testbed.models.shapes import BYTES_PER_VALUE
 
 _PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)

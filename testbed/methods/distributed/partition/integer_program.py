@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, elements
 from testbed.methods.distributed.partition.distributed_plan import Scheme
 from testbed.methods.distributed.partition.scheme_choice import Schemes
-from testbed.models.operations import Graph
+from testbed.models.graph import Graph
 
 _SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 
@@ -65,7 +65,7 @@ def least_communication(
 
     Without ``lip`` only LOP and fused pairs are looked at, as the variants of the paper's Table 2 do.
     """
-    layers = graph.operations
+    layers = graph.layers
     split = [index for index in range(first, len(layers)) if layers[index].splits]
     schemes: list[Scheme] = ["tiled" if index < first else "whole" for index in range(len(layers))]
     if not split:
@@ -106,7 +106,7 @@ def _reuse(
 ) -> None:
     """Add what a layer saves where the one before it uses LOP."""
     for scheme in _SCHEMES:
-        alone, after = (elements(graph.operations[index], scheme, workers, held, reuse) for held in (False, True))
+        alone, after = (elements(graph.layers[index], scheme, workers, held, reuse) for held in (False, True))
         if after < alone:
             saving = program.variable(float(after - alone), 1.0, False)
             for bound in (chosen[index - 1, "lop"], chosen[index, scheme]):

@@ -9,9 +9,9 @@ from itertools import accumulate, islice, pairwise
 
 from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.distributed_plan import Tile
+from testbed.methods.distributed.partition.layer_tasks import by_chunks
 from testbed.methods.distributed.partition.ranges import Range, common, size
 from testbed.methods.distributed.partition.resources import parameters
-from testbed.methods.distributed.partition.roles import by_chunks
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 
 
@@ -31,7 +31,7 @@ def activations(flow: Dataflow, device: int) -> int:
     of the others, from the layer on at which these can have it ready, which is before the device has done that layer
     itself. While it works on a layer also the sums that it merges, or those of what has come of the input so far.
     """
-    changes = [0] * (len(flow.graph.operations) - INPUT + 2)
+    changes = [0] * (len(flow.graph.layers) - INPUT + 2)
     """By layer from the image on: how much more is held than at the one before."""
 
     def hold(first: int, last: int, elements: int) -> None:
@@ -42,7 +42,7 @@ def activations(flow: Dataflow, device: int) -> int:
     begins = _begins(flow, device)
     for value, homes in flow.homes.items():
         made, lacking, last = homes[device].size, size(flow.lacks(value, device)), flow.last[value][device]
-        merges = value >= flow.tiled and flow.roles[value][device].work == "sums"
+        merges = value >= flow.tiled and flow.tasks[value][device].work == "sums"
         # Chunk by chunk a result takes the place of its sums.
         hold(value + merges, last, made)
         if made and last < value and not merges:
@@ -51,16 +51,16 @@ def activations(flow: Dataflow, device: int) -> int:
         if last >= 0 and flow.way == "source" and device == flow.plan.source:
             # What is only for others stays, too, beside what the source itself needs.
             collected = _collected(flow, value) if made + lacking < flow.graph.outputs_of(value) else lacking
-            hold(begins[value], len(flow.graph.operations), collected - lacking)
-    for index in range(flow.tiled, len(flow.roles)):
-        layer, role = flow.graph.operations[index], flow.roles[index][device]
-        made = role.makes.size * layer.pixels
-        if role.work == "sums" and made:
-            mine = role.takes.size > 0
-            others = sum(each.takes.size > 0 for each in flow.roles[index]) - mine
+            hold(begins[value], len(flow.graph.layers), collected - lacking)
+    for index in range(flow.tiled, len(flow.tasks)):
+        layer, task = flow.graph.layers[index], flow.tasks[index][device]
+        made = task.makes.size * layer.pixels
+        if task.work == "sums" and made:
+            mine = task.takes.size > 0
+            others = sum(each.takes.size > 0 for each in flow.tasks[index]) - mine
             hold(_earliest(flow, device, index, begins), index, others * made)
             hold(index, index, mine * made)
-        elif by_chunks(layer, role) and _in_pieces(flow, device, index):
+        elif by_chunks(layer, task) and _in_pieces(flow, device, index):
             hold(index, index, made)
     return max(*accumulate(changes), _while_tiling(flow, device) if flow.tiled else 0)
 
@@ -75,7 +75,7 @@ def _begins(flow: Dataflow, device: int) -> dict[int, int]:
     for value in flow.homes:
         if value < flow.tiled:
             found[value] = flow.tiled
-        elif flow.roles[value][device].work == "sums" and flow.roles[value][device].takes.size:
+        elif flow.tasks[value][device].work == "sums" and flow.tasks[value][device].takes.size:
             # They wait for its sums, which it sends one after the other, its own merging coming last.
             messages = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
             found[value] = value + (messages == 1 and _has_sent_all(flow, device, value))
@@ -86,7 +86,7 @@ def _begins(flow: Dataflow, device: int) -> dict[int, int]:
 
 def _earliest(flow: Dataflow, device: int, index: int, begins: dict[int, int]) -> int:
     """Return at which of its own layers a device may be when the first of the others has done its part of one."""
-    taken = {role.takes: None for other, role in enumerate(flow.roles[index]) if other != device and role.takes.size}
+    taken = {task.takes: None for other, task in enumerate(flow.tasks[index]) if other != device and task.takes.size}
     return min((_waits(flow, device, index, takes, begins) for takes in taken), default=index)
 
 
@@ -104,8 +104,8 @@ def _has_sent_all(flow: Dataflow, device: int, value: int) -> bool:
     """Say whether a device that adds to all of a value has done that layer once all of the value is there."""
     if value < flow.tiled:
         return False
-    role = flow.roles[value][device]
-    return role.work == "sums" and role.takes.size > 0 and not role.makes.size
+    task = flow.tasks[value][device]
+    return task.work == "sums" and task.takes.size > 0 and not task.makes.size
 
 
 def _collected(flow: Dataflow, value: int) -> int:
@@ -122,7 +122,7 @@ def _collected(flow: Dataflow, value: int) -> int:
 
 def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:
     """Say whether a device can come to know a layer's input piece by piece; what it has made itself is one."""
-    taken = flow.roles[index][device].takes
+    taken = flow.tasks[index][device].takes
     pieces = (
         piece
         for value, part, _ in flow.origins(index, taken)
@@ -140,7 +140,7 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
     The inputs of all its tiles and what one of them takes within; at the source, of whose image they are parts, the
     image and the map that it collects.
     """
-    layers, own = flow.graph.operations[: flow.tiled], flow.tiles(device)
+    layers, own = flow.graph.layers[: flow.tiled], flow.tiles(device)
     within = max((_within(flow, tile) for tile in own), default=0)
     if device != flow.plan.source:
         return within + sum(layers[0].input[0] * tile.regions[0].pixels for tile in own)
@@ -151,7 +151,5 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
 
 def _within(flow: Dataflow, tile: Tile) -> int:
     """Return the most that is between the input of a tile and its end: what one layer takes and makes."""
-    made = [
-        layer.output[0] * region.pixels for layer, region in zip(flow.graph.operations, tile.regions[1:], strict=False)
-    ]
+    made = [layer.output[0] * region.pixels for layer, region in zip(flow.graph.layers, tile.regions[1:], strict=False)]
     return max(one + other for one, other in pairwise([0, *made]))

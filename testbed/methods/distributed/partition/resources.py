@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from testbed.methods.distributed.partition import tiles
 from testbed.methods.distributed.partition.dataflow import Dataflow
-from testbed.methods.distributed.partition.storage import operations_stored, stored
+from testbed.methods.distributed.partition.storage import layers_stored, stored
 
 
 def weights(flow: Dataflow, device: int) -> int:
     """Return F: the elements of weights that a device stores, no biases among them."""
-    return sum(layer.share(layer.weights, part) for layer, part in operations_stored(flow, device))
+    return sum(layer.share(layer.weights, part) for layer, part in layers_stored(flow, device))
 
 
 def divided_weights(flow: Dataflow, device: int) -> int:
     """Return the weights a device stores of layers that are divided by channels: what shrinks with its share."""
-    layers = flow.graph.operations
+    layers = flow.graph.layers
     return sum(
         layers[index].share(layers[index].weights, part)
         for index, part in stored(flow, device).items()
-        if flow.roles[index][device].work in ("outputs", "sums")
+        if flow.tasks[index][device].work in ("outputs", "sums")
     )
 
 
@@ -26,13 +26,13 @@ def parameters(flow: Dataflow, device: int) -> int:
     """Return all values that a device stores: its weights, and what belongs to the channels it finishes."""
     return sum(
         layer.share(layer.weights, part) + layer.channel_values * len(part.channels)
-        for layer, part in operations_stored(flow, device)
+        for layer, part in layers_stored(flow, device)
     )
 
 
 def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
     """Return each layer's multiplications on each device: one row a layer, one column a device."""
-    layers = flow.graph.operations
+    layers = flow.graph.layers
     rows = [[0] * len(flow.devices) for _ in layers]
     for tile in flow.plan.tiles:
         for row, work in zip(rows, tiles.multiplications(layers[: flow.tiled], tile), strict=False):

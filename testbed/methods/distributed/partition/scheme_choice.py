@@ -13,7 +13,7 @@ from fractions import Fraction
 from testbed.errors import InputError
 from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, elements
 from testbed.methods.distributed.partition.distributed_plan import Scheme
-from testbed.models.operations import Graph
+from testbed.models.graph import Graph
 
 Schemes = tuple[Scheme, ...]
 Pair = tuple[int, int]
@@ -22,8 +22,7 @@ Pair = tuple[int, int]
 def everywhere(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
     """Return one scheme for all layers that can be split, from layer ``first`` on; before it layers are tiled."""
     return tuple(
-        "tiled" if index < first else scheme if layer.splits else "whole"
-        for index, layer in enumerate(graph.operations)
+        "tiled" if index < first else scheme if layer.splits else "whole" for index, layer in enumerate(graph.layers)
     )
 
 
@@ -54,7 +53,7 @@ def least_communication(
 
     Without ``lip`` only LOP and fused pairs are looked at, as the variants of the paper's Table 2 do.
     """
-    count = len(graph.operations)
+    count = len(graph.layers)
     # best[index][after_lop]: the least C of this and all later layers, and their schemes.
     best: dict[int, dict[bool, tuple[Fraction, Schemes]]] = {count: dict.fromkeys((False, True), (Fraction(0), ()))}
     for index in reversed(range(first, count)):
@@ -65,7 +64,7 @@ def least_communication(
             for way in _ways(graph, index, lip):
                 cost, rest = best[index + len(way)][way[-1] == "lop"]
                 for offset, scheme in enumerate(way):
-                    cost += elements(graph.operations[index + offset], scheme, workers, held and offset == 0, reuse)
+                    cost += elements(graph.layers[index + offset], scheme, workers, held and offset == 0, reuse)
                 found.append((cost, (*way, *rest)))
             best[index][after_lop] = min(found, key=lambda each: each[0])
     return (*everywhere(graph, "lop", first)[:first], *best[first][False][1])
@@ -73,7 +72,7 @@ def least_communication(
 
 def _ways(graph: Graph, index: int, lip: bool) -> list[Schemes]:
     """Return what can be done with a layer, or with it and the next."""
-    if not graph.operations[index].splits:
+    if not graph.layers[index].splits:
         return [("whole",)]
     ways: list[Schemes] = [("lop",)]
     if lip:

@@ -14,8 +14,8 @@ from testbed.methods.distributed.partition.distributed_plan import Scheme
 from testbed.methods.distributed.partition.resources import longest_path, weights
 from testbed.methods.distributed.partition.shares import equal
 from testbed.methods.distributed.partition.tiles import redundant_multiplications
-from testbed.methods.distributed.partition.traffic import elements, of_tiles, transfers
-from testbed.models.operations import Graph
+from testbed.methods.distributed.partition.transfers import elements, of_tiles, transfers
+from testbed.models.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def figures(found: Candidate, devices: Sequence[DeviceSpec], reuse: Reuse) -> Sc
         memory=found.needs,
         fits=not found.excess(devices),
         longest_path=longest_path(spread),
-        redundant=redundant_multiplications(graph.operations[: plan.tiled], plan.tiling) if plan.tiling else 0,
+        redundant=redundant_multiplications(graph.layers[: plan.tiled], plan.tiling) if plan.tiling else 0,
         formula=formula(spread, reuse),
         elements=elements(sent),
         tiled=elements(of_tiles(spread)),
@@ -73,7 +73,7 @@ def formula(spread: Dataflow, reuse: Reuse) -> float:
     graph, plan = spread.graph, spread.plan
     if spread.way == "row":
         # The result's way back is left out.
-        return float(elements([each for each in transfers(spread) if each.value != len(graph.operations) - 1]))
+        return float(elements([each for each in transfers(spread) if each.value != len(graph.layers) - 1]))
     schemes = [part.scheme for part in plan.layers]
     return float(total(graph, schemes, WorkerTotals.of(equal(len(plan.devices)), plan.source), reuse))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.ranges import Range
-from testbed.models.operations import Operation
+from testbed.models.graph import GraphLayer
 from testbed.models.slices import NONE, Slice
 
 
@@ -12,25 +12,25 @@ def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
     """Return what a device stores, by layer in their order. Tiled layers are whole on each device with a tile."""
     found: dict[int, Slice] = {}
     tiles = any(tile.device == device for tile in flow.plan.tiles)
-    for index, layer in enumerate(flow.graph.operations):
-        role, whole = flow.roles[index][device], layer.whole
-        makes = as_range(role.makes)
-        if role.work == "whole" or (index < flow.tiled and tiles):
+    for index, layer in enumerate(flow.graph.layers):
+        task, whole = flow.tasks[index][device], layer.whole
+        makes = as_range(task.makes)
+        if task.work == "whole" or (index < flow.tiled and tiles):
             found[index] = whole
-        elif role.work == "outputs":
+        elif task.work == "outputs":
             found[index] = Slice(makes, whole.columns, makes)
-        elif role.work == "sums":
+        elif task.work == "sums":
             each = layer.inputs // layer.input_channels
-            columns = range(role.takes.first // each, role.takes.last // each)
+            columns = range(task.takes.first // each, task.takes.last // each)
             found[index] = Slice(whole.rows, columns, makes)
-        elif role.work == "channels":
+        elif task.work == "channels":
             found[index] = Slice(NONE, NONE, makes)
     return found
 
 
-def operations_stored(flow: Dataflow, device: int) -> list[tuple[Operation, Slice]]:
+def layers_stored(flow: Dataflow, device: int) -> list[tuple[GraphLayer, Slice]]:
     """Return the same with the layers themselves."""
-    return [(flow.graph.operations[index], part) for index, part in stored(flow, device).items()]
+    return [(flow.graph.layers[index], part) for index, part in stored(flow, device).items()]
 
 
 def as_range(part: Range) -> range:

@@ -17,23 +17,23 @@ from testbed.errors import InputError
 from testbed.methods.distributed.partition.distributed_plan import Region, Tile, Tiling
 from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.shares import evenly
-from testbed.models.operations import Operation
+from testbed.models.graph import GraphLayer
 
 
-def needed(layer: Operation, out: Range, size: int) -> Range:
+def needed(layer: GraphLayer, out: Range, size: int) -> Range:
     """Return which of ``size`` pixels along one axis a layer needs for pixels ``out`` of its output."""
     seen = _seen(layer, out.first, out.last)
     return Range(max(0, seen.first), min(size, seen.last))
 
 
-def _seen(layer: Operation, first: int, last: int) -> Range:
+def _seen(layer: GraphLayer, first: int, last: int) -> Range:
     """Return the pixels along one axis, padding included, that a layer looks at for some pixels of its output."""
     window = layer.window
     assert window is not None
     return Range(first * window.stride - window.padding, (last - 1) * window.stride - window.padding + window.kernel)
 
 
-def padding(layer: Operation, out: Region) -> tuple[int, int, int, int]:
+def padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
     """Return how many pixels of padding a tile has left, right, top and bottom at a layer: torch's order.
 
     ``out`` is the region of the layer's output. Only tiles at the map's border have any.
@@ -51,7 +51,7 @@ def padding(layer: Operation, out: Region) -> tuple[int, int, int, int]:
 class _Grid:
     """Early layers cut into rows and columns, before anybody owns a tile."""
 
-    layers: Sequence[Operation]
+    layers: Sequence[GraphLayer]
     rows: int
     columns: int
 
@@ -109,7 +109,7 @@ class _Grid:
         )
 
 
-def tile(layers: Sequence[Operation], rows: int, columns: int, speeds: Sequence[float], source: int) -> Tiling:
+def tile(layers: Sequence[GraphLayer], rows: int, columns: int, speeds: Sequence[float], source: int) -> Tiling:
     """Cut early layers into a grid and give the tiles to devices.
 
     Each tile, the one with most multiplications first, goes to the device that would be done with it first; of
@@ -129,7 +129,7 @@ def tile(layers: Sequence[Operation], rows: int, columns: int, speeds: Sequence[
     return grid.tiling(grid.owners(speeds, source)[0])
 
 
-def best_tiling(layers: Sequence[Operation], speeds: Sequence[float], source: int) -> Tiling:
+def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: int) -> Tiling:
     """Return a grid with about one or two tiles for each device that is computed soonest; of equals the coarsest."""
     _, height, width = layers[-1].output
     count = len(speeds)
@@ -150,7 +150,7 @@ def best_tiling(layers: Sequence[Operation], speeds: Sequence[float], source: in
     return best[3].tiling(best[2])
 
 
-def _traced(layers: Sequence[Operation], out: Range, axis: int) -> list[Range]:
+def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
     """Return what is needed along one axis of every layer's input, and at the end ``out`` itself."""
     found = [out]
     for layer in reversed(layers):
@@ -158,7 +158,7 @@ def _traced(layers: Sequence[Operation], out: Range, axis: int) -> list[Range]:
     return found[::-1]
 
 
-def multiplications(layers: Sequence[Operation], tile: Tile) -> list[int]:
+def multiplications(layers: Sequence[GraphLayer], tile: Tile) -> list[int]:
     """Return the multiplications of each layer in one tile."""
     return [
         layer.multiplications * region.pixels // (layer.output[1] * layer.output[2])
@@ -166,7 +166,7 @@ def multiplications(layers: Sequence[Operation], tile: Tile) -> list[int]:
     ]
 
 
-def redundant_multiplications(layers: Sequence[Operation], tiling: Tiling) -> int:
+def redundant_multiplications(layers: Sequence[GraphLayer], tiling: Tiling) -> int:
     """Return what the tiles multiply more than the layers in one piece: the price of the halo."""
     tiled = sum(sum(multiplications(layers, each)) for each in tiling.tiles)
     return tiled - sum(layer.multiplications for layer in layers)

@@ -15,7 +15,7 @@ from math import inf
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.resources import multiplications
-from testbed.methods.distributed.partition.traffic import Transfer, transfers
+from testbed.methods.distributed.partition.transfers import Transfer, transfers
 from testbed.models.shapes import INPUT
 from testbed.network.link import Link, Pair
 
@@ -63,7 +63,7 @@ def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, L
     work[INPUT] = _seconds(rows[: flow.tiled], devices, samples)
     return tuple(
         Phase(work.get(value, 0.0), *_network(moved.get(value, ()), flow, devices, links))
-        for value in range(INPUT, len(flow.graph.operations))
+        for value in range(INPUT, len(flow.graph.layers))
     )
 
 

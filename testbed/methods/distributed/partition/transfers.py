@@ -50,7 +50,7 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
     source, found = flow.plan.source, []
     for tile in flow.plan.tiles:
         if tile.device != source:
-            first, last = flow.graph.operations[0], flow.graph.operations[flow.tiled - 1]
+            first, last = flow.graph.layers[0], flow.graph.layers[flow.tiled - 1]
             there, back = first.input[0] * tile.regions[0].pixels, last.output[0] * tile.regions[-1].pixels
             found.append(Transfer(source, tile.device, INPUT, (there,)))
             found.append(Transfer(tile.device, source, flow.tiled - 1, (back,)))
@@ -81,12 +81,12 @@ def _cut(pieces: Pieces, part: Range) -> tuple[int, ...]:
 
 def _of_sums(flow: Dataflow) -> Iterator[Transfer]:
     """Yield the partial sums that others than who has computed them merge."""
-    for index, roles in enumerate(flow.roles):
-        each = flow.graph.operations[index].pixels
-        for merger, merging in enumerate(roles):
+    for index, tasks in enumerate(flow.tasks):
+        each = flow.graph.layers[index].pixels
+        for merger, merging in enumerate(tasks):
             if merging.work != "sums" or not merging.makes.size:
                 continue
             messages = tuple(each * chunk.size for chunk in flow.chunks(index, merging.makes))
-            for device, role in enumerate(roles):
-                if device != merger and role.takes.size:
+            for device, task in enumerate(tasks):
+                if device != merger and task.takes.size:
                     yield Transfer(device, merger, index, messages)

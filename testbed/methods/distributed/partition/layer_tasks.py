@@ -13,7 +13,7 @@ from typing import Literal
 from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
 from testbed.methods.distributed.partition.ranges import NOTHING, Range, scaled
 from testbed.methods.distributed.partition.shares import divide, proportional
-from testbed.models.operations import Graph, Operation
+from testbed.models.graph import Graph, GraphLayer
 
 Way = Literal["direct", "source", "row"]
 """An exchange, or ``row``: every layer is whole and goes from its owner to the next one's; nothing passes the source
@@ -24,7 +24,7 @@ input. ``whole``: the layer as it is. ``channels``: a layer that treats each cha
 
 
 @dataclass(frozen=True)
-class Role:
+class LayerTask:
     """What one device does of one layer."""
 
     work: Work = "none"
@@ -34,37 +34,37 @@ class Role:
     """Output channels that it ends up with; for ``sums`` those that it merges, of everybody's sums."""
 
 
-IDLE = Role()
+IDLE = LayerTask()
 
 
-def is_alias(layer: Operation, way: Way) -> bool:
+def is_alias(layer: GraphLayer, way: Way) -> bool:
     """Say whether a layer only names what others have made."""
     return way == "direct" and layer.joins
 
 
-def by_chunks(layer: Operation, role: Role) -> bool:
+def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
     """Whether a device computes its part chunk by chunk, and sends each as soon as it is there."""
-    return role.work in ("outputs", "sums") or (role.work == "whole" and layer.splits)
+    return task.work in ("outputs", "sums") or (task.work == "whole" and layer.splits)
 
 
-def roles_of(
+def tasks_of(
     graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Mapping[int, tuple[Range, ...]]
-) -> tuple[Role, ...]:
+) -> tuple[LayerTask, ...]:
     """Return what each device does of a layer that is not tiled.
 
     ``homes``: by earlier value and device, the elements that the device has made.
     """
-    layer, decided, everyone = graph.operations[index], plan.layers[index], range(len(plan.devices))
+    layer, decided, everyone = graph.layers[index], plan.layers[index], range(len(plan.devices))
     everything = Range(0, layer.inputs)
     if decided.scheme in ("lop", "fuse1"):
-        return tuple(Role("outputs", everything, made) if made.size else IDLE for made in decided.outputs)
+        return tuple(LayerTask("outputs", everything, made) if made.size else IDLE for made in decided.outputs)
     if decided.scheme in ("lip", "fuse2"):
         merging = _merging(graph, plan, way, index)
         each = layer.inputs // layer.input_channels
         return tuple(
-            Role("sums", scaled(taken, each), made) for taken, made in zip(decided.inputs, merging, strict=True)
+            LayerTask("sums", scaled(taken, each), made) for taken, made in zip(decided.inputs, merging, strict=True)
         )
-    whole = Role("whole", everything, Range(0, layer.output[0]))
+    whole = LayerTask("whole", everything, Range(0, layer.output[0]))
     if is_alias(layer, way):
         return (IDLE,) * len(everyone)
     if way == "direct" and layer.division == "moves":
@@ -74,7 +74,7 @@ def roles_of(
     if way == "direct" and layer.by_channel and not more and any(home.size for home in homes.get(first, ())):
         channel = layer.inputs // layer.output[0]
         return tuple(
-            Role("channels", home, Range(home.first // channel, home.last // channel)) if home.size else IDLE
+            LayerTask("channels", home, Range(home.first // channel, home.last // channel)) if home.size else IDLE
             for home in homes[first]
         )
     owner = plan.source if decided.owner is None else decided.owner
@@ -83,7 +83,7 @@ def roles_of(
 
 def _merging(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple[Range, ...]:
     """Return which output channels of a layer's sums each device merges."""
-    channels, decided = graph.operations[index].output[0], plan.layers[index]
+    channels, decided = graph.layers[index].output[0], plan.layers[index]
     if way == "direct" and graph.readers[index]:
         return divide(channels, proportional([taken.size for taken in decided.inputs]))
     return tuple(Range(0, channels if device == plan.source else 0) for device in range(len(plan.devices)))

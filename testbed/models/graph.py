@@ -1,10 +1,10 @@
-"""A model as operations: what planners divide over devices by channels, neurons or pixels, and shards compute.
+"""A model as a graph of layers: what planners divide over devices by channels, neurons or pixels, and shards compute.
 
-An operation is what papers call a layer: a convolution, fully connected layer or pooling with what follows it value by
-value, its normalisation and activation. How it divides and what it counts are the layers' own formulas
-(`testbed.models.layers`); here they are put in relation to each other. The symbols are those of Stahl et al., "Fully
-Distributed Deep Learning Inference on Resource-Constrained Edge Devices": layer l has M input and K output elements, Q
-weights and R multiplications. All figures are of one sample. Needs no torch.
+A layer here is what papers count as one: a convolution, fully connected layer or pooling with what follows it value by
+value, its normalisation and activation. How it divides and what it counts are the formulas of `testbed.models.layers`;
+here they are put in relation to each other. The symbols are those of Stahl et al., "Fully Distributed Deep Learning
+Inference on Resource-Constrained Edge Devices": layer l has M input and K output elements, Q weights and R
+multiplications. All figures are of one sample. Needs no torch.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from testbed.models.chain import Model, Unit
-from testbed.models.layers import Division, Layer, Window, shapes
+from testbed.models.layers import Division, Layer, PixelWindow, shapes
 from testbed.models.shapes import INPUT, Shape
 from testbed.models.slices import Slice
 
 
 @dataclass(frozen=True)
-class Operation:
+class GraphLayer:
     """One layer that computes, and those after it that work value by value."""
 
     name: str
-    layers: tuple[Layer, ...]
+    sequence: tuple[Layer, ...]
     """The first is the one that computes. None at all: a route, which joins the channels of its sources."""
     input: Shape
     """(channels, height, width) or (features,); of a route, the concatenation of all that enters. Flattening does not
     show: a fully connected layer after a feature map takes the map."""
     sources: tuple[int, ...]
-    """Indices of the operations whose outputs enter; `INPUT` is what enters the model."""
+    """Indices of the layers whose outputs enter; `INPUT` is what enters the model."""
     unit: int = 0
     """Of the model."""
     numbers: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Operation:
     @cached_property
     def output(self) -> Shape:
         """Shape that leaves."""
-        return shapes(self.layers, self.entering)[-1]
+        return shapes(self.sequence, self.entering)[-1]
 
     @cached_property
     def inputs(self) -> int:
@@ -81,17 +81,17 @@ class Operation:
 
     @cached_property
     def _weight_shape(self) -> Shape:
-        return self.layers[0].weight_shape(self.entering) if self.layers else ()
+        return self.sequence[0].weight_shape(self.entering) if self.sequence else ()
 
     @cached_property
     def division(self) -> Division:
         """How several devices can share it."""
-        return self.layers[0].division if self.layers else "moves"
+        return self.sequence[0].division if self.sequence else "moves"
 
     @property
     def joins(self) -> bool:
         """Whether it is a route."""
-        return not self.layers
+        return not self.sequence
 
     @property
     def splits(self) -> bool:
@@ -104,27 +104,27 @@ class Operation:
         return self.division == "channels"
 
     @cached_property
-    def window(self) -> Window | None:
+    def window(self) -> PixelWindow | None:
         """What a pixel that leaves sees of those that enter, for tiles; None where that is no window."""
-        return self.layers[0].window if self.layers else None
+        return self.sequence[0].window if self.sequence else None
 
     @cached_property
     def weights(self) -> int:
         """Q: without biases. Parameters that do not lie by channel all count as weights."""
-        if not self.layers:
+        if not self.sequence:
             return 0
-        first = self.layers[0]
+        first = self.sequence[0]
         return first.weights(self.entering) if first.channel_values else first.parameters(self.entering)
 
     @cached_property
     def multiplications(self) -> int:
         """R: with the weights."""
-        return int(self.layers[0].flops(self.entering)) // 2 if self.layers else 0
+        return int(self.sequence[0].flops(self.entering)) // 2 if self.sequence else 0
 
     @cached_property
     def channel_values(self) -> int:
         """Values kept for each output channel beside the weights: a bias, a normalisation."""
-        return sum(layer.channel_values for layer in self.layers)
+        return sum(layer.channel_values for layer in self.sequence)
 
     @property
     def parameters(self) -> int:
@@ -143,71 +143,67 @@ class Operation:
 
 @dataclass(frozen=True)
 class Graph:
-    """Operations in an order in which they can be computed; the last one's output is the result."""
+    """Layers in an order in which they can be computed; the last one's output is the result."""
 
     name: str
-    operations: tuple[Operation, ...]
+    layers: tuple[GraphLayer, ...]
 
     def __post_init__(self) -> None:
-        for index, operation in enumerate(self.operations):
-            sources = operation.sources
+        for index, layer in enumerate(self.layers):
+            sources = layer.sources
             if not sources or not all(INPUT <= source < index for source in sources):
-                raise ValueError(
-                    f"layer {index} ({operation.name}) takes the outputs of {sources}, not of earlier ones"
-                )
+                raise ValueError(f"layer {index} ({layer.name}) takes the outputs of {sources}, not of earlier ones")
             arriving = sum(self.outputs_of(source) for source in sources)
-            if sources != (INPUT,) and arriving != operation.inputs:
-                raise ValueError(
-                    f"layer {index} ({operation.name}) takes {operation.inputs} elements, but {arriving} arrive"
-                )
+            if sources != (INPUT,) and arriving != layer.inputs:
+                raise ValueError(f"layer {index} ({layer.name}) takes {layer.inputs} elements, but {arriving} arrive")
 
     def outputs_of(self, index: int) -> int:
-        """Return the elements that leave an operation, or that enter the model for `INPUT`."""
-        return self.operations[0].inputs if index == INPUT else self.operations[index].outputs
+        """Return the elements that leave a layer, or that enter the model for `INPUT`."""
+        return self.layers[0].inputs if index == INPUT else self.layers[index].outputs
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each operation, those that take its output."""
+        """For each layer, those that take its output."""
         return tuple(
-            tuple(reader for reader, operation in enumerate(self.operations) if index in operation.sources)
-            for index in range(len(self.operations))
+            tuple(reader for reader, layer in enumerate(self.layers) if index in layer.sources)
+            for index in range(len(self.layers))
         )
 
     def follows(self, index: int) -> bool:
-        """Whether an operation takes the output of the one before it in the list and nothing else.
+        """Whether a layer takes the output of the one before it in the list and nothing else.
 
         Only then may what a device holds of that output be used again: pooling and routing in between happen at the
         source (Stahl et al., Section 5: such layers are counted but not partitioned).
         """
-        return index > 0 and self.operations[index].sources == (index - 1,)
+        return index > 0 and self.layers[index].sources == (index - 1,)
 
     def fuses(self, index: int) -> bool:
         """Whether it can be the first of a fused pair: both split, and nothing else needs what is between them."""
         return (
-            index + 1 < len(self.operations)
-            and self.operations[index].splits
-            and self.operations[index + 1].splits
+            index + 1 < len(self.layers)
+            and self.layers[index].splits
+            and self.layers[index + 1].splits
             and self.follows(index + 1)
             and self.readers[index] == (index + 1,)
         )
 
     @cached_property
     def weights(self) -> int:
-        """Q of all operations together."""
-        return sum(operation.weights for operation in self.operations)
+        """Q of all layers together."""
+        return sum(layer.weights for layer in self.layers)
 
     @property
     def multiplications(self) -> int:
-        """R of all operations together."""
-        return sum(operation.multiplications for operation in self.operations)
+        """R of all layers together."""
+        return sum(layer.multiplications for layer in self.layers)
 
 
 def graph_of(model: Model) -> Graph:
-    """Describe a model by its operations.
+    """Describe a model by its layers.
 
     A unit that reads several others begins with a route, and one without layers is one.
     """
-    found: list[Operation] = []
+    found: list[GraphLayer] = []
     made = {INPUT: INPUT}
     for index, unit in enumerate(model.units):
         sources = tuple(made[read] for read in model.reads(index))
@@ -221,25 +217,25 @@ def graph_of(model: Model) -> Graph:
     return Graph(model.name, tuple(found))
 
 
-def _described(index: int, unit: Unit, sources: tuple[int, ...], first: int, shape: Shape) -> Iterator[Operation]:
-    """Yield a unit's operations; ``first`` is the index of the first of them in the graph, ``shape`` what enters it."""
+def _described(index: int, unit: Unit, sources: tuple[int, ...], first: int, shape: Shape) -> Iterator[GraphLayer]:
+    """Yield a unit's layers; ``first`` is the index of the first of them in the graph, ``shape`` what enters it."""
     entering = shapes(unit.layers, unit.input)
     for place, numbers in enumerate(_runs(unit, len(sources) > 1)):
-        operation = Operation(
+        layer = GraphLayer(
             name=f"{unit.name}.{place}" if place else unit.name,
-            layers=tuple(unit.layers[number] for number in numbers),
+            sequence=tuple(unit.layers[number] for number in numbers),
             input=shape,
             sources=(first + place - 1,) if place else sources,
             unit=index,
             numbers=tuple(numbers),
             flattens=bool(numbers) and len(entering[numbers[0]]) < len(shape),
         )
-        shape = operation.output
-        yield operation
+        shape = layer.output
+        yield layer
 
 
 def _runs(unit: Unit, joins: bool) -> list[list[int]]:
-    """Return the places of the layers of each operation of a unit; of a route none."""
+    """Return the places of what each layer of a unit consists of; of a route nothing."""
     runs: list[list[int]] = [[]] if joins or not unit.layers else []
     for number, layer in enumerate(unit.layers):
         if layer.division == "values" and runs and runs[-1]:
