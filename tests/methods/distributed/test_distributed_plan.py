@@ -140,6 +140,7 @@ def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
     assert 4 * later / 2**20 == pytest.approx(67.26, rel=2e-3)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("program", ["dynamic", "integer"])
 def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms(program: Literal["dynamic", "integer"]) -> None:
     def seconds() -> float:
