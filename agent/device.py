@@ -94,7 +94,7 @@ class RealDevice:
         self._log.append(Event(instant - self._origin, self.name, event, fields).to_json())
 
     def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Keep the callable for whoever asks for the weights."""
+        """Keep the callable that returns the weights when they are asked for."""
         self.exposed = weights
 
     async def save(self, name: str, message: Message) -> None:

@@ -17,9 +17,8 @@ BLOCK = 1 << 15
 class EventLog:
     """Every line since the device booted, or the newest that fit into ``limit`` bytes of memory.
 
-    What a reader who keeps up asks for lies there as it was written; older lines are compressed. Writing never waits
-    for a reader: whoever falls so far behind that lines were dropped is told by `FellBehind` instead of being given
-    a gap.
+    The newest lines, which a reader that keeps up asks for, are kept as they were written; older ones are compressed.
+    Writing never waits for a reader. A reader for which lines have been dropped gets `FellBehind`, never a gap.
     """
 
     def __init__(self, limit: int) -> None:
@@ -65,7 +64,7 @@ class EventLog:
 
         Raises:
             FellBehind: when the next line is no longer kept.
-            NotYet: when there are fewer lines: whoever asks speaks of the time before the device restarted.
+            NotYet: when there are fewer lines, as after a restart of the device.
         """
         if after < self._dropped:
             raise FellBehind(after, self._dropped)

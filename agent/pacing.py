@@ -106,7 +106,7 @@ def fixed(seconds: float) -> Charge:
 
 
 def slowed(slowdown: float) -> Charge:
-    """Charge work so many times the processor time that it takes the host.
+    """Charge work a multiple of the processor time that it takes the host.
 
     Processor time and not time: what else the host does meanwhile is no property of the device.
     """

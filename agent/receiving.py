@@ -33,7 +33,7 @@ class Arrival:
     """Seconds from its first to its last byte."""
     decode: float
     cast: bool = False
-    """Whether it was told to several at once; its sequence number then counts its sender's casts."""
+    """Whether it was sent to several at once; its sequence number then counts its sender's casts."""
 
 
 class Inbox:
@@ -89,7 +89,7 @@ class DataApplication:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.inbox: Inbox | None = None
-        """Of the program that runs; without one, senders are told to come back."""
+        """Of the program that runs; without one, senders are asked to try again later."""
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Answer one request."""

@@ -1,4 +1,4 @@
-"""Reliable, ordered delivery to one peer, and the patience of whoever waits for it."""
+"""Reliable, ordered delivery to one peer, and how long to wait for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Lane:
         Nothing leaves before the monotonic instant ``not_before``.
 
         Raises:
-            TimeoutError: when, with ``patience``, the peer took in nothing for so many seconds.
+            TimeoutError: when the peer took in nothing for ``patience`` seconds.
             Rejected: when the peer refuses the message for good.
         """
         called = time.monotonic()

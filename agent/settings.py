@@ -1,4 +1,4 @@
-"""What a device's container is told by its environment."""
+"""Settings of a device, from the environment of its container."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settings:
     body_limit: int = 2 << 30
     """Bytes of one request of the controller: a data set, a shard."""
     inbox_limit: int = 64 << 20
-    """Bytes of messages that wait for the program; senders are told to come back beyond."""
+    """Bytes of messages that wait for the program; beyond, senders are asked to try again later."""
     event_limit: int = 32 << 20
     """Bytes of events kept, compressed; the oldest are dropped beyond."""
 

@@ -163,7 +163,7 @@ class _Received:
         self.steps.append((when, (self.steps[-1][1] if self.steps else 0) + count))
 
     def rate(self, skip: float, until: float) -> float:
-        """Return bit/s after the first so many seconds, up to a time."""
+        """Return bit/s after the first seconds, up to a time."""
         if not self.steps:
             return 0.0
         later = [step for step in self.steps if self.steps[0][0] + skip <= step[0] <= until]

@@ -69,7 +69,7 @@ def loaded() -> Iterator[None]:
 
 
 def measure() -> Iterator[Figure]:
-    """Yield mean and 99th percentile of the error on an idle host and with one core loaded, and what was not told."""
+    """Yield the error of spans on an idle host and with one core loaded: all of it, and the part not reported as late."""
     for name, load in (("idle", contextlib.nullcontext()), ("one core loaded", loaded())):
         with load:
             found = [span for series in pace() for span in series.spans]

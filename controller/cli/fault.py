@@ -124,8 +124,8 @@ def degrade(
 @click.argument("source")
 @click.argument("destination", required=False)
 @click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
-@click.option("--down", required=True, help="So long they drop everything, e.g. 200ms")
-@click.option("--up", required=True, help="So long they work before they next go down, e.g. 2s")
+@click.option("--down", required=True, help="How long the links are down each time, e.g. 200ms")
+@click.option("--up", required=True, help="How long they are up in between, e.g. 2s")
 @click.option("--times", type=int, help="How often.  [default: until --for is over, or Ctrl-C]")
 @click.option("--for", "for_", help="How long in all, e.g. 30s")
 @_run_option
@@ -151,7 +151,7 @@ def flap(
     seconds = None if for_ is None else _duration(for_)
     turns, late = 0, 0.0
     with suppress(KeyboardInterrupt):
-        for turns, late in flapping(containers, action, handle, seconds):  # noqa: B007 - the last is told
+        for turns, late in flapping(containers, action, handle, seconds):  # noqa: B007 - the last is printed
             pass
     click.echo(f"{handle}: the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late")
 
@@ -173,7 +173,7 @@ def _links(source: str, destination: str | None, one_way: bool) -> dict[str, obj
 @fault.command()
 @click.argument("device")
 @click.option("--speed", help="e.g. 200mflops")
-@click.option("--slowdown", help="Take so many times as long, e.g. 3")
+@click.option("--slowdown", help="Factor by which work takes longer, e.g. 3")
 @_run_option
 def throttle(device: str, speed: str | None, slowdown: str | None, run_id: str | None) -> None:
     """Let DEVICE compute more slowly, also what it is computing right now."""

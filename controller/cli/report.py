@@ -25,7 +25,7 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
     """Rebuild the report of a run from its events and print its table.
 
     RESULTS_DIR is what `testbed run` wrote, such as results/quickstart, or the folder of a sweep. Figures, verdict,
-    Perfetto trace and HTML report are written anew.
+    Perfetto trace and HTML report are written again.
 
     \b
     Examples:

@@ -200,7 +200,8 @@ def _judge(runs: list[Run], table: list[Row]) -> None:
     for finished in runs:
         if finished.outcome.status != "finished":
             error: Any = (finished.outcome.error or "").strip().splitlines() or ["no reason known"]
-            raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; its events are in {finished.path}")
+            ended = "was interrupted" if finished.outcome.status == "interrupted" else finished.outcome.status
+            raise TestbedError(f"the run {ended}: {error[-1]}; its events are in {finished.path}")
     missed = [
         f"{expectation.key} is {expectation.value}, expected {expectation.condition}"
         for finished in runs

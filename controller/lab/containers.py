@@ -128,7 +128,7 @@ def make_device(
 
 
 def device_settings(client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec) -> dict[str, Any]:
-    """Return what the engine is told of a device's container."""
+    """Return the settings of a device's container, as the engine takes them."""
     memory = int(spec.memory)
     settings = _settings(
         client,

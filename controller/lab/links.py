@@ -89,6 +89,6 @@ class Shaper:
         return shown
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
-        """Return drops at queues and the delay line's lateness; ``reset`` starts the lateness anew."""
+        """Return drops at queues and the delay line's lateness; ``reset`` sets the lateness back to nothing."""
         figures: dict[str, Any] = self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
         return figures

@@ -1,7 +1,7 @@
 """A small process that outlives the controller just long enough to remove a run that the controller left behind.
 
 It waits on a pipe whose other end only the controller holds. However the controller ends, SIGKILL included, the
-kernel closes that end, and the reaper removes the run, unless it was told that there is nothing to do.
+kernel closes that end, and the reaper removes the run, unless it was dismissed.
 """
 
 from __future__ import annotations

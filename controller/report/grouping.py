@@ -1,4 +1,4 @@
-"""Many links told in few lines: those with the same figures asked of them stand together."""
+"""Many links in few lines: links with the same requested figures are one group."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Figure |
     for series, colour in zip(chart.series, SERIES, strict=False):
         chosen = sorted((run for run in runs if is_at(run.trial.point, series.at)), key=_repetition)
         points = curve(chosen[0], chart.what, over=chart.over, begin=begin, end=end) if chosen else []
-        # Steps one by one can be told apart only as long as they are few.
+        # Marks can be told from each other only as long as they are few.
         lines.append(Line(series.label, points, colour, marks=len(points) <= 60))
     found = [x for line in lines for x, _ in line.points]
     if not found:

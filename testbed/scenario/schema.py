@@ -40,8 +40,10 @@ class DevicePart(Part):
         description="pace by the host: take this multiple of what the host needs. Plans and the simulator use `speed`, "
         "which must be given",
     )
-    uplink: Rate | None = Field(None, description="of all that the device sends, beside the rates of its links")
-    downlink: Rate | None = Field(None, description="of all that the device receives, beside the rates of its links")
+    uplink: Rate | None = Field(None, description="limit on all that the device sends, in addition to its links' rates")
+    downlink: Rate | None = Field(
+        None, description="limit on all that the device receives, in addition to its links' rates"
+    )
     position: tuple[float, float] | None = Field(
         None, description="metres from two sides of `network.radio.area`; default: drawn from the seed"
     )

@@ -22,7 +22,7 @@ class ThrottlePart(Part):
 
     device: Name = Field(description="which one")
     speed: Speed | None = Field(None, gt=0, description="compute at this speed")
-    slowdown: float | None = Field(None, ge=1, le=1e6, description="take so many times as long")
+    slowdown: float | None = Field(None, ge=1, le=1e6, description="factor by which work takes longer")
 
     @model_validator(mode="after")
     def _one_figure(self) -> Self:

@@ -28,7 +28,9 @@ class AsynchronousOptions(StagesOptions):
         None, ge=1, description="batches under way at once, at most. None, and never more than: one a stage"
     )
     vertical_sync: bool = Field(True, description="one version of the weights for a batch on all stages")
-    aggregate: int = Field(0, ge=0, description="stage i of n averages its versions every so many times n - i batches")
+    aggregate: int = Field(
+        0, ge=0, description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never"
+    )
     evaluate_every: int | None = Field(None, ge=1, description="steps; None: at the end only")
     return_window: Duration = Field(0.0, description="how long a lost device may take to come back")
     chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")

@@ -56,7 +56,9 @@ class DistributedOptions(Options):
         "replan", description="requests under way when a device is lost: finish them with the others, or fail"
     )
     patience: Duration = Field(
-        2.0, gt=0, description="without progress until devices are asked, and without an answer until they are lost"
+        2.0,
+        gt=0,
+        description="without progress before devices are polled, and without a reply before they count as lost",
     )
     return_window: Duration = Field(5.0, description="how long a lost device may take to come back")
 

@@ -22,7 +22,9 @@ from testbed.partition.redistribution import Partition
 class FTPipeHDOptions(AsynchronousOptions):
     """Options of `FTPipeHD`."""
 
-    aggregate: int = Field(1, ge=0, description="stage i of n averages its versions every so many times n - i batches")
+    aggregate: int = Field(
+        1, ge=0, description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never"
+    )
     profile_runs: int = Field(10, ge=1, description="times the first device tries each unit before training")
     repartition_first: int = Field(10, ge=0, description="batches after which the first better partition is looked for")
     repartition_every: int = Field(100, ge=0, description="batches between later ones; 0: never")

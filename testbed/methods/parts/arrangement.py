@@ -18,9 +18,11 @@ from testbed.quantities import Duration
 class StagesOptions(Options):
     """Options of every method that has its devices in a row."""
 
-    stages: int | None = Field(None, ge=1, description="the first so many devices; the others stand by. None: all")
+    stages: int | None = Field(None, ge=1, description="use only the first N devices; the others stand by. None: all")
     patience: Duration = Field(
-        2.0, gt=0, description="without progress until devices are asked, and without an answer until they are lost"
+        2.0,
+        gt=0,
+        description="without progress before devices are polled, and without a reply before they count as lost",
     )
     return_window: Duration = Field(15.0, description="how long a lost device may take to come back")
 
