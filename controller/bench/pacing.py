@@ -69,7 +69,7 @@ def loaded() -> Iterator[None]:
 
 
 def measure() -> Iterator[Figure]:
-    """Yield the error of spans on an idle host and with one core loaded: all of it, and the part not reported as late."""
+    """Yield the error of spans on an idle host and with one core loaded: all, and what was not reported as late."""
     for name, load in (("idle", contextlib.nullcontext()), ("one core loaded", loaded())):
         with load:
             found = [span for series in pace() for span in series.spans]

@@ -11,6 +11,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from controller.report import tables
+
 if TYPE_CHECKING:
     from controller.bench.figure import Figure
 
@@ -59,9 +61,7 @@ def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
 
 
 def _table(figures: list[Figure]) -> Table:
-    table = Table(title="What the testbed costs here")
-    for name in ("figure", "value", "target", ""):
-        table.add_column(name, justify="left" if name == "figure" else "right")
+    table = tables.table("Figure", "Value", "Target", "", bold=["Figure"], right=["Value", "Target", ""])
     for figure in figures:
         target = figure.to_json()["target"] or ""
         mark = {None: "", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]

@@ -52,13 +52,11 @@ def list_(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(
-        "name", "image", "classes", "files", "what it is", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
+    from controller.report import tables
+
+    table = tables.table("name", "image", "classes", "files", "what it is")
     for row in rows:
         size = "x".join(map(str, row["shape"]))
         needed = "its path" if row["from_path"] else "none needed"

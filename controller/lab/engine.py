@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import docker
 from docker.errors import DockerException
 
-from controller.lab.places import state_folder
+from controller.lab.places import CHECKOUT, state_folder
 from testbed.errors import HostError
 
 Say = Callable[[str], None]
@@ -104,25 +104,16 @@ def install_packages(packages: list[str], say: Say, why: str) -> None:
     """Install Debian packages, saying so; the caller is root.
 
     Raises:
-        HostError: this is no Debian, or apt failed.
+        HostError: this is no Debian, or apt failed; says what to run by hand.
 
     """
-    command = "apt-get install " + " ".join(packages)
-    if shutil.which("apt-get") is None:
-        raise HostError(f"{why}, and this system has no apt-get: install the equivalent of {', '.join(packages)}")
-    say(f"{why}: {command}")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    steps = (
-        ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120", "update"],
-        ["apt-get", "-qq", "-y", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends", "install", *packages],
+    say(f"{why}: apt-get install {' '.join(packages)}")
+    command = [str(CHECKOUT / "images" / "install"), why, *packages]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    for number, step in enumerate(steps):
-        done = subprocess.run(
-            step, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        # One repository of several may fail to update while the one that matters is there.
-        if done.returncode and number == len(steps) - 1:
-            raise HostError(f"'{command}' failed: {_last_line(done.stdout)}; run it by hand to see why")
+    if done.returncode:
+        raise HostError(_last_line(done.stdout))
 
 
 def _may_start() -> bool:

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from controller.report import tables
 from controller.report.html import environment
 from controller.report.plots import SERIES, Line, inline, line_plot
 from controller.report.terminal import VERDICTS
@@ -23,16 +22,15 @@ AROUND = 20
 
 def show(console: Console, compared: Mapping[str, Any]) -> None:
     """Print a comparison: a row a figure, a column a run, ratios to the first run beside the figures."""
-    table = Table(
-        box=box.SIMPLE_HEAD, header_style="dim", title=Text(" Runs side by side", style="bold"), title_justify="left"
-    )
-    table.add_column("Figure", style="bold", no_wrap=True)
+    table = tables.table("Figure", bold=["Figure"])
     for run in compared["runs"]:
         sign, colour = VERDICTS[run["verdict"]]
-        table.add_column(Text(run["label"]).append(f"\n{run['runtime']}d {sign}", style=colour), justify="right")
+        table.add_column(
+            Text(run["label"]).append(f"\n{run['runtime']}d {sign}", style=colour), justify="right", overflow="fold"
+        )
     for row in compared["figures"]:
         table.add_row(row["name"].replace("_", " "), *_cells(row))
-    console.print(table)
+    console.print(Text(" Runs side by side", style="bold"), table)
     if compared["clocks"]:
         console.print(
             Text("  " + clocks_text(compared["clocks"]), style="green" if compared["clocks"]["agree"] else "yellow")

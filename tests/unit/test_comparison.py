@@ -140,3 +140,10 @@ def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> N
     calm = [written(tmp_path / name, {"faults": ()}, events=recorded.events(faulty=False)) for name in ("c", "d")]
     assert "around the fault" not in render(calm, compare(calm))
     assert 'aria-label="Accuracy"' not in render(calm, compare(calm))
+
+
+def test_runs_of_a_sweep_are_called_by_what_differs(tmp_path: Path) -> None:
+    runs = [written(tmp_path / name) for name in ("sweep,rate=10mbit,loss=0", "sweep,rate=10mbit,loss=1")]
+    assert [run["label"] for run in compare(runs)["runs"]] == ["loss=0", "loss=1"]
+    runs = [written(tmp_path / name) for name in ("one", "one,more")]
+    assert [run["label"] for run in compare(runs)["runs"]] == ["one", "one,more"]
