@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,9 +49,8 @@ def compare(runs: Sequence[Run]) -> dict[str, Any]:
 def _labels(runs: Sequence[Run]) -> list[str]:
     """Return short names that tell the runs apart: of the runs of one sweep, only where they differ."""
     names = [run.path.name for run in runs]
-    shared = os.path.commonprefix(names).rpartition(",")[0]
-    if shared and len(names) > 1:
-        names = [name.removeprefix(f"{shared},") for name in names]
+    while all("," in name for name in names) and len({name.partition(",")[0] for name in names}) == 1 < len(names):
+        names = [name.partition(",")[2] for name in names]
     if len(set(names)) == len(names):
         return names
     return [f"{number} {name}" for number, name in enumerate(names, 1)]
