@@ -6,7 +6,7 @@ from typing import Literal
 
 NONE = "–"
 
-Kind = Literal["share", "seconds", "bytes", "number", "bool", "text"]
+FigureKind = Literal["share", "seconds", "bytes", "number", "bool", "text"]
 """What a figure is measured in."""
 
 
@@ -101,7 +101,7 @@ def whole_share(value: float) -> str:
     return "<1%" if 0 < value < 0.005 else f"{value * 100:.0f}%"
 
 
-def of_kind(kind: Kind, value: float | bool | str | None) -> str:
+def of_kind(kind: FigureKind, value: float | bool | str | None) -> str:
     """Write a figure of that kind."""
     if isinstance(value, bool):
         return "yes" if value else "no"

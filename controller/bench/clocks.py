@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controller.bench.figure import Figure
+from controller.bench.figure import Measurement
 from controller.running.emulation import emulate
 from testbed.data import load as load_data
 from testbed.prepare import prepare
@@ -18,11 +18,11 @@ TOLERANCE = 0.1
 MESSAGES_PER_SECOND = 50_000
 
 
-def measure() -> Iterator[Figure]:
+def measure() -> Iterator[Measurement]:
     """Yield the messages per second of the simulator and the ratio of the quickstart's two step times."""
     speed = messages_per_second()
     detail = f"{speed.messages} messages between {speed.devices} devices"
-    yield Figure("simulator", speed.rate, "messages/s", MESSAGES_PER_SECOND, at_most=False, detail=detail)
+    yield Measurement("simulator", speed.rate, "messages/s", MESSAGES_PER_SECOND, at_most=False, detail=detail)
     prepared = prepare(trials(load("quickstart"))[0])
     dataset = load_data(prepared.scenario.workload.data)
     predicted = simulate(prepared, dataset)
@@ -31,7 +31,7 @@ def measure() -> Iterator[Figure]:
         outcome.runtime: metrics(outcome, prepared.experiment, prepared.plan)["step_time"]
         for outcome in (predicted, measured)
     }
-    yield Figure("step of the quickstart, simulated", step["simulate"], "s")
-    yield Figure("step of the quickstart, emulated", step["emulate"], "s")
+    yield Measurement("step of the quickstart, simulated", step["simulate"], "s")
+    yield Measurement("step of the quickstart, emulated", step["emulate"], "s")
     away = abs(step["emulate"] / step["simulate"] - 1)
-    yield Figure("step of the quickstart, emulated away from simulated", away, "", TOLERANCE)
+    yield Measurement("step of the quickstart, emulated away from simulated", away, "", TOLERANCE)

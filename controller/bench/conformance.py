@@ -27,7 +27,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from controller.bench.bare import Network
-from controller.bench.figure import Figure
+from controller.bench.figure import Measurement
 from controller.bench.flows import Flow, flows, tcp_rates, udp_rates
 from controller.lab.places import BUILD, CHECKOUT
 from controller.shaping import modules
@@ -58,7 +58,7 @@ _SECONDS_TO_FILL = 0.35
 _DOWN = Link(up=False)
 
 
-class Lab:
+class NamespaceLab:
     """Namespaces whose links one backend shapes: all down but those that a case needs."""
 
     def __init__(self, backend: str, devices: int = 6) -> None:
@@ -69,7 +69,7 @@ class Lab:
         self.pairs = [(one, other) for one in self.names for other in self.names if one != other]
         self.shaping.attach(self.net.endpoints.values(), dict.fromkeys(self.pairs, _DOWN))
 
-    def __enter__(self) -> Lab:
+    def __enter__(self) -> NamespaceLab:
         # What is under test is the links, not how busy the machine is.
         self._priority = os.getpriority(os.PRIO_PROCESS, 0)
         with contextlib.suppress(OSError):
@@ -101,7 +101,7 @@ class Lab:
         return (other - one) % len(self.names)
 
 
-def settled(case: Callable[[], Iterator[Figure]]) -> Iterator[Figure]:
+def settled(case: Callable[[], Iterator[Measurement]]) -> Iterator[Measurement]:
     """Yield a case's figures; those outside of their bounds as found the second time."""
     first = list(case())
     again = {} if all(figure.reached for figure in first) else {figure.name: figure for figure in case()}
@@ -109,7 +109,7 @@ def settled(case: Callable[[], Iterator[Figure]]) -> Iterator[Figure]:
         yield figure if figure.reached else replace(again[figure.name], detail="measured a second time")
 
 
-def delays(lab: Lab, points: Sequence[float] = DELAYS, packets: int = 200) -> Iterator[Figure]:
+def delays(lab: NamespaceLab, points: Sequence[float] = DELAYS, packets: int = 200) -> Iterator[Measurement]:
     """The median of one-way delays, on links of all these delays at once."""
     with lab.links([Link(delay=delay) for delay in points]) as links:
         found = flows(lab.net, list(links), packets, 0.003, linger=max(points) + 0.2)
@@ -117,10 +117,12 @@ def delays(lab: Lab, points: Sequence[float] = DELAYS, packets: int = 200) -> It
         bound = delay_tolerance(link.delay) * 1e3
         middle = median(found[pair].delays) * 1e3
         asked = link.delay * 1e3
-        yield Figure(f"delay {asked:g} ms: median", middle, "ms", between=(asked - bound, asked + bound))
+        yield Measurement(f"delay {asked:g} ms: median", middle, "ms", between=(asked - bound, asked + bound))
 
 
-def jitters(lab: Lab, jitter: float = 0.004, delay: float = 0.02, packets: int = 3000) -> Iterator[Figure]:
+def jitters(
+    lab: NamespaceLab, jitter: float = 0.004, delay: float = 0.02, packets: int = 3000
+) -> Iterator[Measurement]:
     """The standard deviation of delays of each distribution, and their correlation where the backend has one."""
     links = [Link(delay=delay, jitter=jitter, distribution=each) for each in ("normal", "uniform", "pareto")]
     if lab.backend == "userspace":
@@ -134,15 +136,15 @@ def jitters(lab: Lab, jitter: float = 0.004, delay: float = 0.02, packets: int =
         if link.jitter_correlation:
             by_number = [delay for _, delay in sorted(found[pair].arrived)]
             name += f", correlation {link.jitter_correlation:g}"
-            yield Figure(f"{name}: correlation", _correlation(by_number), "", between=(0.4, 0.6))
+            yield Measurement(f"{name}: correlation", _correlation(by_number), "", between=(0.4, 0.6))
         bounds = (asked * (1 - JITTER_FRACTION), asked * (1 + JITTER_FRACTION))
-        yield Figure(f"{name}: deviation", pstdev(values) * 1e3, "ms", between=bounds)
+        yield Measurement(f"{name}: deviation", pstdev(values) * 1e3, "ms", between=bounds)
         bound = delay_tolerance(link.delay) * 1e3 + 3 * asked / math.sqrt(packets)
         mean = fmean(values) * 1e3
-        yield Figure(f"{name}: mean", mean, "ms", between=(delay * 1e3 - bound, delay * 1e3 + bound))
+        yield Measurement(f"{name}: mean", mean, "ms", between=(delay * 1e3 - bound, delay * 1e3 + bound))
 
 
-def losses(lab: Lab, points: Sequence[float] = LOSSES, packets: int = PACKETS) -> Iterator[Figure]:
+def losses(lab: NamespaceLab, points: Sequence[float] = LOSSES, packets: int = PACKETS) -> Iterator[Measurement]:
     """The packets lost of links of all these losses at once."""
     with lab.links([Link(loss=loss) for loss in points]) as links:
         found = flows(lab.net, list(links), packets, 0.0)
@@ -150,7 +152,7 @@ def losses(lab: Lab, points: Sequence[float] = LOSSES, packets: int = PACKETS) -
         yield _counted(f"loss {100 * link.loss:g} %", found[pair].lost, packets, link.loss)
 
 
-def bursts(lab: Lab, packets: int = 2 * PACKETS) -> Iterator[Figure]:
+def bursts(lab: NamespaceLab, packets: int = 2 * PACKETS) -> Iterator[Measurement]:
     """Loss and mean burst length of Gilbert-Elliott links, and of one with correlated loss."""
     wanted = [
         Link(bursts=GilbertElliott(p=0.05, r=0.5)),
@@ -169,11 +171,11 @@ def bursts(lab: Lab, packets: int = 2 * PACKETS) -> Iterator[Figure]:
         share, length = 100 * states.loss, 1 / states.r
         bounds = (1 - BURSTS_FRACTION, 1 + BURSTS_FRACTION)
         lost, mean = 100 * sum(fates) / packets, fmean(burst_lengths(fates))
-        yield Figure(f"{name}: loss", lost, "%", between=(share * bounds[0], share * bounds[1]))
-        yield Figure(f"{name}: mean burst", mean, "packets", between=(length * bounds[0], length * bounds[1]))
+        yield Measurement(f"{name}: loss", lost, "%", between=(share * bounds[0], share * bounds[1]))
+        yield Measurement(f"{name}: mean burst", mean, "packets", between=(length * bounds[0], length * bounds[1]))
 
 
-def alterations(lab: Lab, packets: int = PACKETS) -> Iterator[Figure]:
+def alterations(lab: NamespaceLab, packets: int = PACKETS) -> Iterator[Measurement]:
     """Duplication, reordering and corruption, each on a link of its own."""
     wanted = [
         Link(delay=0.005, duplicate=0.05),
@@ -186,10 +188,10 @@ def alterations(lab: Lab, packets: int = PACKETS) -> Iterator[Figure]:
         found = flows(lab.net, list(links), packets, 0.0002, size=1000)
     twice, overtaking, damaged, all_of_it = links
     yield _counted("duplicate 5 %", found[twice].twice, packets, 0.05)
-    yield Figure("duplicate 5 %: lost", found[twice].lost, "packets", 0)
+    yield Measurement("duplicate 5 %: lost", found[twice].lost, "packets", 0)
     yield _counted("reorder 5 %", _early(found[overtaking], 0.0025), packets, 0.05)
     yield _counted("corrupt 5 %", found[damaged].lost, packets, 0.05)
-    yield Figure("corrupt 5 %: seen without checksum", found[damaged].damaged, "packets", 1, at_most=False)
+    yield Measurement("corrupt 5 %: seen without checksum", found[damaged].damaged, "packets", 1, at_most=False)
     yield _counted("2 % lost, 1 % corrupt, 2 % twice", found[all_of_it].lost, packets, _gone(links[all_of_it]))
 
 
@@ -204,8 +206,8 @@ def _early(flow: Flow, before: float) -> int:
 
 
 def rates(
-    lab: Lab, points: Sequence[tuple[float, float]], *, tcp: bool = True, patience: float = 1.0
-) -> Iterator[Figure]:
+    lab: NamespaceLab, points: Sequence[tuple[float, float]], *, tcp: bool = True, patience: float = 1.0
+) -> Iterator[Measurement]:
     """What UDP and TCP get of links of these (rate, delay): the slow ones together, the fast ones one by one."""
     slow = [Link(rate=rate, delay=delay) for rate, delay in points if rate <= 10e6]
     alone = [[Link(rate=rate, delay=delay)] for rate, delay in points if rate > 10e6]
@@ -216,7 +218,7 @@ def rates(
                 yield from _tcp(lab, links, patience)
 
 
-def _udp(lab: Lab, links: Mapping[Pair, Link]) -> Iterator[Figure]:
+def _udp(lab: NamespaceLab, links: Mapping[Pair, Link]) -> Iterator[Measurement]:
     slowest = min(link.rate or math.inf for link in links.values())
     seconds = max(_SECONDS_TO_FILL, 60 * FRAME * 8 / slowest)
     found = udp_rates(lab.net, links, seconds, skip=0.1 * seconds)
@@ -224,7 +226,7 @@ def _udp(lab: Lab, links: Mapping[Pair, Link]) -> Iterator[Figure]:
         yield _share("UDP on the wire", link, found[pair], (100 * RATE_LOWEST, 100 * RATE_HIGHEST))
 
 
-def _tcp(lab: Lab, links: Mapping[Pair, Link], patience: float) -> Iterator[Figure]:
+def _tcp(lab: NamespaceLab, links: Mapping[Pair, Link], patience: float) -> Iterator[Measurement]:
     # A window grows to what the link holds in some ten round trips, and the slower the more there is to fill.
     longest = max(link.delay for link in links.values())
     slowest = min(link.rate or math.inf for link in links.values())
@@ -235,10 +237,10 @@ def _tcp(lab: Lab, links: Mapping[Pair, Link], patience: float) -> Iterator[Figu
         yield _share("TCP content", link, found[pair], (100 * TCP_LOWEST, 100.0))
 
 
-def _share(what: str, link: Link, rate: float, bounds: tuple[float, float]) -> Figure:
+def _share(what: str, link: Link, rate: float, bounds: tuple[float, float]) -> Measurement:
     assert link.rate
     name = f"{_bits(link.rate)}, {1e3 * link.delay:g} ms: {what}"
-    return Figure(name, 100 * rate / link.rate, "%", between=bounds)
+    return Measurement(name, 100 * rate / link.rate, "%", between=bounds)
 
 
 def _bits(rate: float) -> str:
@@ -248,32 +250,32 @@ def _bits(rate: float) -> str:
     return f"{rate / 1e3:g} kbit"
 
 
-def many(backend: str, pairs: int = 20, rate: float = 20e6, delay: float = 0.02) -> Iterator[Figure]:
+def many(backend: str, pairs: int = 20, rate: float = 20e6, delay: float = 0.02) -> Iterator[Measurement]:
     """As many pairs at once, full, and half full: rates and delays must hold for all of them."""
     link = Link(rate=rate, delay=delay)
-    with Lab(backend, pairs) as lab:
+    with NamespaceLab(backend, pairs) as lab:
         # A ring, for its evenness: every device sends to one and receives from another.
         ring = dict.fromkeys([*pairwise(lab.names), (lab.names[-1], lab.names[0])], link)
         lab.shaping.set(ring)
         shares = [100 * each / rate for each in udp_rates(lab.net, ring, 1.0, skip=0.2).values()]
         bounds = (100 * RATE_LOWEST, 100 * RATE_HIGHEST)
         name = f"{pairs} pairs at {_bits(rate)}, {1e3 * delay:g} ms"
-        yield Figure(f"{name}: UDP on the wire, least", min(shares), "%", between=bounds)
-        yield Figure(f"{name}: UDP on the wire, most", max(shares), "%", between=bounds)
+        yield Measurement(f"{name}: UDP on the wire, least", min(shares), "%", between=bounds)
+        yield Measurement(f"{name}: UDP on the wire, most", max(shares), "%", between=bounds)
         gap = 2 * FRAME * 8 / rate
         found = flows(lab.net, list(ring), round(0.8 / gap), gap, size=FRAME - 42)
         worst = max((median(flow.delays) for flow in found.values()), key=lambda each: abs(each - delay))
         bound = delay_tolerance(delay)
-        yield Figure(
+        yield Measurement(
             f"{name}: half full, worst median delay",
             1e3 * worst,
             "ms",
             between=(1e3 * (delay - bound), 1e3 * (delay + bound)),
         )
-        yield Figure(f"{name}: half full, lost", sum(flow.lost for flow in found.values()), "packets", 0)
+        yield Measurement(f"{name}: half full, lost", sum(flow.lost for flow in found.values()), "packets", 0)
 
 
-def live_change(lab: Lab, packets: int = 10_000, gap: float = 0.0003) -> Iterator[Figure]:
+def live_change(lab: NamespaceLab, packets: int = 10_000, gap: float = 0.0003) -> Iterator[Measurement]:
     """How soon a change takes effect, and what a flow between two others loses by many changes."""
     with lab.links([Link(delay=0.1), Link(rate=100e6, delay=0.002)]) as links:
         changed, third = links
@@ -293,7 +295,7 @@ def live_change(lab: Lab, packets: int = 10_000, gap: float = 0.0003) -> Iterato
         found = flows(lab.net, [third], packets, gap)
         stop.set()
         changing.join()
-    yield Figure(f"changes of another link: lost of {packets}", found[third].lost, "packets", 0)
+    yield Measurement(f"changes of another link: lost of {packets}", found[third].lost, "packets", 0)
     with lab.links([Link(delay=0.1)]) as links:
         [pair] = links
         asked: list[float] = []
@@ -308,7 +310,7 @@ def live_change(lab: Lab, packets: int = 10_000, gap: float = 0.0003) -> Iterato
         flow = flows(lab.net, [pair], 500, 0.001)[pair]
         changing.join()
     late = [flow.sent[number] for number, delay in flow.arrived if delay > 0.05]
-    yield Figure("a change takes effect after", 1e3 * (max(late) - asked[0]), "ms", 1e3 * CHANGE_SECONDS)
+    yield Measurement("a change takes effect after", 1e3 * (max(late) - asked[0]), "ms", 1e3 * CHANGE_SECONDS)
 
 
 def _changed(step: int) -> Link:
@@ -323,9 +325,9 @@ def _changed(step: int) -> Link:
     return kinds[step % len(kinds)]
 
 
-def access(backend: str, uplink: float = 20e6, downlink: float = 10e6) -> Iterator[Figure]:
+def access(backend: str, uplink: float = 20e6, downlink: float = 10e6) -> Iterator[Measurement]:
     """What two links together get of an uplink and of a downlink, of which each alone could take more."""
-    with Lab(backend, 3) as lab:
+    with NamespaceLab(backend, 3) as lab:
         hub, one, other = lab.names
         endpoints = [replace(lab.net.endpoints[hub], uplink=uplink, downlink=downlink)]
         link = Link(rate=0.8 * uplink, delay=0.005)
@@ -336,18 +338,18 @@ def access(backend: str, uplink: float = 20e6, downlink: float = 10e6) -> Iterat
             found = udp_rates(lab.net, dict.fromkeys(pairs, replace(each, rate=limit / 2)), 1.0, skip=0.3)
             bounds = (100 * RATE_LOWEST, 100 * RATE_HIGHEST)
             share, fair = 100 * sum(found.values()) / limit, 100 * min(found.values()) / (limit / 2)
-            yield Figure(f"{name} {_bits(limit)}: two links together", share, "%", between=bounds)
-            yield Figure(f"{name} {_bits(limit)}: the smaller part of its half", fair, "%", 90, at_most=False)
+            yield Measurement(f"{name} {_bits(limit)}: two links together", share, "%", between=bounds)
+            yield Measurement(f"{name} {_bits(limit)}: the smaller part of its half", fair, "%", 90, at_most=False)
         lab.shaping.attach([lab.net.endpoints[hub]], {})
         found = udp_rates(lab.net, dict.fromkeys(into, slower), 0.6, skip=0.2)
         share = 100 * sum(found.values()) / (2 * 0.8 * downlink)
         bounds = (100 * RATE_LOWEST, 100 * RATE_HIGHEST)
-        yield Figure("downlink lifted: two links together", share, "%", between=bounds)
+        yield Measurement("downlink lifted: two links together", share, "%", between=bounds)
 
 
-def _counted(name: str, count: int, packets: int, probability: float) -> Figure:
+def _counted(name: str, count: int, packets: int, probability: float) -> Measurement:
     lowest, highest = binomial_interval(packets, probability)
-    return Figure(name, 100 * count / packets, "%", between=(100 * lowest / packets, 100 * highest / packets))
+    return Measurement(name, 100 * count / packets, "%", between=(100 * lowest / packets, 100 * highest / packets))
 
 
 def _correlation(values: Sequence[float]) -> float:
@@ -355,10 +357,10 @@ def _correlation(values: Sequence[float]) -> float:
     return fmean((one - mean) * (other - mean) for one, other in pairwise(values)) / pstdev(values) ** 2
 
 
-def conformance(backend: str, *, slow_host: bool = False) -> Iterator[Figure]:
+def conformance(backend: str, *, slow_host: bool = False) -> Iterator[Measurement]:
     """Measure every case; on a host as slow as a virtual machine without those that ask for a fast one."""
-    with Lab(backend) as lab:
-        cases: list[Callable[[], Iterator[Figure]]] = [
+    with NamespaceLab(backend) as lab:
+        cases: list[Callable[[], Iterator[Measurement]]] = [
             lambda: delays(lab),
             lambda: jitters(lab),
             lambda: losses(lab),
@@ -377,10 +379,10 @@ def conformance(backend: str, *, slow_host: bool = False) -> Iterator[Figure]:
     yield from settled(lambda: many(backend, pairs=6 if slow_host else 20))
 
 
-def measure() -> Iterator[Figure]:
+def measure() -> Iterator[Measurement]:
     """Yield the figures of each backend, or why there are none, and keep them in `RESULTS`."""
     if os.geteuid() != 0:
-        yield Figure("links", 0, "", detail="not measured: network namespaces need root")
+        yield Measurement("links", 0, "", detail="not measured: network namespaces need root")
         return
     RESULTS.mkdir(parents=True, exist_ok=True)
     for backend in BACKENDS:
@@ -398,12 +400,12 @@ def measure() -> Iterator[Figure]:
                     yield replace(figure, name=f"{backend}: {figure.name}")
                 document = _document(backend, figures, ["--links", backend])
         except HostError as error:
-            yield Figure(f"{backend}: links", 0, "", detail=f"not measured: {error}")
+            yield Measurement(f"{backend}: links", 0, "", detail=f"not measured: {error}")
         else:
             kept.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _document(backend: str, figures: Sequence[Figure], arguments: Sequence[str]) -> dict[str, Any]:
+def _document(backend: str, figures: Sequence[Measurement], arguments: Sequence[str]) -> dict[str, Any]:
     """Return what `controller.bench.page` makes a table of."""
     machine = ["python tests/netem/vm.py --"] if os.environ.get("TESTBED_IN_VM") else []
     return {
@@ -415,9 +417,9 @@ def _document(backend: str, figures: Sequence[Figure], arguments: Sequence[str])
     }
 
 
-def _figure(entry: Mapping[str, Any]) -> Figure:
+def _figure(entry: Mapping[str, Any]) -> Measurement:
     between = entry["between"]
-    return Figure(**{**entry, "between": tuple(between) if between else None})
+    return Measurement(**{**entry, "between": tuple(between) if between else None})
 
 
 def _in_virtual_machine(backend: str) -> dict[str, Any]:

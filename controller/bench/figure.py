@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Figure:
+class Measurement:
     """A value, what it should be, and whether it is."""
 
     name: str

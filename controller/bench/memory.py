@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controller.bench.figure import Figure
+from controller.bench.figure import Measurement
 from controller.bench.transfer import exchange_scenario
 from controller.lab.lab import Lab
 from controller.running.emulation import deployment
@@ -20,7 +20,7 @@ SETTLE_MESSAGES = 1_000
 """Sent before the first look: buffers and pools reach their size."""
 
 
-def measure() -> Iterator[Figure]:
+def measure() -> Iterator[Measurement]:
     """Yield resident memory of a device in megabytes: idle, ready with torch, and growth by messages."""
     prepared = prepare(trials(exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None))[0])
     dataset = load_data(prepared.scenario.workload.data)
@@ -28,11 +28,11 @@ def measure() -> Iterator[Figure]:
     try:
         agents = {name: lab.agent(name) for name in lab.devices}
         sink = agents["sink"]
-        yield Figure("resident memory, idle device", sink.metrics()[RESIDENT] / 1e6, "MB")
+        yield Measurement("resident memory, idle device", sink.metrics()[RESIDENT] / 1e6, "MB")
         for name, agent in agents.items():
             agent.deploy(deployment(lab, prepared, name))
         agents["source"].put_data(dataset)
-        yield Figure("resident memory, device with torch", sink.metrics()[RESIDENT] / 1e6, "MB")
+        yield Measurement("resident memory, device with torch", sink.metrics()[RESIDENT] / 1e6, "MB")
         for agent in agents.values():
             agent.start(0.0)
         before: dict[str, float] = {}
@@ -42,6 +42,6 @@ def measure() -> Iterator[Figure]:
         for name, agent in agents.items():
             # Events are kept until they are fetched to the end of the run, so that a controller can come back.
             grown = agent.metrics()[RESIDENT] - before[name]
-            yield Figure(f"growth over {MESSAGES} messages, {name}", grown / 1e6, "MB", GROWTH / 1e6)
+            yield Measurement(f"growth over {MESSAGES} messages, {name}", grown / 1e6, "MB", GROWTH / 1e6)
     finally:
         lab.down()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from controller.bench.figure import Figure
+from controller.bench.figure import Measurement
 from controller.lab.places import CHECKOUT
 from testbed.trace.pace import percentile
 
@@ -68,7 +68,7 @@ def loaded() -> Iterator[None]:
         process.wait()
 
 
-def measure() -> Iterator[Figure]:
+def measure() -> Iterator[Measurement]:
     """Yield the error of spans on an idle host and with one core loaded: all, and what was not reported as late."""
     for name, load in (("idle", contextlib.nullcontext()), ("one core loaded", loaded())):
         with load:
@@ -76,7 +76,9 @@ def measure() -> Iterator[Figure]:
         errors = [span.error for span in found]
         detail = f"{len(found)} spans of {min(CHARGES) * 1e3:g} to {max(CHARGES) * 1e3:g} ms on {DEVICES} devices"
         mean, worst = fmean(errors), percentile(errors, 99)
-        yield Figure(f"pacing, {name}: mean error of a span", mean, "", TOLERANCE, detail=detail)
-        yield Figure(f"pacing, {name}: 99th percentile of the error", worst, "", detail=detail)
+        yield Measurement(f"pacing, {name}: mean error of a span", mean, "", TOLERANCE, detail=detail)
+        yield Measurement(f"pacing, {name}: 99th percentile of the error", worst, "", detail=detail)
         untold = percentile([span.unreported for span in found], 99)
-        yield Figure(f"pacing, {name}: the same beyond what is reported as late", untold, "", TOLERANCE, detail=detail)
+        yield Measurement(
+            f"pacing, {name}: the same beyond what is reported as late", untold, "", TOLERANCE, detail=detail
+        )

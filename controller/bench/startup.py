@@ -10,7 +10,7 @@ from typing import Any
 
 from docker.types import IPAMConfig, IPAMPool
 
-from controller.bench.figure import Figure
+from controller.bench.figure import Measurement
 from controller.lab.addresses import free_subnets, host_routes
 from controller.lab.containers import control_url
 from controller.lab.engine import connect
@@ -94,12 +94,12 @@ def bare(devices: int) -> float:
         remove_run(client, run, settle=False)
 
 
-def measure(curve: tuple[int, ...] = CURVE) -> Iterator[Figure]:
+def measure(curve: tuple[int, ...] = CURVE) -> Iterator[Measurement]:
     """Yield the seconds for each number of devices, with and without the testbed, and their ratio."""
     for devices in curve:
         plain = bare(devices)
         whole = with_testbed(devices)
-        yield Figure(f"start-up of {devices} bare containers", plain, "s")
-        yield Figure(f"start-up of {devices} devices, shaped and healthy", whole, "s")
+        yield Measurement(f"start-up of {devices} bare containers", plain, "s")
+        yield Measurement(f"start-up of {devices} devices, shaped and healthy", whole, "s")
         target = TARGET if devices == AT else None
-        yield Figure(f"start-up of {devices} devices, ratio to bare", whole / plain, "x", target)
+        yield Measurement(f"start-up of {devices} devices, ratio to bare", whole / plain, "x", target)

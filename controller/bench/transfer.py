@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from controller.bench.figure import Figure
+from controller.bench.figure import Measurement
 from controller.running.emulation import emulate
 from testbed.data import load as load_data
 from testbed.prepare import prepare
@@ -63,16 +63,16 @@ def one_way_times(outcome: Outcome) -> list[float]:
     ][WARM_UP:]
 
 
-def measure() -> Iterator[Figure]:
+def measure() -> Iterator[Measurement]:
     """Yield what tensors and small messages reach."""
     for rate, bits in (("100mbit", 1e8), ("1gbit", 1e9)):
         times = one_way_times(exchange(exchange_scenario("1MB", 40, rate)))
         share = TENSOR * 8 / median(times) / bits
         detail = f"median of {len(times)}: {median(times) * 1e3:.2f} ms"
-        yield Figure(f"1 MB tensor at {rate}, share of the rate", share, "", SHARE, at_most=False, detail=detail)
+        yield Measurement(f"1 MB tensor at {rate}, share of the rate", share, "", SHARE, at_most=False, detail=detail)
     outcome = exchange(exchange_scenario("1kB", 200, "100mbit", "5ms"))
     answered = [event.fields["duration"] for event in _own(outcome.events, "send", "source")][WARM_UP:]
     delays = [link.delay for link in outcome.links if link.delay is not None]
     trip = sum(delays) if len(delays) == 2 else 10e-3
     detail = f"round trip of the link {trip * 1e3:.2f} ms, acknowledged message {median(answered) * 1e3:.2f} ms"
-    yield Figure("1 kB message above the link's round trip", median(answered) - trip, "s", OVERHEAD, detail=detail)
+    yield Measurement("1 kB message above the link's round trip", median(answered) - trip, "s", OVERHEAD, detail=detail)

@@ -14,15 +14,15 @@ from rich.table import Table
 from controller.report import tables
 
 if TYPE_CHECKING:
-    from controller.bench.figure import Figure
+    from controller.bench.figure import Measurement
 
 PARTS = ("clocks", "pacing", "transfer", "memory", "startup", "conformance")
 
 
-def _measure(part: str) -> Callable[[], Iterator[Figure]]:
+def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
     import importlib
 
-    measure: Callable[[], Iterator[Figure]] = importlib.import_module(f"controller.bench.{part}").measure
+    measure: Callable[[], Iterator[Measurement]] = importlib.import_module(f"controller.bench.{part}").measure
     return measure
 
 
@@ -44,7 +44,7 @@ def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
       testbed bench transfer memory --json
     """
     console = Console(stderr=as_json, highlight=False)
-    figures: list[Figure] = []
+    figures: list[Measurement] = []
     for part in parts or PARTS:
         console.print(f"[cyan]measuring {part}[/]")
         for figure in _measure(part)():
@@ -60,7 +60,7 @@ def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
     console.print(_table(figures))
 
 
-def _table(figures: list[Figure]) -> Table:
+def _table(figures: list[Measurement]) -> Table:
     table = tables.table("Figure", "Value", "Target", "", bold=["Figure"], right=["Value", "Target", ""])
     for figure in figures:
         target = figure.to_json()["target"] or ""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from testbed.data.catalog import Source
+    from testbed.data.catalog import DataSource
 
 _SHADES = " .:-=+*#%@"
 """Ten levels from black to white."""
@@ -65,7 +65,7 @@ def list_(as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
-def _describe(source: Source) -> dict[str, Any]:
+def _describe(source: DataSource) -> dict[str, Any]:
     from testbed.data.files import find
 
     folder = _place(source.name, None)

@@ -23,9 +23,9 @@ def doctor(measure: bool, as_json: bool) -> None:
 
     Exits with 3 when no scenario could run in containers here.
     """
-    from controller.lab.diagnosis import Check, examine
+    from controller.lab.diagnosis import HostCheck, examine
 
-    checks: list[Check] = []
+    checks: list[HostCheck] = []
     for check in examine(measure=measure):
         checks.append(check)
         if not as_json:

@@ -17,9 +17,9 @@ from controller.running.byhand import flap as flapping
 from controller.running.faults import Containers
 from testbed.errors import InputError
 from testbed.faults.actions.flap import Flap
-from testbed.faults.conditions import Action, Changed
+from testbed.faults.conditions import Changed, FaultAction
 from testbed.faults.parts import ActionPart
-from testbed.faults.script import Operation
+from testbed.faults.script import FaultOperation
 from testbed.faults.setting import Setting
 from testbed.quantities import parse_duration
 from testbed.scenario.loading import explain
@@ -27,7 +27,7 @@ from testbed.scenario.loading import explain
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 
 
-def _checked(run_id: str | None, given: dict[str, object]) -> tuple[Containers, Action[Any], str]:
+def _checked(run_id: str | None, given: dict[str, object]) -> tuple[Containers, FaultAction[Any], str]:
     """Check an action as a scenario's would be; return the devices of the run, the action and a handle for it."""
     try:
         action = ActionPart.model_validate(given).action
@@ -45,7 +45,7 @@ def _checked(run_id: str | None, given: dict[str, object]) -> tuple[Containers, 
 def _apply(run_id: str | None, given: dict[str, object]) -> None:
     """Check an action, apply it, and say what it changed."""
     containers, action, handle = _checked(run_id, given)
-    changed = carry_out_by_hand(Operation(action, handle), containers)
+    changed = carry_out_by_hand(FaultOperation(action, handle), containers)
     if action.switches:
         nothing = "" if changed.devices else f" is {containers.states()[action.target]}, nothing to do"
         click.echo(f"{action.name}: {action.target}{nothing}")
@@ -197,4 +197,4 @@ def undo(handle: str, run_id: str | None) -> None:
     in_force = containers.shown.in_force
     if handle not in in_force:
         raise InputError(f"'{handle}' is not in force; what is: {', '.join(in_force) or 'nothing'}")
-    click.echo(_summary(carry_out_by_hand(Operation(in_force[handle], handle, "undo"), containers)))
+    click.echo(_summary(carry_out_by_hand(FaultOperation(in_force[handle], handle, "undo"), containers)))

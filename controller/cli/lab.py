@@ -15,7 +15,7 @@ from controller.cli.options import as_json, links, overrides
 from controller.cli.table import table
 
 if TYPE_CHECKING:
-    from controller.lab.lab import Backend
+    from controller.lab.lab import LinkBackend
 
 
 @click.command()
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @overrides
 @links
 @as_json
-def up(scenario: Path, overrides: tuple[str, ...], links: Backend, as_json: bool) -> None:
+def up(scenario: Path, overrides: tuple[str, ...], links: LinkBackend, as_json: bool) -> None:
     """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
 
     Of a sweep the first point is taken. `testbed fault`, `link`, `ps` and `logs` work on it; `testbed down` ends it.

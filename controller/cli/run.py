@@ -18,8 +18,8 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
 if TYPE_CHECKING:
-    from controller.lab.lab import Backend
-    from controller.results.reproduction import Row
+    from controller.lab.lab import LinkBackend
+    from controller.results.reproduction import ReproducedRow
     from controller.results.run import Run
     from testbed.scenario.schema import PaperPart
     from testbed.trace.outcome import Outcome
@@ -57,7 +57,7 @@ def run(
     overrides: tuple[str, ...],
     seed: int | None,
     repetitions: int | None,
-    links: Backend,
+    links: LinkBackend,
     accept_links: bool,
     weights: Path | None,
     keep: bool,
@@ -182,7 +182,7 @@ def _summarize(runs: list[Run], console: Console) -> None:
     show_summary(console, summarize(folder), folder)
 
 
-def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[Row]:
+def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[ReproducedRow]:
     from controller.report import paper
     from controller.report.terminal import show_reproduction
     from controller.results import reproduction
@@ -195,7 +195,7 @@ def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[Row]:
     return table
 
 
-def _judge(runs: list[Run], table: list[Row]) -> None:
+def _judge(runs: list[Run], table: list[ReproducedRow]) -> None:
     """Raise what decides the exit status: a run that failed, or an expectation that does not hold."""
     for finished in runs:
         if finished.outcome.status != "finished":

@@ -26,7 +26,7 @@ from controller.shaping.capability import DEVICE_RATE
 from testbed.errors import HostError
 from testbed.quantities import format_duration, format_rate
 
-Status = Literal["ok", "missing", "unknown"]
+CheckStatus = Literal["ok", "missing", "unknown"]
 
 _REGISTRY_PATIENCE = 5.0
 _ROOM = 6 * 10**9
@@ -37,18 +37,18 @@ _TRY_LINKS = (
 
 
 @dataclass(frozen=True)
-class Check:
+class HostCheck:
     """One thing, whether it is there, and what to do where it is not."""
 
     name: str
-    status: Status
+    status: CheckStatus
     detail: str
     help: str = ""
     needed: bool = False
     """Without it no scenario can run in containers (all run with `--runtime simulate`)."""
 
 
-def examine(*, measure: bool = False) -> Iterator[Check]:
+def examine(*, measure: bool = False) -> Iterator[HostCheck]:
     """Yield the checks one by one, as each is done; changes nothing on the machine.
 
     With ``measure`` it also says how fast and how short links can be here, some seconds for each backend, and keeps
@@ -60,7 +60,7 @@ def examine(*, measure: bool = False) -> Iterator[Check]:
     except HostError as error:
         startable = os.geteuid() == 0 and not os.environ.get("DOCKER_HOST") and shutil.which("apt-get") is not None
         help_ = "'make scenario' as root installs and starts one" if startable else str(error)
-        yield Check("engine", "missing", "none answers", help_, needed=not startable)
+        yield HostCheck("engine", "missing", "none answers", help_, needed=not startable)
         yield from _host(None)
         return
     yield from _engine(client)
@@ -73,74 +73,76 @@ def examine(*, measure: bool = False) -> Iterator[Check]:
             yield _measured(client, backend)
 
 
-def _works(check: Check, backend: str) -> bool:
+def _works(check: HostCheck, backend: str) -> bool:
     return check.name == f"links: {backend}" and check.status == "ok"
 
 
-def _measured(client: docker.DockerClient, backend: str) -> Check:
+def _measured(client: docker.DockerClient, backend: str) -> HostCheck:
     name = f"links: how far, {backend}"
     try:
         found = capability.measure(client, backend)
     except HostError as error:
-        return Check(name, "unknown", str(error), "try again on an idle machine")
+        return HostCheck(name, "unknown", str(error), "try again on an idle machine")
     if found.rate is None or found.delay is None:
-        return Check(name, "missing", "no link kept its tolerance", "an idle machine, or one with more processors")
+        return HostCheck(name, "missing", "no link kept its tolerance", "an idle machine, or one with more processors")
     detail = f"up to {format_rate(found.rate)}, from {format_duration(found.delay)} on"
     if found.devices is not None and found.packet_cost is not None:
         detail += (
             f"; about {found.devices} devices that each send {format_rate(DEVICE_RATE)} without a pause "
             f"({found.packet_cost * 1e6:.0f} us of a processor a packet)"
         )
-    return Check(name, "ok", detail)
+    return HostCheck(name, "ok", detail)
 
 
-def _python() -> Check:
+def _python() -> HostCheck:
     lacking = [name for name in ("torch", "docker", "flask", "safetensors") if importlib.util.find_spec(name) is None]
     version = platform.python_version()
     if sys.version_info[:2] != (3, 11):
-        return Check("python", "missing", version, "install Python 3.11 and run 'make PYTHON=python3.11'", needed=True)
+        return HostCheck(
+            "python", "missing", version, "install Python 3.11 and run 'make PYTHON=python3.11'", needed=True
+        )
     if lacking:
-        return Check(
+        return HostCheck(
             "python", "missing", f"{version} without {', '.join(lacking)}", "run 'make environment'", needed=True
         )
-    return Check("python", "ok", f"{version} in {sys.prefix}")
+    return HostCheck("python", "ok", f"{version} in {sys.prefix}")
 
 
-def _engine(client: docker.DockerClient) -> Iterator[Check]:
+def _engine(client: docker.DockerClient) -> Iterator[HostCheck]:
     known, info = facts(client), client.info()
     if is_local():
-        yield Check("engine", "ok", f"Docker {known.version} (API {known.api}) on {known.system}", needed=True)
+        yield HostCheck("engine", "ok", f"Docker {known.version} (API {known.api}) on {known.system}", needed=True)
     else:
-        yield Check(
+        yield HostCheck(
             "engine",
             "missing",
             f"Docker {known.version} is on another machine",
             "run testbed on that machine",
             needed=True,
         )
-    yield Check("kernel", "ok", f"{known.kernel}, {known.architecture}")
+    yield HostCheck("kernel", "ok", f"{known.kernel}, {known.architecture}")
     limits = [name for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)]
     if limits:
         help_ = "boot with cgroup_enable=memory, or use cgroup v2: limits of devices are ignored without"
-        yield Check("cgroup", "missing", f"{known.cgroup} without limits on {', '.join(limits)}", help_)
+        yield HostCheck("cgroup", "missing", f"{known.cgroup} without limits on {', '.join(limits)}", help_)
     else:
-        yield Check("cgroup", "ok", f"{known.cgroup} with limits on memory and processes")
+        yield HostCheck("cgroup", "ok", f"{known.cgroup} with limits on memory and processes")
     if known.storage == "vfs":
-        yield Check("storage", "missing", "vfs copies every image for each container", "give the engine overlay2")
+        yield HostCheck("storage", "missing", "vfs copies every image for each container", "give the engine overlay2")
     else:
-        yield Check("storage", "ok", known.storage)
+        yield HostCheck("storage", "ok", known.storage)
     yield _images(client)
     yield _registry(client)
 
 
-def _images(client: docker.DockerClient) -> Check:
+def _images(client: docker.DockerClient) -> HostCheck:
     wanted = names()
     lacking = [kind for kind, tag in vars(wanted).items() if not _has(client, tag)]
     if lacking:
-        return Check(
+        return HostCheck(
             "images", "missing", f"not built yet: {', '.join(lacking)}", "'make images', or the first run does"
         )
-    return Check("images", "ok", f"{wanted.device}, {wanted.shaper}")
+    return HostCheck("images", "ok", f"{wanted.device}, {wanted.shaper}")
 
 
 def _has(client: docker.DockerClient, tag: str) -> bool:
@@ -151,18 +153,18 @@ def _has(client: docker.DockerClient, tag: str) -> bool:
     return True
 
 
-def _registry(client: docker.DockerClient) -> Check:
+def _registry(client: docker.DockerClient) -> HostCheck:
     def ask() -> str:
         client.images.get_registry_data(REGISTRY_BASE)
         return ""
 
     problem = _within(_REGISTRY_PATIENCE, ask)
     if not problem:
-        return Check("registry", "ok", f"has {REGISTRY_BASE}")
+        return HostCheck("registry", "ok", f"has {REGISTRY_BASE}")
     if shutil.which("mmdebstrap"):
-        return Check("registry", "ok", "none reachable; mmdebstrap makes the base image")
+        return HostCheck("registry", "ok", "none reachable; mmdebstrap makes the base image")
     help_ = "apt-get install mmdebstrap makes the base image instead (as root the first run does that itself)"
-    return Check("registry", "missing", "none reachable", help_)
+    return HostCheck("registry", "missing", "none reachable", help_)
 
 
 def _within(seconds: float, ask: Callable[[], str]) -> str:
@@ -181,11 +183,11 @@ def _within(seconds: float, ask: Callable[[], str]) -> str:
     return answers[0] if answers else "no answer"
 
 
-def _links(client: docker.DockerClient) -> Iterator[Check]:
+def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
     """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
     image = names().shaper
     if not _has(client, image):
-        yield Check("links", "unknown", "the shaper's image is not built yet", "'make images', then ask again")
+        yield HostCheck("links", "unknown", "the shaper's image is not built yet", "'make images', then ask again")
         return
     found = _backend_problems(client, image)
     for name, works in (
@@ -194,9 +196,9 @@ def _links(client: docker.DockerClient) -> Iterator[Check]:
         ("gate", "radio cells and casts take turns at their senders"),
     ):
         problem = found.get(name, found.get("", ""))
-        yield Check(f"links: {name}", "missing" if problem else "ok", problem or works, modules.HELP)
+        yield HostCheck(f"links: {name}", "missing" if problem else "ok", problem or works, modules.HELP)
     if all(found.get(name, found.get("", "")) for name in ("netem", "userspace")):
-        yield Check("links", "missing", "no backend works", f"a kernel with {MODULES}: {modules.HELP}", needed=True)
+        yield HostCheck("links", "missing", "no backend works", f"a kernel with {MODULES}: {modules.HELP}", needed=True)
 
 
 def _backend_problems(client: docker.DockerClient, image: str) -> dict[str, str]:
@@ -210,20 +212,20 @@ def _backend_problems(client: docker.DockerClient, image: str) -> dict[str, str]
     return found
 
 
-def _host(client: docker.DockerClient | None) -> Iterator[Check]:
+def _host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
     cores = os.cpu_count() or 1
     if cores < 2:
-        yield Check("processors", "missing", "1", "two at least: the shaper must not wait for the devices")
+        yield HostCheck("processors", "missing", "1", "two at least: the shaper must not wait for the devices")
     else:
-        yield Check("processors", "ok", str(cores))
+        yield HostCheck("processors", "ok", str(cores))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Check("memory", "ok", f"{memory / 2**30:.1f} GiB")
+    yield HostCheck("memory", "ok", f"{memory / 2**30:.1f} GiB")
     folder = Path(str(client.info().get("DockerRootDir"))) if client else Path("/var/lib")
     if folder.is_dir():
         free = shutil.disk_usage(folder).free
-        status: Status = "ok" if free > _ROOM else "missing"
-        yield Check("disk", status, f"{free / 1e9:.0f} GB free for images", f"make room: {_ROOM / 1e9:.0f} GB")
+        status: CheckStatus = "ok" if free > _ROOM else "missing"
+        yield HostCheck("disk", status, f"{free / 1e9:.0f} GB free for images", f"make room: {_ROOM / 1e9:.0f} GB")
     if shutil.which("qemu-system-x86_64"):
-        yield Check("qemu", "ok", "tests can boot a kernel with sch_netem")
+        yield HostCheck("qemu", "ok", "tests can boot a kernel with sch_netem")
     else:
-        yield Check("qemu", "missing", "only tests of netem want it", "apt-get install qemu-system-x86")
+        yield HostCheck("qemu", "missing", "only tests of netem want it", "apt-get install qemu-system-x86")

@@ -49,7 +49,7 @@ MINIMAL_MEMORY = 32 * 2**20
 """Bytes; in less the agent does not even start (an idle one needs some 25 MB, one with torch some 200 MB more)."""
 RESERVED_NAMES = {SHAPER, "control", "data"}
 
-Backend = Literal["auto", "netem", "userspace"]
+LinkBackend = Literal["auto", "netem", "userspace"]
 """What shapes the links; auto takes netem where the kernel has it."""
 Progress = Callable[[str], None]
 
@@ -80,7 +80,7 @@ class Lab:
 
     @classmethod
     def create(
-        cls, trial: Trial, run_id: str | None = None, *, links: Backend = "auto", progress: Progress | None = None
+        cls, trial: Trial, run_id: str | None = None, *, links: LinkBackend = "auto", progress: Progress | None = None
     ) -> Lab:
         """Make networks, shaper and devices; return when all are healthy and every link is shaped.
 
@@ -281,7 +281,7 @@ class Lab:
         found = self.devices[device.name] = look(self._client, self.run_id, device.name, device.address)
         return found
 
-    def _populate(self, images: Images, links: Backend, say: Progress) -> None:
+    def _populate(self, images: Images, links: LinkBackend, say: Progress) -> None:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""
         specs = self.experiment.devices
         say(f"starting {len(specs)} devices and the shaper")

@@ -10,7 +10,7 @@ from typing import Any
 from controller.report.figures import figure
 from controller.results.run import Run
 from testbed import formats
-from testbed.formats import Kind
+from testbed.formats import FigureKind
 from testbed.scenario.expect import look_up
 from testbed.trace.figures import Column, Row, Table
 from testbed.trace.registry import rows_of
@@ -74,7 +74,7 @@ class Drawn:
 
     title: str
     note: str
-    kind: Kind
+    kind: FigureKind
     lines: list[tuple[str, list[tuple[float, float]]]]
     """Name and points (seconds of the run, value) of each; the name is empty where there is but one."""
 

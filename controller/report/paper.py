@@ -14,7 +14,7 @@ from controller.report.comparison import curve
 from controller.report.html import environment
 from controller.report.plots import SERIES, Bars, Line, bar_plot, inline, line_plot, save
 from controller.report.terminal import VERDICTS
-from controller.results.reproduction import Row
+from controller.results.reproduction import ReproducedRow
 from controller.results.run import Run, value_text
 from testbed import formats
 from testbed.scenario.paper import is_at
@@ -24,13 +24,13 @@ MOST_MARKS = 12
 """Figures below the x axis, if each point is to have its own."""
 
 
-def write(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> None:
+def write(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> None:
     """Write ``paper.md``, ``paper.html`` and each plot as SVG and PDF into the folder of the runs."""
     (folder / "paper.md").write_text(markdown(part, rows), encoding="utf-8")
     (folder / "paper.html").write_text(render(folder, part, rows, runs), encoding="utf-8")
 
 
-def markdown(part: PaperPart, rows: Sequence[Row]) -> str:
+def markdown(part: PaperPart, rows: Sequence[ReproducedRow]) -> str:
     """Return the table as Markdown."""
     lines = [f"# {part.source}", "", "| | paper | ours | ± | ratio | runs | note |", "|---|---|---|---|---|---|---|"]
     for row in rows:
@@ -41,7 +41,7 @@ def markdown(part: PaperPart, rows: Sequence[Row]) -> str:
 
 
 def _plots(
-    folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]
+    folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Sequence[Run]
 ) -> Iterator[tuple[str, str, Markup | None, str]]:
     """Save every plot as SVG and PDF; yield title, note, the plot for the page, and the name of its files."""
     for number, chart in enumerate(part.charts, 1):
@@ -52,7 +52,7 @@ def _plots(
         yield title, note, None if plot is None else inline(plot, title), name
 
 
-def render(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Run]) -> str:
+def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> str:
     """Return the page, which is to lie in the folder of the runs; its plots are written there as SVG and PDF."""
     scenario = runs[0].trial.scenario
     runtimes = sorted({run.outcome.runtime for run in runs})
@@ -84,7 +84,7 @@ def render(folder: Path, part: PaperPart, rows: Sequence[Row], runs: Sequence[Ru
     )
 
 
-def _cells(row: Row) -> Mapping[str, str | bool | None]:
+def _cells(row: ReproducedRow) -> Mapping[str, str | bool | None]:
     half = "" if row.half_width is None else f"± {formats.of_kind(row.kind, row.half_width)}"
     return {
         "name": row.name,
@@ -110,7 +110,7 @@ def _link(folder: Path, run: Run) -> str:
     return quote((below / "report.html").as_posix())
 
 
-def draw(chart: PaperChart, rows: Sequence[Row], runs: Sequence[Run]) -> tuple[str, str, Figure | None]:
+def draw(chart: PaperChart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> tuple[str, str, Figure | None]:
     """Return (title, note, plot) of a chart; None, and the reason in the note, where no run gives anything to draw."""
     found = {row.name: row for row in rows}
     if chart.of_runs:
@@ -147,7 +147,7 @@ def _repetition(run: Run) -> int:
     return run.trial.repetition
 
 
-def _lines(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Figure | None]:
+def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, str, Figure | None]:
     places = [float(x) for x in chart.x]
     begin, end = chart.range or (places[0], places[-1])
     places = [x for x in places if begin <= x <= end]
@@ -172,7 +172,7 @@ def _lines(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Figur
     return chart.title, note, plot
 
 
-def _bars(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Figure | None]:
+def _bars(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, str, Figure | None]:
     kinds = []
     for series, colour in zip(chart.series, SERIES, strict=False):
         kinds += _pair(series, [found[name] for name in series.rows], colour)
@@ -185,7 +185,7 @@ def _bars(chart: PaperChart, found: Mapping[str, Row]) -> tuple[str, str, Figure
     return chart.title, note, plot
 
 
-def _pair(series: PaperSeries, rows: Sequence[Row], colour: str) -> list[Bars]:
+def _pair(series: PaperSeries, rows: Sequence[ReproducedRow], colour: str) -> list[Bars]:
     """Return what is printed, if anything is, and beside it what came out here."""
     ours = Bars(series.label, [row.ours for row in rows], colour, [row.half_width for row in rows])
     theirs = Bars(f"{series.label}, printed", [row.paper for row in rows], colour, printed=True)

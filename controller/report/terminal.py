@@ -16,10 +16,10 @@ from rich.text import Text
 from controller.report import declared, tables
 from controller.report.figures import figure
 from controller.report.grouping import group_links
-from controller.results.reproduction import Row
+from controller.results.reproduction import ReproducedRow
 from controller.results.run import Run, value_text
 from testbed import formats
-from testbed.formats import Kind
+from testbed.formats import FigureKind
 from testbed.scenario.expect import Expectation
 from testbed.trace.registry import kind_of
 
@@ -84,7 +84,7 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     console.print(_where(folder, "summary.csv"))
 
 
-def show_reproduction(console: Console, source: str, rows: Sequence[Row], folder: Path) -> None:
+def show_reproduction(console: Console, source: str, rows: Sequence[ReproducedRow], folder: Path) -> None:
     """Print a publication's figures beside ours."""
     figures = ("Paper", "Ours", "Ours / paper", "Runs")
     table = tables.table("", *figures, "Expected", bold=[""], right=figures)
@@ -104,7 +104,7 @@ def show_reproduction(console: Console, source: str, rows: Sequence[Row], folder
     console.print(_where(folder, "paper.html"))
 
 
-def _mean(kind: Kind, found: Mapping[str, Any] | None) -> Text:
+def _mean(kind: FigureKind, found: Mapping[str, Any] | None) -> Text:
     if found is None:
         return Text(formats.NONE, style="dim")
     text = Text(formats.of_kind(kind, found["mean"]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from controller.results.run import Run
 from controller.results.summary import CONFIDENCE, all_figures, interval
-from testbed.formats import Kind
+from testbed.formats import FigureKind
 from testbed.scenario.expect import look_up, parse_condition
 from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
 from testbed.scenario.schema import PaperPart, PaperRow
@@ -17,11 +17,11 @@ from testbed.trace.figures import Figure
 
 
 @dataclass(frozen=True)
-class Row:
+class ReproducedRow:
     """One figure of the publication and what came out here."""
 
     name: str
-    kind: Kind
+    kind: FigureKind
     """What both are measured in."""
     paper: float | None
     ours: float | None
@@ -42,13 +42,13 @@ class Row:
         return None if self.ours is None or not self.paper else self.ours / self.paper
 
 
-def reproduce(part: PaperPart, runs: Sequence[Run]) -> list[Row]:
+def reproduce(part: PaperPart, runs: Sequence[Run]) -> list[ReproducedRow]:
     """Return the table of a publication from all runs of its scenario."""
     figures = all_figures(runs)
     return [_row(row, runs, figures) for row in part.rows]
 
 
-def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> Row:
+def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> ReproducedRow:
     chosen = [run for run in runs if is_at(run.trial.point, row.at)]
     below = chosen if row.over is None else [run for run in runs if is_at(run.trial.point, row.over)]
     pairs = _paired(chosen, below)
@@ -68,7 +68,7 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> R
     used = {run.path: run for pair in pairs for run in pair}.values()
     untrusted = sum(run.metrics["verdict"]["kind"] == "not trusted" for run in used)
     paper = paper_value(row, figures)
-    return Row(row.name, kind, paper, mean, half, len(values), untrusted, row.expect, holds, row.note)
+    return ReproducedRow(row.name, kind, paper, mean, half, len(values), untrusted, row.expect, holds, row.note)
 
 
 def _paired(chosen: Sequence[Run], below: Sequence[Run]) -> list[tuple[Run, Run]]:
@@ -85,7 +85,7 @@ def figure(run: Run, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def write(folder: Path, part: PaperPart, rows: Sequence[Row]) -> None:
+def write(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow]) -> None:
     """Write ``paper.json`` into the folder of the runs."""
     document = {
         "source": part.source,

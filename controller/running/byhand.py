@@ -18,7 +18,7 @@ from controller.running.faults import Containers, events_of
 from testbed.faults.actions.flap import Flap
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
-from testbed.faults.script import Operation
+from testbed.faults.script import FaultOperation
 from testbed.trace.events import TESTBED, Event
 
 
@@ -70,9 +70,9 @@ def flap(containers: Containers, action: Flap, handle: str, seconds: float | Non
     try:
         for phase, when in action.turns(0.0, math.inf if seconds is None else seconds):
             time.sleep(max(0.0, began + when - time.monotonic()))
-            carry_out_by_hand(Operation(action, handle, phase), containers)
+            carry_out_by_hand(FaultOperation(action, handle, phase), containers)
             turns, late = turns + (phase == "strike"), max(late, time.monotonic() - began - when)
             yield turns, late
     finally:
         if handle in containers.shown.in_force:
-            carry_out_by_hand(Operation(action, handle, "undo"), containers)
+            carry_out_by_hand(FaultOperation(action, handle, "undo"), containers)

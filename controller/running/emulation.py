@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from controller.lab import capability
 from controller.lab.agents import AgentGone
-from controller.lab.lab import Backend, Lab
+from controller.lab.lab import Lab, LinkBackend
 from controller.lab.reaper import guard
 from controller.running import verification
 from controller.running.byhand import Journal
@@ -24,7 +24,7 @@ from testbed.errors import TestbedError
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.replay import Changes, TraceScript
-from testbed.faults.script import FaultScript, Operation
+from testbed.faults.script import FaultOperation, FaultScript
 from testbed.methods.external import code_of
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from testbed.data.dataset import Dataset
 
-Status = Literal["finished", "failed", "timed out", "interrupted"]
+RunStatus = Literal["finished", "failed", "timed out", "interrupted"]
 
 START_MARGIN = 0.3
 """Seconds between the request to start and the common origin: every agent has heard of it by then."""
@@ -78,7 +78,7 @@ def emulate(
     weights: Mapping[str, torch.Tensor] | None = None,
     *,
     on_stage: Callable[[str], None] = lambda _text: None,
-    links: Backend = "auto",
+    links: LinkBackend = "auto",
     accept_links: bool = False,
     keep: bool = False,
 ) -> Outcome:
@@ -114,7 +114,7 @@ def emulate(
 
 
 @contextmanager
-def _lab(prepared: Prepared, links: Backend, on_stage: Callable[[str], None], *, keep: bool) -> Iterator[Lab]:
+def _lab(prepared: Prepared, links: LinkBackend, on_stage: Callable[[str], None], *, keep: bool) -> Iterator[Lab]:
     """Have a lab for the time of the run, guarded against the death of this process."""
     run_id = Lab.new_run_id(prepared.scenario.name)
     with guard(run_id, keep=keep):
@@ -310,7 +310,7 @@ class _Execution:
     def _now(self) -> float:
         return time.monotonic() - self._origin
 
-    def _follow(self, strikers: ThreadPoolExecutor, replayer: ThreadPoolExecutor) -> tuple[Status, str | None]:
+    def _follow(self, strikers: ThreadPoolExecutor, replayer: ThreadPoolExecutor) -> tuple[RunStatus, str | None]:
         """Take events and deadlines as they come; return how the run ended."""
         limit = self._prepared.scenario.time_limit
         while True:
@@ -344,7 +344,7 @@ class _Execution:
             return f"; {self._lead} is down; it leads the run: end its fault by 'for', or restart it"
         return f"; down: {', '.join(down)}" if down else ""
 
-    def _end(self, event: Event) -> tuple[Status, str | None] | None:
+    def _end(self, event: Event) -> tuple[RunStatus, str | None] | None:
         if event.event != "state":
             return None
         if event.fields["state"] == "failed":
@@ -357,7 +357,7 @@ class _Execution:
         self._events.append(event)
         self._on_event(event)
 
-    def _operate(self, strikers: ThreadPoolExecutor, operations: list[Operation]) -> None:
+    def _operate(self, strikers: ThreadPoolExecutor, operations: list[FaultOperation]) -> None:
         for operation in operations:
             self._submit(strikers, operation)
 
@@ -375,7 +375,7 @@ class _Execution:
 
     def _settle(self, done: _Done) -> None:
         """Note what a fault or the trace did."""
-        if isinstance(done.step, Operation):
+        if isinstance(done.step, FaultOperation):
             self._script.done(done.step, done.actual)
         for event, fields in events_of(done.step, done.changed, self._speeds):
             self._log(Event(done.actual, TESTBED, event, fields))

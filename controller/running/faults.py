@@ -18,7 +18,7 @@ from controller.lab import runstate
 from controller.lab.agents import AgentGone
 from controller.lab.lab import Lab
 from testbed.faults.actions.throttle import MIN_FACTOR
-from testbed.faults.conditions import Changed, Conditions, State
+from testbed.faults.conditions import Changed, Conditions, DeviceState
 from testbed.faults.machines import RecordedStep
 from testbed.faults.parts import ActionPart
 from testbed.network.link import Link, Pair, links_from_json, links_to_json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 HALTED = MIN_FACTOR
 """Share of its own speed at which a device that is about to be paused computes: what it has begun waits as it does."""
-_STATES: Mapping[str, State] = {"running": "up", "paused": "paused"}
+_STATES: Mapping[str, DeviceState] = {"running": "up", "paused": "paused"}
 """In the engine's words; in any other state a device is down."""
 
 
@@ -61,7 +61,7 @@ class Containers:
         shown = self.shown
         return {pair: shown.link(pair) for pair in shown.links}
 
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, DeviceState]:
         """Ask the engine for the state of every device."""
         return {name: _STATES.get(state, "down") for name, state in self._lab.states().items()}
 

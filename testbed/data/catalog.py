@@ -41,7 +41,7 @@ class Remote:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One data set of the catalogue."""
 
     name: str
@@ -53,13 +53,13 @@ class Source:
     files: tuple[str, ...] = ()
     """What its folder holds, each plain or with ``.gz``; empty for sets that need no folder."""
     remotes: tuple[Remote, ...] = ()
-    read: Callable[[Source, Path], tuple[str, Samples, Samples]] | None = None
+    read: Callable[[DataSource, Path], tuple[str, Samples, Samples]] | None = None
     """(this, folder) -> name of what was found there, training and test samples."""
     from_path: bool = False
     """Whether it is one file that the scenario names."""
 
 
-def _missing(source: Source, folder: Path, names: list[str]) -> InputError:
+def _missing(source: DataSource, folder: Path, names: list[str]) -> InputError:
     return InputError(
         f"{folder}: {source.name} needs {', '.join(names)} there (plain or .gz); "
         f"`testbed data fetch {source.name}` downloads what is missing"
@@ -72,7 +72,7 @@ def _split(samples: Samples) -> tuple[Samples, Samples]:
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-def _read_mnist(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
+def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
     found = {name: files.find(folder, name) for name in source.files}
     train_images, train_labels, test_images, test_labels = (found[name] for name in source.files)
 
@@ -88,7 +88,7 @@ def _read_mnist(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
     return source.name, pair(train_images, train_labels), pair(test_images, test_labels)
 
 
-def _read_emnist(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
+def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
     found = [files.find(folder, name) for name in source.files]
     if None in found:
         raise _missing(source, folder, [name for name, path in zip(source.files, found, strict=True) if path is None])
@@ -106,7 +106,7 @@ def _read_emnist(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
     return source.name, pair(*paths[:2]), pair(*paths[2:])
 
 
-def _read_cifar10(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
+def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
     inner = folder / "cifar-10-batches-bin"
     found = {name: files.find(folder, name) or files.find(inner, name) for name in source.files}
     absent = [name for name, path in found.items() if path is None]
@@ -116,7 +116,7 @@ def _read_cifar10(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
     return source.name, files.read_cifar(train), files.read_cifar([test])
 
 
-def _read_digits(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
+def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -125,7 +125,7 @@ def _read_digits(source: Source, folder: Path) -> tuple[str, Samples, Samples]:
     return source.name, *_split((images, digits.target.astype(np.uint8)))
 
 
-def _read_pictures(source: Source, place: Path) -> tuple[str, Samples, Samples]:
+def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:
     """Read photographs, all of them to be asked about: nothing can be learnt without labels."""
     found = [pictures.read(place)] if source.from_path else pictures.photos()
     images = np.stack([pictures.letterbox(picture, source.shape) for picture in found])
@@ -140,7 +140,7 @@ def _idx_remotes(bases: tuple[str, ...], md5s: tuple[str, str, str, str]) -> tup
     return tuple(Remote(f"{name}.gz", bases, md5) for name, md5 in zip(_IDX, md5s, strict=True))
 
 
-def _emnist(name: str, split: str, summary: str, classes: int) -> Source:
+def _emnist(name: str, split: str, summary: str, classes: int) -> DataSource:
     parts = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
     names = tuple(f"emnist-{split}-{part}-ubyte" for part in parts)
     archive = Remote(
@@ -149,16 +149,16 @@ def _emnist(name: str, split: str, summary: str, classes: int) -> Source:
         "58c8d27c78d21e728a6bc7b3cc06412e",
         tuple(f"{file}.gz" for file in names),
     )
-    return Source(name, summary, (1, 28, 28), classes, names, (archive,), _read_emnist)
+    return DataSource(name, summary, (1, 28, 28), classes, names, (archive,), _read_emnist)
 
 
 _CIFAR = (*(f"data_batch_{index}.bin" for index in range(1, 6)), "test_batch.bin")
 
-DATASETS: dict[str, Source] = {
+DATASETS: dict[str, DataSource] = {
     source.name: source
     for source in (
-        Source("digits", "1,797 handwritten digits of 8x8, from scikit-learn", (1, 8, 8), 10, read=_read_digits),
-        Source(
+        DataSource("digits", "1,797 handwritten digits of 8x8, from scikit-learn", (1, 8, 8), 10, read=_read_digits),
+        DataSource(
             "mnist",
             "70,000 handwritten digits of 28x28",
             (1, 28, 28),
@@ -175,7 +175,7 @@ DATASETS: dict[str, Source] = {
             ),
             _read_mnist,
         ),
-        Source(
+        DataSource(
             "fashion-mnist",
             "70,000 articles of clothing of 28x28",
             (1, 28, 28),
@@ -195,7 +195,7 @@ DATASETS: dict[str, Source] = {
         _emnist("emnist", "balanced", "131,600 letters and digits of 28x28, equally many of each of 47 classes", 47),
         _emnist("emnist-letters", "letters", "145,600 letters of 28x28, large and small as one class", 26),
         _emnist("emnist-digits", "digits", "280,000 handwritten digits of 28x28", 10),
-        Source(
+        DataSource(
             "cifar10",
             "60,000 colour photographs of 32x32",
             (3, 32, 32),
@@ -211,14 +211,14 @@ DATASETS: dict[str, Source] = {
             ),
             _read_cifar10,
         ),
-        Source(
+        DataSource(
             "photos",
             "two photographs, from scikit-learn; photos-HxW of any size",
             (3, *pictures.SIZE),
             0,
             read=_read_pictures,
         ),
-        Source(
+        DataSource(
             "image",
             "a picture of your own, its file named by `path`; image-HxW of any size",
             (3, *pictures.SIZE),
@@ -226,12 +226,12 @@ DATASETS: dict[str, Source] = {
             read=_read_pictures,
             from_path=True,
         ),
-        Source("synthetic", "made up: synthetic-CxHxW[-CLASSES] of any size, prototypes and noise", (1, 8, 8), 10),
+        DataSource("synthetic", "made up: synthetic-CxHxW[-CLASSES] of any size, prototypes and noise", (1, 8, 8), 10),
     )
 }
 
 
-def describe(name: str) -> Source:
+def describe(name: str) -> DataSource:
     """Return what is known of a set without reading it; raises `InputError` for an unknown name."""
     if name in DATASETS:
         return DATASETS[name]
@@ -240,7 +240,7 @@ def describe(name: str) -> Source:
         return replace(DATASETS[kind], name=name, shape=picture)
     if name.startswith("synthetic"):
         shape, classes = synthetic.parse(name)
-        return Source(name, DATASETS["synthetic"].summary, shape, classes)
+        return DataSource(name, DATASETS["synthetic"].summary, shape, classes)
     raise InputError(f"there is no data set '{name}'; choose one of {', '.join(DATASETS)}", ("data", "name"))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from testbed.errors import Diagnostic, Key
-from testbed.faults.conditions import ALL, Action
+from testbed.faults.conditions import ALL, FaultAction
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.faults.setting import Setting
 
@@ -58,7 +58,7 @@ def _time_problems(index: int, part: FaultPart, time_limit: float) -> Wrong:
         yield ("at",), f"the run is over at its time_limit of {time_limit:g}s: strike earlier or raise the limit"
 
 
-def _mending_problems(action: Action[Any], actions: Sequence[Action[Any]]) -> Wrong:
+def _mending_problems(action: FaultAction[Any], actions: Sequence[FaultAction[Any]]) -> Wrong:
     if not action.undoes or action.target == ALL:
         return
     if not any(action.mends(other.name, other.target) for other in actions):

@@ -15,7 +15,7 @@ from testbed.faults.setting import Setting
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 
-State = Literal["up", "down", "paused"]
+DeviceState = Literal["up", "down", "paused"]
 """Of a device. One that boots is up."""
 ALL = "all"
 """The target of an action that concerns everything."""
@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Action(Generic[V]):
+class FaultAction(Generic[V]):
     """One thing that breaks or mends. Each kind says what it changes; what it does not mention stays as it is.
 
     An action on links or speeds is in force, under a handle, until it is undone.
@@ -96,7 +96,7 @@ class Action(Generic[V]):
 class Changed:
     """What became different."""
 
-    devices: dict[str, State] = field(default_factory=dict)
+    devices: dict[str, DeviceState] = field(default_factory=dict)
     """Their new states."""
     links: dict[Pair, Link] = field(default_factory=dict)
     """The links that changed, as they are now."""
@@ -112,7 +112,7 @@ class Conditions:
     of them.
     """
 
-    devices: Mapping[str, State]
+    devices: Mapping[str, DeviceState]
     """In the order of the scenario."""
     links: Mapping[Pair, Link]
     """Of the scenario."""
@@ -122,7 +122,7 @@ class Conditions:
     """Links whose own figures have been set."""
     set_speeds: Mapping[str, float] = field(default_factory=dict)
     """Device -> share of its own speed that has been set; above 1 where it is faster."""
-    in_force: Mapping[str, Action[Any]] = field(default_factory=dict)
+    in_force: Mapping[str, FaultAction[Any]] = field(default_factory=dict)
     """Actions on links and speeds by their handles, in the order in which they were applied."""
 
     @staticmethod
@@ -131,14 +131,14 @@ class Conditions:
         speeds = {device.name: device.speed for device in devices}
         return Conditions(dict.fromkeys(speeds, "up"), links, speeds)
 
-    def switch(self, device: str, states: Mapping[State, State]) -> Conditions:
+    def switch(self, device: str, states: Mapping[DeviceState, DeviceState]) -> Conditions:
         """Give a device the state that ``states`` has for its present one, if any."""
         state = self.devices[device]
         if state not in states:
             return self
         return replace(self, devices={**self.devices, device: states[state]})
 
-    def put(self, action: Action[Any], handle: str) -> Conditions:
+    def put(self, action: FaultAction[Any], handle: str) -> Conditions:
         """Put an action in force; raise ValueError when the handle is in use."""
         if handle in self.in_force:
             raise ValueError(f"'{handle}' is in force already: undo it first, or choose another handle")
@@ -206,7 +206,7 @@ class Conditions:
             {name: factor for name, (factor, before) in speeds.items() if factor != before},
         )
 
-    def _suspects(self, since: Conditions, differing: Collection[Action[Any]]) -> Iterable[Pair]:
+    def _suspects(self, since: Conditions, differing: Collection[FaultAction[Any]]) -> Iterable[Pair]:
         """Return the links that may differ, in order: there may be a million, and most changes are to one."""
         reset = _differing(self.set_links, since.set_links)
         if not differing:

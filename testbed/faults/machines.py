@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from testbed.faults.conditions import Changed, Conditions, State
+from testbed.faults.conditions import Changed, Conditions, DeviceState
 
 
-class Step(Protocol):
+class MachineStep(Protocol):
     """Something that changes conditions: an action, its undoing, an entry of a trace, a setting made by hand."""
 
     @property
@@ -23,7 +23,7 @@ class Step(Protocol):
         ...
 
 
-class RecordedStep(Step, Protocol):
+class RecordedStep(MachineStep, Protocol):
     """A step of a run's script, which leaves events in the log of the run."""
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
@@ -39,7 +39,7 @@ class Machines(Protocol):
         """The links and speeds in force; what it says of the devices' states may be out of date."""
         ...
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, DeviceState]:
         """Look up the state of every device."""
         ...
 
@@ -68,7 +68,7 @@ class Machines(Protocol):
         ...
 
 
-def carry_out(step: Step, machines: Machines) -> Changed:
+def carry_out(step: MachineStep, machines: Machines) -> Changed:
     """Bring about the conditions after a step; return what changed.
 
     A step that switches a device takes no lock: a boot takes long, and a kill must not wait for it.
@@ -87,7 +87,7 @@ def carry_out(step: Step, machines: Machines) -> Changed:
     return changed
 
 
-def _switch(machines: Machines, device: str, before: State, after: State) -> None:
+def _switch(machines: Machines, device: str, before: DeviceState, after: DeviceState) -> None:
     if after == "down":
         machines.kill(device)
     elif after == "paused":

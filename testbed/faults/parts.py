@@ -10,7 +10,7 @@ from testbed.faults.actions import ACTIONS
 from testbed.faults.actions.degrade import DegradePart
 from testbed.faults.actions.flap import FlapPart
 from testbed.faults.actions.throttle import ThrottlePart
-from testbed.faults.conditions import Action
+from testbed.faults.conditions import FaultAction
 from testbed.part import Name, Part
 from testbed.quantities import Duration
 
@@ -48,12 +48,12 @@ class ActionPart(Part):
     unthrottle: Name | None = Field(None, description="a throttled device has its own speed again")
 
     @staticmethod
-    def of(action: Action[Any]) -> ActionPart:
+    def of(action: FaultAction[Any]) -> ActionPart:
         """Return an action as a file has it."""
         return ActionPart(**{action.name: action.value})
 
     @property
-    def action(self) -> Action[Any]:
+    def action(self) -> FaultAction[Any]:
         """The one action given."""
         return next(kind(value) for name, kind in ACTIONS.items() if (value := getattr(self, name)) is not None)
 

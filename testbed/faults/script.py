@@ -1,8 +1,8 @@
 """When which fault strikes and is undone: a pure state machine that either runtime executes.
 
 The runtime asks `FaultScript.next_deadline`, takes what is `due`, shows it every event (`observe`), carries out each
-`Operation` and reports it `done`. Whatever counts from another fault (``after``, ``for``) counts from the instant at
-which that one really took effect.
+`FaultOperation` and reports it `done`. What counts from another fault (``after``, ``for``) counts from the instant
+at which that one really took effect.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from testbed.faults.actions.flap import Flap
-from testbed.faults.conditions import Action, Conditions
+from testbed.faults.conditions import Conditions, FaultAction
 from testbed.faults.parts import FaultPart, TriggerPart
 
-Phase = Literal["strike", "undo"]
+FaultPhase = Literal["strike", "undo"]
 
 
 @dataclass(frozen=True)
-class Operation:
+class FaultOperation:
     """An action to apply or to undo."""
 
-    action: Action[Any]
+    action: FaultAction[Any]
     handle: str
     """The name by which it is undone; unique among all that happens to a run."""
-    phase: Phase = "strike"
+    phase: FaultPhase = "strike"
     intended: float | None = None
     """Seconds since the workload started; None for what nobody has planned."""
 
@@ -75,9 +75,9 @@ class FaultScript:
         self._faults = [(part, part.action) for part in faults]
         self._index = {_handle(index): index for index in range(len(faults))}
         self._struck: set[int] = set()
-        self._deadlines: list[tuple[float, int, bool, Operation]] = []
+        self._deadlines: list[tuple[float, int, bool, FaultOperation]] = []
         self._triggers: dict[int, TriggerPart] = {}
-        self._flaps: dict[int, Iterator[tuple[Phase, float]]] = {}
+        self._flaps: dict[int, Iterator[tuple[FaultPhase, float]]] = {}
         """What is still to come of the flaps that have begun."""
         for index, part in enumerate(faults):
             if part.when is not None:
@@ -89,7 +89,7 @@ class FaultScript:
         """Return the next instant at which something is due, as far as is known by now."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def due(self, now: float) -> list[Operation]:
+    def due(self, now: float) -> list[FaultOperation]:
         """Take what is due: in the order of intended instants, equal ones in the order of the file."""
         operations = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -101,7 +101,7 @@ class FaultScript:
         """Devices whose events still matter: `observe` ignores those of others."""
         return frozenset(trigger.device for trigger in self._triggers.values())
 
-    def observe(self, time: float, device: str, event: str, fields: Mapping[str, Any]) -> list[Operation]:
+    def observe(self, time: float, device: str, event: str, fields: Mapping[str, Any]) -> list[FaultOperation]:
         """Take what an event triggers, to be done at once; each trigger fires once."""
         if not self._triggers:
             return []
@@ -114,7 +114,7 @@ class FaultScript:
             del self._triggers[index]
         return [self._operation(index, "strike", time) for index in fired]
 
-    def done(self, operation: Operation, actual: float) -> None:
+    def done(self, operation: FaultOperation, actual: float) -> None:
         """Note that an operation has taken effect, and schedule what counts from it."""
         index = self._index[operation.handle]
         part, action = self._faults[index]
@@ -131,13 +131,13 @@ class FaultScript:
         if index + 1 < len(self._faults) and (wait := self._faults[index + 1][0].after) is not None:
             self._schedule(index + 1, "strike", actual + wait)
 
-    def _operation(self, index: int, phase: Phase, when: float) -> Operation:
-        return Operation(self._faults[index][1], _handle(index), phase, when)
+    def _operation(self, index: int, phase: FaultPhase, when: float) -> FaultOperation:
+        return FaultOperation(self._faults[index][1], _handle(index), phase, when)
 
-    def _schedule(self, index: int, phase: Phase, when: float) -> None:
+    def _schedule(self, index: int, phase: FaultPhase, when: float) -> None:
         heapq.heappush(self._deadlines, (when, index, phase == "undo", self._operation(index, phase, when)))
 
-    def _turn(self, index: int, flap: Flap, phase: Phase, actual: float) -> None:
+    def _turn(self, index: int, flap: Flap, phase: FaultPhase, actual: float) -> None:
         """Schedule what follows as the links of a flap have gone down or come up."""
         if index not in self._flaps:
             lasts = self._faults[index][0].for_

@@ -13,24 +13,24 @@ from testbed.models import imagenet, mobilenet, resnet
 from testbed.models import yolov2 as yolo
 from testbed.models.chain import Model, chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU
-from testbed.models.options import Options, Width
+from testbed.models.options import ModelOptions, Width
 from testbed.models.shapes import Shape
 
 
-class MlpOptions(Options):
+class MlpOptions(ModelOptions):
     """Options of the multilayer perceptron."""
 
     hidden: tuple[Width, ...] = Field((128, 128, 128, 128), description="sizes of the hidden layers")
 
 
-class CnnOptions(Options):
+class CnnOptions(ModelOptions):
     """Options of the small convolutional network."""
 
     channels: tuple[Width, Width, Width] = Field((16, 32, 64), description="of the three convolutions")
     hidden: tuple[Width, ...] = Field((120, 84), description="sizes of the fully connected layers before the last")
 
 
-class Vgg5Options(Options):
+class Vgg5Options(ModelOptions):
     """Options of VGG5."""
 
     batch_norm: bool = Field(True, description="normalise after each convolution, as the paper does")
@@ -83,7 +83,7 @@ class Entry:
 
     name: str
     summary: str
-    Options: type[Options]
+    Options: type[ModelOptions]
     make: Callable[[Any, Shape, int], Model]
     """(options, shape of an image, classes) -> model; raises ValueError where the shape does not fit."""
     classes: int = 0

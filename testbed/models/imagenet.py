@@ -10,7 +10,7 @@ from pydantic import Field
 
 from testbed.models.chain import Model, chain
 from testbed.models.layers import Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU
-from testbed.models.options import Options, Width
+from testbed.models.options import ModelOptions, Width
 from testbed.models.shapes import Shape
 
 CLASSES = 1000
@@ -19,7 +19,7 @@ CLASSES = 1000
 Units = list[tuple[str, list[Layer]]]
 
 
-class ImagenetOptions(Options):
+class ImagenetOptions(ModelOptions):
     """Options of AlexNet and VGG-16."""
 
     hidden: tuple[Width, Width] = Field((4096, 4096), description="sizes of the fully connected layers before the last")

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from testbed.models.chain import Model, chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Dropout, GlobalAveragePool2d, Layer, Linear, ReLU, Residual
-from testbed.models.options import Options
+from testbed.models.options import ModelOptions
 from testbed.models.shapes import Shape
 
 GROUPS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
@@ -21,7 +21,7 @@ GROUPS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3,
 SMALL = 64
 
 
-class MobileNetV2Options(Options):
+class MobileNetV2Options(ModelOptions):
     """Options of MobileNetV2."""
 
     width: float = Field(1.0, ge=0.1, le=4.0, description="multiplier of the channels")

@@ -11,5 +11,5 @@ from testbed.part import Part
 Width = Annotated[int, Field(ge=1, le=100_000)]
 
 
-class Options(Part):
+class ModelOptions(Part):
     """Base of a model's options."""

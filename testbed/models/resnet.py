@@ -12,14 +12,14 @@ from pydantic import Field
 
 from testbed.models.chain import Model, chain
 from testbed.models.layers import BatchNorm2d, Conv2d, GlobalAveragePool2d, Layer, Linear, MaxPool2d, ReLU, Residual
-from testbed.models.options import Options
+from testbed.models.options import ModelOptions
 from testbed.models.shapes import Shape
 
 GROUPS = ((64, 1), (128, 2), (256, 2), (512, 2))
 """(channels, stride of the first block), two blocks each."""
 
 
-class Resnet18Options(Options):
+class Resnet18Options(ModelOptions):
     """Options of ResNet18."""
 
     batch_norm: bool = Field(True, description="normalise after each convolution, as the paper does")

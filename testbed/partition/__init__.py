@@ -1,6 +1,6 @@
 """Pure planners: costs in, plan out."""
 
 from testbed.partition.cuts import Cuts
-from testbed.partition.pipeline import Chain, Pipeline
+from testbed.partition.pipeline import Chain, SynchronousPipeline
 
-__all__ = ["Chain", "Cuts", "Pipeline"]
+__all__ = ["Chain", "Cuts", "SynchronousPipeline"]

@@ -28,7 +28,7 @@ Extra = Callable[[int, int, int], float]
 
 
 @dataclass(frozen=True)
-class Profile:
+class UnitTimes:
     """Seconds of each unit for one batch on the central node."""
 
     forward: tuple[float, ...]
@@ -41,9 +41,9 @@ class Profile:
         return tuple(map(sum, zip(self.forward, self.backward, self.update, strict=True)))
 
     @staticmethod
-    def by_formula(units: Sequence[Unit], batch_size: int, speed: float, update_flops: float) -> Profile:
+    def by_formula(units: Sequence[Unit], batch_size: int, speed: float, update_flops: float) -> UnitTimes:
         """Return what the testbed charges a device of this speed: FLOPs over FLOP/s."""
-        return Profile(
+        return UnitTimes(
             tuple(batch_size * unit.forward_flops / speed for unit in units),
             tuple(batch_size * unit.backward_flops / speed for unit in units),
             tuple(update_flops * unit.parameters / speed for unit in units),
@@ -51,10 +51,10 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Asynchronous(Chain):
+class AsynchronousPipeline(Chain):
     """Asynchronous 1F1B training over devices in a row, each batch with an update of its own."""
 
-    profile: Profile
+    profile: UnitTimes
     capacities: tuple[float, ...]
     """C_i: how many times as long as the central node a device takes; the first stage's is 1 while nothing slows it."""
     momentum: bool = False
@@ -153,7 +153,7 @@ class Asynchronous(Chain):
         """
         return replace(self, capacities=(1.0,) * len(self.devices)).least_bottleneck()
 
-    def without_links(self) -> Asynchronous:
+    def without_links(self) -> AsynchronousPipeline:
         """Return the same over links that cost nothing, for the limit that computing alone sets."""
         return replace(self, links={pair: Link() for pair in self.links})
 

@@ -211,7 +211,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Pipeline(Chain):
+class SynchronousPipeline(Chain):
     """Training in a synchronous pipeline: micro-batches forward and back by a schedule, an update at the end."""
 
     micro_batches: int

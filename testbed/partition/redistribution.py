@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from testbed.partition.cuts import Cuts
 
-Held = Mapping[str, Collection[int]]
+HeldUnits = Mapping[str, Collection[int]]
 """Device -> the units it has, of one state of the model."""
 
 
@@ -78,12 +78,12 @@ class UnitsLostError(Exception):
         self.units = frozenset(units)
 
 
-def missing(held: Held, units: int) -> set[int]:
+def missing(held: HeldUnits, units: int) -> set[int]:
     """Return the units of a model of so many that nobody has."""
     return set(range(units)).difference(*held.values())
 
 
-def needs(old: Partition, new: Partition, held: Held) -> dict[str, Need]:
+def needs(old: Partition, new: Partition, held: HeldUnits) -> dict[str, Need]:
     """Return for each device of the new partition where it finds its units.
 
     ``old`` is the partition under which the state was replicated.
@@ -111,7 +111,7 @@ def take_over(old: Partition, lost: Collection[str]) -> Partition:
     return Partition(left, (0, *ends[:-1], old.units))
 
 
-def _need(device: str, old: Partition, new: Partition, held: Held) -> Need:
+def _need(device: str, old: Partition, new: Partition, held: HeldUnits) -> Need:
     local: list[int] = []
     fetch: dict[str, list[int]] = {}
     for unit in new.of(device):
@@ -123,7 +123,7 @@ def _need(device: str, old: Partition, new: Partition, held: Held) -> Need:
     return Need(tuple(local), {source: tuple(units) for source, units in fetch.items()})
 
 
-def _candidates(unit: int, old: Partition, held: Held) -> Iterable[str]:
+def _candidates(unit: int, old: Partition, held: HeldUnits) -> Iterable[str]:
     """Whom to ask for a unit, best first."""
     holder = old.holder(unit)
     return (holder, old.successor(holder), old.central, *sorted(held))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.formats import Kind
+from testbed.formats import FigureKind
 from testbed.quantities import parse_duration, parse_fraction, parse_size
 from testbed.trace.figures import Figure, Metrics
 from testbed.trace.registry import kind_of
@@ -63,7 +63,7 @@ class Expectation:
     holds: bool
 
 
-def parse_condition(text: str, kind: Kind) -> Condition:
+def parse_condition(text: str, kind: FigureKind) -> Condition:
     """Read a condition on a figure of that kind; raise ValueError saying what would be right."""
     if match := _TOLERANCE.fullmatch(text.strip()):
         if kind in ("bool", "text"):
@@ -77,7 +77,7 @@ def parse_condition(text: str, kind: Kind) -> Condition:
     return Condition(match[1], parse_target(match[2], kind))
 
 
-def parse_target(text: str, kind: Kind) -> float | str | bool:
+def parse_target(text: str, kind: FigureKind) -> float | str | bool:
     """Read a figure of that kind in base units; raise ValueError saying what would be right."""
     text = text.strip()
     if kind == "seconds":

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from testbed.errors import Diagnostic, Key
-from testbed.formats import Kind
+from testbed.formats import FigureKind
 from testbed.scenario.expect import parse_condition, parse_target
 from testbed.scenario.loading import nearest
 from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries
@@ -33,7 +33,7 @@ def _value(point: Mapping[str, Any], key: str) -> object:
     return _NOTHING
 
 
-def row_kind(row: PaperRow, figures: Mapping[str, Figure]) -> Kind:
+def row_kind(row: PaperRow, figures: Mapping[str, Figure]) -> FigureKind:
     """Return what a row's value is measured in: a ratio is a number, a figure of the plan what its name says.
 
     ``figures`` are those of the runs that the row is about; KeyError for none of them.
@@ -119,7 +119,7 @@ def _point_problems(series: PaperSeries, points: Sequence[Mapping[str, Any]] | N
         yield Diagnostic((*key, "at"), f"{found} points of the sweep have {shown}: name values that one of them has")
 
 
-def _kind_or_none(row: PaperRow, figures: Mapping[str, Figure]) -> Kind | None:
+def _kind_or_none(row: PaperRow, figures: Mapping[str, Figure]) -> FigureKind | None:
     """Return what a row's value is measured in; None for a figure that there is not."""
     try:
         return row_kind(row, figures)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["forward", "backward", "update"]
+ActionKind = Literal["forward", "backward", "update"]
 
 
 @dataclass(frozen=True)
 class Action:
     """One piece of a stage's work."""
 
-    kind: Kind
+    kind: ActionKind
     micro: int
     """Micro-batch, counted from 0 within its step; for an update the step."""
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from testbed.schedule.actions import Action, Schedule, orders, written
 
-Duration = Callable[[int, Action], float]
+ActionTime = Callable[[int, Action], float]
 """(stage, action) -> seconds of the stage's processor."""
-Transfer = Callable[[int, Action], tuple[float, float]]
+TransferTime = Callable[[int, Action], tuple[float, float]]
 """(stage, action) -> seconds the link is busy with the action's result, and its one-way delay after that."""
 
 
@@ -36,7 +36,7 @@ def _free(stage: int, action: Action) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def play(stages: Sequence[Sequence[Action]], duration: Duration, transfer: Transfer = _free) -> list[Slot]:
+def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: TransferTime = _free) -> list[Slot]:
     """Return every action's slot, in the order of their starts.
 
     Raises `ScheduleError` on a deadlock, naming what each stage waits for.
@@ -81,7 +81,7 @@ def _send(
     action: Action,
     end: float,
     stages: int,
-    transfer: Transfer,
+    transfer: TransferTime,
     links: dict[tuple[int, int], float],
     arrived: dict[tuple[int, Action], float],
 ) -> None:

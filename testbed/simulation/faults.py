@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.replay import TraceScript
-from testbed.faults.script import FaultScript, Operation
+from testbed.faults.script import FaultOperation, FaultScript
 from testbed.simulation.world import World
 from testbed.trace.events import Event
 
@@ -58,7 +58,7 @@ class FaultExecution:
             self._watched = self._script.watched
             self._operate(operation)
 
-    def _operate(self, operation: Operation) -> None:
+    def _operate(self, operation: FaultOperation) -> None:
         _record_and_carry_out(operation, self._world)
         self._script.done(operation, self._world.loop.now)
         self._schedule()

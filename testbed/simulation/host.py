@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from testbed.faults.conditions import State
+from testbed.faults.conditions import DeviceState
 from testbed.hardware import DeviceSpec
 from testbed.wire import Message
 
@@ -72,7 +72,7 @@ class Host:
     def __post_init__(self) -> None:
         self.speed = self.spec.speed
 
-    def state(self) -> State:
+    def state(self) -> DeviceState:
         """Return whether it is on; while it boots it is."""
         if self.device is None and self.booting is None:
             return "down"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from testbed.faults.conditions import Changed, Conditions, State
+from testbed.faults.conditions import Changed, Conditions, DeviceState
 from testbed.hardware import DeviceSpec
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.cell import Cell
@@ -211,7 +211,7 @@ class World:
             if source == name:
                 channel.refresh()
 
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, DeviceState]:
         """Return the state of every device."""
         return {name: host.state() for name, host in self.hosts.items()}
 

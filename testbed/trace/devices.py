@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from testbed.formats import Kind
+from testbed.formats import FigureKind
 from testbed.trace.events import Event
 from testbed.trace.figures import Figure
 from testbed.trace.gantt import Bar
@@ -21,7 +21,7 @@ from testbed.trace.intervals import Interval, clip, subtract, total, union
 from testbed.trace.record import Record
 
 _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
-OF_DEVICES: dict[str, Kind] = {
+OF_DEVICES: dict[str, FigureKind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
     **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"], "share"),
     **dict.fromkeys(["bytes_sent", "bytes_received", "weights", "activations"], "bytes"),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from testbed.formats import Kind
+from testbed.formats import FigureKind
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.record import Record, Tell
 
@@ -23,7 +23,7 @@ class Figure:
     """One value of a run, by the name that ``metrics.json`` and ``expect`` give it."""
 
     name: str
-    kind: Kind
+    kind: FigureKind
     meaning: str
     """Half a sentence for the table of figures; what it is of, not how it is written."""
     compute: Callable[[Record], float | int | str | bool | None]
@@ -54,7 +54,7 @@ class Column:
     """A column of a table."""
 
     heading: str
-    kind: Kind | Literal["moment"]
+    kind: FigureKind | Literal["moment"]
     """``moment`` is an instant of the run, in seconds."""
     value: str | Callable[[Mapping[str, Any]], Any]
     """Key of the listed item, or a function of it."""
@@ -83,7 +83,7 @@ class Curve:
     """Name of a list in the metrics; each item has a ``time``."""
     value: str
     """Key of what is drawn."""
-    kind: Kind
+    kind: FigureKind
     by: str | None = None
     """Key that says which line an item belongs to; None: there is one line."""
 

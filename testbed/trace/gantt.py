@@ -10,7 +10,7 @@ from typing import Literal
 from testbed.trace.disturbances import strikes
 from testbed.trace.events import Event
 
-Kind = Literal["compute", "send", "receive", "down"]
+BarKind = Literal["compute", "send", "receive", "down"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Bar:
     """One stretch of time of one device, in seconds of the run."""
 
     device: str
-    kind: Kind
+    kind: BarKind
     start: float
     end: float
     label: str

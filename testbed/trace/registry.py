@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from testbed.formats import Kind
+from testbed.formats import FigureKind
 from testbed.trace import course, devices, learning, pace, recovery, requests, traffic
 from testbed.trace.figures import Declared, Figure, Row, by_name
 
@@ -22,7 +22,7 @@ COMMON: Mapping[str, Figure] = by_name(
 )
 """The figures that every run may have."""
 
-OF_DEVICES: Mapping[str, Kind] = devices.OF_DEVICES
+OF_DEVICES: Mapping[str, FigureKind] = devices.OF_DEVICES
 """The figures of one device, named as ``devices.<device>.<figure>``."""
 
 
@@ -37,7 +37,7 @@ def rows_of(declared: Declared) -> tuple[Row, ...]:
     return (*common, *declared.rows, *recovery.LAST_ROWS, *course.ROWS)
 
 
-def kind_of(name: str, figures: Mapping[str, Figure]) -> Kind:
+def kind_of(name: str, figures: Mapping[str, Figure]) -> FigureKind:
     """Return what a figure is measured in, of a run or of one of its devices; KeyError where there is none."""
     if name in figures:
         return figures[name].kind

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from controller.bench import conformance
-from controller.bench.conformance import Lab, settled
-from controller.bench.figure import Figure
+from controller.bench.conformance import NamespaceLab, settled
+from controller.bench.figure import Measurement
 from testbed.errors import HostError
 
 pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid
 IN_VM = os.environ.get("TESTBED_IN_VM") == "1"
 
 
-def _lab_or_skip(make: Callable[[], Lab]) -> Lab:
+def _lab_or_skip(make: Callable[[], NamespaceLab]) -> NamespaceLab:
     try:
         return make()
     except HostError as error:
@@ -33,12 +33,12 @@ def _lab_or_skip(make: Callable[[], Lab]) -> Lab:
 
 
 @pytest.fixture(scope="module", params=conformance.BACKENDS)
-def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    with _lab_or_skip(lambda: Lab(request.param)) as made:
+def lab(request: pytest.FixtureRequest) -> Iterator[NamespaceLab]:
+    with _lab_or_skip(lambda: NamespaceLab(request.param)) as made:
         yield made
 
 
-def check(case: Callable[[], Iterator[Figure]]) -> None:
+def check(case: Callable[[], Iterator[Measurement]]) -> None:
     figures = list(settled(case))
     for figure in figures:
         print(f"{figure.name}: {figure.value:.5g} {figure.unit} {figure.to_json()['target']}")
@@ -47,27 +47,27 @@ def check(case: Callable[[], Iterator[Figure]]) -> None:
     assert not outside
 
 
-def test_delay(lab: Lab) -> None:
+def test_delay(lab: NamespaceLab) -> None:
     check(lambda: conformance.delays(lab))
 
 
-def test_jitter(lab: Lab) -> None:
+def test_jitter(lab: NamespaceLab) -> None:
     check(lambda: conformance.jitters(lab, packets=1500 if IN_VM else 3000))
 
 
-def test_loss(lab: Lab) -> None:
+def test_loss(lab: NamespaceLab) -> None:
     check(lambda: conformance.losses(lab, (0.01, 0.5) if IN_VM else conformance.LOSSES))
 
 
-def test_loss_in_bursts(lab: Lab) -> None:
+def test_loss_in_bursts(lab: NamespaceLab) -> None:
     check(lambda: conformance.bursts(lab, packets=20_000 if IN_VM else 40_000))
 
 
-def test_duplication_reordering_corruption(lab: Lab) -> None:
+def test_duplication_reordering_corruption(lab: NamespaceLab) -> None:
     check(lambda: conformance.alterations(lab, packets=5000 if IN_VM else 20_000))
 
 
-def test_rates_of_slow_links(lab: Lab) -> None:
+def test_rates_of_slow_links(lab: NamespaceLab) -> None:
     check(
         lambda: conformance.rates(
             lab, [(1e6, 0.0), (10e6, 0.02)] if IN_VM else [(250e3, 0.02), (1e6, 0.0), (10e6, 0.1)]
@@ -76,18 +76,18 @@ def test_rates_of_slow_links(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(("rate", "delay"), [(100e6, 0.02), (1e9, 0.0), (250e6 if IN_VM else 1e9, 0.02)])
-def test_rates_of_fast_links(lab: Lab, rate: float, delay: float) -> None:
+def test_rates_of_fast_links(lab: NamespaceLab, rate: float, delay: float) -> None:
     check(lambda: conformance.rates(lab, [(rate, delay)], patience=0.6))
 
 
-def test_a_change_is_quick_and_spares_others(lab: Lab) -> None:
+def test_a_change_is_quick_and_spares_others(lab: NamespaceLab) -> None:
     check(lambda: conformance.live_change(lab, packets=4000 if IN_VM else 10_000))
 
 
-def test_access_limits(lab: Lab) -> None:
+def test_access_limits(lab: NamespaceLab) -> None:
     check(lambda: conformance.access(lab.backend))
 
 
-def test_many_pairs_at_once(lab: Lab) -> None:
+def test_many_pairs_at_once(lab: NamespaceLab) -> None:
     # Twenty pairs are asked of two processors, and the virtual machine has one.
     check(lambda: conformance.many(lab.backend, pairs=4 if IN_VM else 20))

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from testbed.partition.redistribution import Held, Need, Partition, needs
+from testbed.partition.redistribution import HeldUnits, Need, Partition, needs
 
 
 def own(partition: Partition) -> dict[str, set[int]]:
@@ -23,7 +23,7 @@ def gathered(partition: Partition) -> dict[str, set[int]]:
     return own(partition) | {partition.central: set(range(partition.units))}
 
 
-def without(held: Held, lost: Collection[str]) -> dict[str, set[int]]:
+def without(held: HeldUnits, lost: Collection[str]) -> dict[str, set[int]]:
     """Some devices have lost what they had, gone or come back empty."""
     return {device: set(units) for device, units in held.items() if device not in lost}
 

@@ -20,7 +20,7 @@ from controller.running.faults import Containers
 from testbed.errors import InputError, TestbedError
 from testbed.faults.machines import carry_out
 from testbed.faults.parts import ActionPart
-from testbed.faults.script import Operation
+from testbed.faults.script import FaultOperation
 from testbed.network.link import GilbertElliott, Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
 
@@ -118,11 +118,11 @@ def test_set_takes_every_figure(memory: Memory) -> None:
 
 def test_a_setting_outlives_faults(memory: Memory) -> None:
     worse = ActionPart.model_validate({"degrade": {"device": "b", "delay": "300ms"}}).action
-    carry_out(Operation(worse, "worse"), memory.containers)
+    carry_out(FaultOperation(worse, "worse"), memory.containers)
     assert "300 ms" in call("set", "a", "b", "--delay", "20ms", "--loss", "2%").output
     assert memory.links["a", "b"] == Link(rate=50e6, delay=0.3, loss=0.02)
     assert list(memory.containers.shown.in_force) == ["worse"]
-    carry_out(Operation(ActionPart(heal="all").action, "heal"), memory.containers)
+    carry_out(FaultOperation(ActionPart(heal="all").action, "heal"), memory.containers)
     assert memory.links["a", "b"] == Link(rate=50e6, delay=0.02, loss=0.02)
     assert memory.containers.links()["a", "b"] == memory.links["a", "b"]
 

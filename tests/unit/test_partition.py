@@ -18,7 +18,7 @@ from testbed.models import create
 from testbed.models.chain import Model, chain
 from testbed.models.layers import Linear
 from testbed.network.link import Link
-from testbed.partition import Chain, Pipeline
+from testbed.partition import Chain, SynchronousPipeline
 from testbed.partition.cuts import Costs, Cuts, best, even, least_bottleneck, trade_offs
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.schedule import SCHEDULES
@@ -44,7 +44,7 @@ def linear(*sizes: int, bias: bool = True) -> Model:
     return chain("linear", sizes[:1], sizes[-1], [(f"u{n}", [Linear(size, bias)]) for n, size in enumerate(sizes[1:])])
 
 
-def pipeline(*speeds: float, link: Link | None = None, memory: float = 1e9, **other: Any) -> Pipeline:
+def pipeline(*speeds: float, link: Link | None = None, memory: float = 1e9, **other: Any) -> SynchronousPipeline:
     row = devices(*speeds, memory=memory)
     settings: dict[str, Any] = {
         "model": CNN,
@@ -53,7 +53,7 @@ def pipeline(*speeds: float, link: Link | None = None, memory: float = 1e9, **ot
         "schedule": SCHEDULES["1f1b"],
         **other,
     }
-    return Pipeline(devices=row, links=mesh(row, link or Link()), **settings)
+    return SynchronousPipeline(devices=row, links=mesh(row, link or Link()), **settings)
 
 
 @st.composite
@@ -104,7 +104,7 @@ def test_the_dynamic_programs_equal_brute_force(case: tuple[int, int, Costs, Cos
 
 
 @st.composite
-def random_pipelines(draw: st.DrawFn) -> Pipeline:
+def random_pipelines(draw: st.DrawFn) -> SynchronousPipeline:
     sizes = draw(st.lists(st.integers(1, 40), min_size=2, max_size=6))
     count = draw(st.integers(1, len(sizes) - 1))
     speeds = draw(st.lists(st.sampled_from([1e3, 3e3, 1e4]), min_size=count, max_size=count))
@@ -117,11 +117,13 @@ def random_pipelines(draw: st.DrawFn) -> Pipeline:
     }
     batch = draw(st.integers(1, 9))
     schedule = SCHEDULES[draw(st.sampled_from(sorted(SCHEDULES)))]
-    return Pipeline(linear(*sizes), row, links, batch, draw(st.integers(1, batch)), schedule, draw(st.booleans()))
+    return SynchronousPipeline(
+        linear(*sizes), row, links, batch, draw(st.integers(1, batch)), schedule, draw(st.booleans())
+    )
 
 
 @given(random_pipelines())
-def test_plans_are_the_best_that_fit(found: Pipeline) -> None:
+def test_plans_are_the_best_that_fit(found: SynchronousPipeline) -> None:
     stages = len(found.devices)
 
     def fits(cuts: Cuts) -> bool:

@@ -18,7 +18,7 @@ from testbed.models import create
 from testbed.models.chain import Model, chain
 from testbed.models.layers import Linear
 from testbed.network.link import Link
-from testbed.partition.asynchronous import Asynchronous, Profile, capacities, divisible_limit, measured
+from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities, divisible_limit, measured
 from testbed.partition.cuts import Cuts
 from testbed.partition.memory import asynchronous_bytes, training_bytes
 from testbed.schedule import Action, orders
@@ -39,12 +39,12 @@ def linear(*sizes: int, bias: bool = True) -> Model:
     return chain("linear", sizes[:1], sizes[-1], [(f"u{n}", [Linear(size, bias)]) for n, size in enumerate(sizes[1:])])
 
 
-def row_of(model: Model, speeds: tuple[float, ...], rate: float | None = None, **other: Any) -> Asynchronous:
+def row_of(model: Model, speeds: tuple[float, ...], rate: float | None = None, **other: Any) -> AsynchronousPipeline:
     devices = row(*speeds, memory=other.pop("memory", 64e9))
     batch = other.pop("batch_size", 256)
     links = {(one.name, two.name): Link(rate) for one in devices for two in devices if one != two}
-    profile = Profile.by_formula(model.units, batch, devices[0].speed, update_flops=6)
-    return Asynchronous(model, devices, links, batch, profile, capacities(devices), momentum=True, **other)
+    profile = UnitTimes.by_formula(model.units, batch, devices[0].speed, update_flops=6)
+    return AsynchronousPipeline(model, devices, links, batch, profile, capacities(devices), momentum=True, **other)
 
 
 def all_cuts(units: int, stages: int) -> list[Cuts]:
@@ -52,7 +52,7 @@ def all_cuts(units: int, stages: int) -> list[Cuts]:
 
 
 @st.composite
-def random_chains(draw: st.DrawFn) -> Asynchronous:
+def random_chains(draw: st.DrawFn) -> AsynchronousPipeline:
     sizes = draw(st.lists(st.integers(1, 40), min_size=2, max_size=7))
     units = len(sizes) - 1
     count = draw(st.integers(1, min(units, 4)))
@@ -60,12 +60,12 @@ def random_chains(draw: st.DrawFn) -> Asynchronous:
     rates = st.sampled_from([1e4, 1e5, math.inf])
     links = measured({(one.name, two.name): draw(rates) for one in devices for two in devices if one != two})
     time = st.floats(0.01, 1.0)
-    profile = Profile(*(tuple(draw(time) for _ in range(units)) for _ in range(3)))
+    profile = UnitTimes(*(tuple(draw(time) for _ in range(units)) for _ in range(3)))
     scale = (1.0, *(draw(st.sampled_from([0.5, 1.0, 3.0, 10.0])) for _ in range(count - 1)))
-    return Asynchronous(linear(*sizes), devices, links, 4, profile, scale, half_duplex=draw(st.booleans()))
+    return AsynchronousPipeline(linear(*sizes), devices, links, 4, profile, scale, half_duplex=draw(st.booleans()))
 
 
-def recursion(found: Asynchronous) -> float:
+def recursion(found: AsynchronousPipeline) -> float:
     """Equations (4) to (7) as printed, layers counted from 0 and ends inclusive; what does not fit is infinite."""
     times, link = found.profile.execution, found.links
 
@@ -95,7 +95,7 @@ def recursion(found: Asynchronous) -> float:
 
 
 @given(random_chains())
-def test_the_partition_is_that_of_the_papers_recursion_and_of_brute_force(found: Asynchronous) -> None:
+def test_the_partition_is_that_of_the_papers_recursion_and_of_brute_force(found: AsynchronousPipeline) -> None:
     fitting = [
         cuts
         for cuts in all_cuts(len(found.units), len(found.devices))
@@ -133,8 +133,8 @@ def test_seven_times_is_the_limit_of_a_finely_divisible_chain() -> None:
     fine = linear(*[4] * 43, bias=False)
     devices = row(*PAPER)
     links = {(one.name, two.name): Link() for one in devices for two in devices if one != two}
-    profile = Profile((0.1,) * 42, (0.2,) * 42, (0.0,) * 42)
-    found = Asynchronous(fine, devices, links, 1, profile, capacities(devices))
+    profile = UnitTimes((0.1,) * 42, (0.2,) * 42, (0.0,) * 42)
+    found = AsynchronousPipeline(fine, devices, links, 1, profile, capacities(devices))
     assert found.homogeneous() == (0, 14, 28, 42)
     assert found.least_bottleneck() == (0, 20, 40, 42)
     assert found.bottleneck(found.homogeneous()) / found.bottleneck(found.least_bottleneck()) == pytest.approx(7.0)
@@ -183,7 +183,7 @@ def test_a_wrong_number_of_figures_is_refused() -> None:
     with pytest.raises(ValueError, match="3 devices need as many capacities"):
         replace(found, capacities=(1.0, 2.0))
     with pytest.raises(ValueError, match="20 units, but a profile of 1"):
-        replace(found, profile=Profile((1.0,), (1.0,), (1.0,)))
+        replace(found, profile=UnitTimes((1.0,), (1.0,), (1.0,)))
 
 
 def test_memory_counts_versions_and_batches_in_flight() -> None:

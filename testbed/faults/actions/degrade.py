@@ -7,7 +7,7 @@ from itertools import chain
 
 from testbed.errors import Key
 from testbed.faults.actions.linkset import LinkSetPart
-from testbed.faults.conditions import Action
+from testbed.faults.conditions import FaultAction
 from testbed.faults.setting import Setting
 from testbed.network import checks
 from testbed.network.link import Link, Pair
@@ -20,7 +20,7 @@ class DegradePart(LinkSetPart, LinkPart):
     """The links to make worse, and their new figures."""
 
 
-class Degrade(Action[DegradePart]):
+class Degrade(FaultAction[DegradePart]):
     """Links take the figures given; of several degradations of a link the latest decides about each figure."""
 
     name = "degrade"

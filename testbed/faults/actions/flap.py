@@ -11,7 +11,7 @@ from pydantic import Field
 
 from testbed.errors import Key
 from testbed.faults.actions.linkset import LinkSetPart
-from testbed.faults.conditions import Action
+from testbed.faults.conditions import FaultAction
 from testbed.faults.setting import Setting
 from testbed.network.link import Link, Pair
 from testbed.quantities import Duration
@@ -25,7 +25,7 @@ class FlapPart(LinkSetPart):
     times: int | None = Field(None, ge=1, le=100_000, description="how often; default: until `for`, or the end")
 
 
-class Flap(Action[FlapPart]):
+class Flap(FaultAction[FlapPart]):
     """Links drop everything. This is one time that they are down; `turns` says when they are."""
 
     name = "flap"

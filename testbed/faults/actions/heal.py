@@ -5,15 +5,15 @@ from __future__ import annotations
 from testbed.errors import Key
 from testbed.faults.actions.degrade import Degrade
 from testbed.faults.actions.flap import Flap
-from testbed.faults.actions.partition import Partition
-from testbed.faults.conditions import Action
+from testbed.faults.actions.partition import NetworkPartition
+from testbed.faults.conditions import FaultAction
 
 
-class Heal(Action[str]):
+class Heal(FaultAction[str]):
     """Every partition and degradation is undone, every flap ends."""
 
     name = "heal"
-    undoes = (Partition.name, Degrade.name, Flap.name)
+    undoes = (NetworkPartition.name, Degrade.name, Flap.name)
 
     def named(self) -> list[tuple[Key, str]]:
         """Return nothing: it concerns all."""

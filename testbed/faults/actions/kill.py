@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from testbed.faults.conditions import Action, Conditions
+from testbed.faults.conditions import Conditions, FaultAction
 
 
-class Kill(Action[str]):
+class Kill(FaultAction[str]):
     """A device ends at once: its memory is lost, its disk is kept."""
 
     name = "kill"
@@ -20,7 +20,7 @@ class Kill(Action[str]):
         return Restart(self.value).apply(now, handle)
 
 
-class Restart(Action[str]):
+class Restart(FaultAction[str]):
     """A killed device boots."""
 
     name = "restart"

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from testbed.errors import Key
-from testbed.faults.conditions import Action
+from testbed.faults.conditions import FaultAction
 from testbed.faults.setting import Setting
 from testbed.network.link import Link, Pair
 
 
-class Partition(Action[tuple[tuple[str, ...], ...]]):
+class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
     """Devices reach each other only within their group; those that no group names form one more."""
 
     name = "partition"

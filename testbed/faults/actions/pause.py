@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from testbed.faults.conditions import Action, Conditions
+from testbed.faults.conditions import Conditions, FaultAction
 
 
-class Pause(Action[str]):
+class Pause(FaultAction[str]):
     """A device stands still: its memory and its connections are kept."""
 
     name = "pause"
@@ -20,7 +20,7 @@ class Pause(Action[str]):
         return Resume(self.value).apply(now, handle)
 
 
-class Resume(Action[str]):
+class Resume(FaultAction[str]):
     """A paused device goes on."""
 
     name = "resume"

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from testbed.errors import Key
-from testbed.faults.conditions import Action
+from testbed.faults.conditions import FaultAction
 from testbed.faults.setting import Setting
 from testbed.part import Name, Part
 from testbed.quantities import Speed, format_speed
@@ -38,7 +38,7 @@ class ThrottlePart(Part):
         return self.speed / own if self.speed is not None else factor / (self.slowdown or 1.0)
 
 
-class Throttle(Action[ThrottlePart]):
+class Throttle(FaultAction[ThrottlePart]):
     """A device computes more slowly, as when it is hot."""
 
     name = "throttle"
@@ -70,7 +70,7 @@ class Throttle(Action[ThrottlePart]):
         return self.value.slowed(factor, own)
 
 
-class Unthrottle(Action[str]):
+class Unthrottle(FaultAction[str]):
     """A throttled device has its own speed again."""
 
     name = "unthrottle"

@@ -13,7 +13,7 @@ from testbed.methods.base import Problem
 from testbed.methods.parts import costs
 from testbed.methods.parts.arrangement import StagesOptions, all_devices, pieces
 from testbed.network.link import Pair
-from testbed.partition.asynchronous import Asynchronous, Profile, divisible_limit
+from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, divisible_limit
 from testbed.partition.asynchronous import capacities as of_speeds
 from testbed.partition.cuts import even
 from testbed.partition.redistribution import Partition, take_over
@@ -50,9 +50,9 @@ class AsynchronousOptions(StagesOptions):
 def pipeline_over(
     problem: Problem[AsynchronousOptions],
     names: Sequence[str],
-    profile: Profile | None = None,
+    profile: UnitTimes | None = None,
     capacities: Sequence[float] | None = None,
-) -> Asynchronous:
+) -> AsynchronousPipeline:
     """Return the pipeline over these devices, by default with all as fast as the first.
 
     Without a profile the units take on the first device what the testbed charges it.
@@ -74,12 +74,12 @@ def pipeline_over(
         points = 3 if chain or options.global_every else 2
         return points * costs.state_bytes(units[0 if chain else start : end], workload.optimizer)
 
-    return Asynchronous(
+    return AsynchronousPipeline(
         model=problem.model,
         devices=tuple(problem.device(name) for name in names),
         links=problem.links,
         batch_size=workload.batch_size,
-        profile=profile or Profile.by_formula(units, workload.batch_size, first, update_flops),
+        profile=profile or UnitTimes.by_formula(units, workload.batch_size, first, update_flops),
         capacities=tuple(capacities or [1.0] * len(names)),
         momentum=workload.optimizer.momentum > 0,
         vertical_sync=options.vertical_sync,
@@ -108,7 +108,7 @@ class HomogeneousPartitioner:
         names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
         return Partition(tuple(names), self.pipeline(names).least_bottleneck())
 
-    def pipeline(self, names: Sequence[str]) -> Asynchronous:
+    def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return what is known of the pipeline over these devices."""
         return pipeline_over(self.problem, names)
 
@@ -129,7 +129,7 @@ class HomogeneousPartitioner:
         """Return the neighbours, both ways, whose link is yet to be measured."""
         return []
 
-    def learn(self, profile: Profile | None, rates: Mapping[Pair, float]) -> None:
+    def learn(self, profile: UnitTimes | None, rates: Mapping[Pair, float]) -> None:
         """Take in what was measured: seconds of each unit on the first device, bit/s between devices."""
 
     def better(self, old: Partition, there: Sequence[str]) -> Partition | None:

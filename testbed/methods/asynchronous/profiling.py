@@ -13,7 +13,7 @@ from testbed.methods.base import Problem
 from testbed.methods.parts import costs
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.shard import Shard
-from testbed.partition.asynchronous import Profile
+from testbed.partition.asynchronous import UnitTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ ENOUGH = 0.1
 """Seconds that a message has to take longer than a small one for the link to be known."""
 
 
-async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> Profile:
+async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> UnitTimes:
     """Train every unit by itself on one batch, so many times; return the mean seconds.
 
     ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
@@ -58,7 +58,7 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
                 backward, index, partial(shard.backward, run, gradient), costs.backward(one, samples)
             )
             await timed(update, index, shard.update, costs.update(one, optimizer))
-    return Profile(tuple(forward), tuple(backward), tuple(update))
+    return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 
 
 async def bandwidth(mailbox: Mailbox, peer: str) -> float:

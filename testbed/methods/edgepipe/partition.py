@@ -1,4 +1,4 @@
-"""Algorithm 1: a network cut into super neurons, first into groups of layers, then by the neurons of each layer."""
+"""Algorithm 1: a network cut into super neurons, into groups of layers, then each layer's neurons over devices."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from testbed.methods.asynchronous.partitioners import AsynchronousOptions, Homog
 from testbed.methods.base import Problem
 from testbed.methods.ftpipehd.adaptation import Repartition, estimate, worthwhile
 from testbed.network.link import Link, Pair
-from testbed.partition.asynchronous import Asynchronous, Profile, measured
+from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, measured
 from testbed.partition.redistribution import Partition
 
 
@@ -39,12 +39,12 @@ class AdaptivePartitioner(HomogeneousPartitioner):
         super().__init__(problem)
         self._options = problem.options
         self._when = Repartition(self._options.repartition_first, self._options.repartition_every)
-        self._profile: Profile | None = None
+        self._profile: UnitTimes | None = None
         self._rates: dict[Pair, float] = {}
         self._capacities: dict[str, float] = {}
         self.profile_runs = self._options.profile_runs
 
-    def learn(self, profile: Profile | None, rates: Mapping[Pair, float]) -> None:
+    def learn(self, profile: UnitTimes | None, rates: Mapping[Pair, float]) -> None:
         """Take in what was measured: seconds of each unit on the first device, bit/s between devices."""
         self._profile = profile or self._profile
         self._rates.update(rates)
@@ -54,7 +54,7 @@ class AdaptivePartitioner(HomogeneousPartitioner):
         pairs = [pair for one, other in pairwise(partition.devices) for pair in ((one, other), (other, one))]
         return [pair for pair in pairs if pair not in self._rates]
 
-    def pipeline(self, names: Sequence[str]) -> Asynchronous:
+    def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return what is known of the pipeline over these devices."""
         capacities = [self._capacities.get(name, 1.0) for name in names]
         known = pipeline_over(self.problem, names, self._profile, capacities)

@@ -12,13 +12,13 @@ from testbed.methods.base import Problem
 from testbed.methods.parts import costs
 from testbed.methods.parts.arrangement import all_devices, devices_among, pieces
 from testbed.methods.pipeline.options import PipelineOptions
-from testbed.partition import Cuts, Pipeline
+from testbed.partition import Cuts, SynchronousPipeline
 from testbed.plan import Details, Piece, Plan
 from testbed.schedule import SCHEDULES
 
 
 @dataclass(frozen=True)
-class LedPipeline(Pipeline):
+class LedPipeline(SynchronousPipeline):
     """A pipeline whose first stage also keeps the last checkpoint and gathers the next one."""
 
     checkpoint_bytes: float = 0.0

@@ -15,7 +15,7 @@ from testbed.methods.asynchronous.partitioners import (
     pipeline_over,
 )
 from testbed.methods.base import Problem
-from testbed.partition.asynchronous import Asynchronous, capacities
+from testbed.partition.asynchronous import AsynchronousPipeline, capacities
 
 
 class ResPipeOptions(AsynchronousOptions):
@@ -46,7 +46,7 @@ class ResPipe(AsynchronousMethod[ResPipeOptions]):
 class CapacityPartitioner(TakeOverPartitioner):
     """Begins with the partition that FTPipeHD comes to, so that after a loss the take-over alone tells them apart."""
 
-    def pipeline(self, names: Sequence[str]) -> Asynchronous:
+    def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return the pipeline over these devices as the scenario has them."""
         devices = [self.problem.device(name) for name in names]
         return pipeline_over(self.problem, names, capacities=capacities(devices))

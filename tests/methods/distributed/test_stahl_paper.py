@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.results import files
-from controller.results.reproduction import Row, reproduce
+from controller.results.reproduction import ReproducedRow, reproduce
 from testbed.data import load as load_data
 from testbed.prepare import data_folder, prepare
 from testbed.scenario.expand import trials
@@ -20,7 +20,7 @@ ORDER = ("FUSE2", "FUSE1", "FUSE3", "LOP", "FUSE4")
 
 def reproduced(
     folder: Path, name: str, *overrides: str, among: Callable[[Mapping[str, Any]], bool] = lambda point: True
-) -> dict[str, Row]:
+) -> dict[str, ReproducedRow]:
     """Run the points of a scenario, or those among them, once on the virtual clock; return its table by names."""
     scenario = load(f"papers/{name}", ["repetitions=1", *overrides])
     data = load_data(scenario.workload.data, data_folder(scenario))

@@ -12,7 +12,7 @@ import pytest
 from testbed.data import load as load_data
 from testbed.errors import InputError
 from testbed.methods.asynchronous.partitioners import pipeline_over
-from testbed.partition.asynchronous import Asynchronous, capacities, divisible_limit
+from testbed.partition.asynchronous import AsynchronousPipeline, capacities, divisible_limit
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -39,7 +39,7 @@ def run(trial: Trial, weights: Any = None) -> tuple[Prepared, dict[str, Any], An
     return ready, metrics(outcome, trial.experiment, ready.plan, ready.method.declared), outcome.weights
 
 
-def known(ready: Prepared, *names: str) -> Asynchronous:
+def known(ready: Prepared, *names: str) -> AsynchronousPipeline:
     """The pipeline over these devices with the speeds that the scenario gives."""
     devices = [ready.problem.device(name) for name in names]
     return pipeline_over(ready.problem, names, capacities=capacities(devices))

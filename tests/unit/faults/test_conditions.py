@@ -11,7 +11,7 @@ from testbed.faults.actions import ACTIONS, mending
 from testbed.faults.conditions import Changed, Conditions
 from testbed.faults.machines import carry_out
 from testbed.faults.parts import ActionPart
-from testbed.faults.script import Operation
+from testbed.faults.script import FaultOperation
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 
@@ -204,8 +204,8 @@ def scripts(draw):
     for index, given_ in enumerate(actions):
         action = ActionPart.model_validate(given_).action
         if not action.undoes:
-            steps.append((draw(st.floats(index, 20)), Operation(action, f"{index}", "undo")))
-        steps.append((index, Operation(action, f"{index}")))
+            steps.append((draw(st.floats(index, 20)), FaultOperation(action, f"{index}", "undo")))
+        steps.append((index, FaultOperation(action, f"{index}")))
     return [operation for _, operation in sorted(steps, key=lambda step: (step[0], step[1].phase == "undo"))]
 
 

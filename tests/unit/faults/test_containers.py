@@ -19,7 +19,7 @@ from testbed.faults.conditions import Changed
 from testbed.faults.machines import carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.replay import Change, Changes
-from testbed.faults.script import Operation, Phase
+from testbed.faults.script import FaultOperation, FaultPhase
 from testbed.network.link import Link
 from testbed.network.parts import LinkPart
 
@@ -28,8 +28,8 @@ def containers(lab: RememberedLab) -> Containers:
     return Containers(cast(Lab, lab))
 
 
-def do(lab: RememberedLab, handle: str = "it", phase: Phase = "strike", **given: Any) -> Changed:
-    return carry_out(Operation(ActionPart.model_validate(given).action, handle, phase), containers(lab))
+def do(lab: RememberedLab, handle: str = "it", phase: FaultPhase = "strike", **given: Any) -> Changed:
+    return carry_out(FaultOperation(ActionPart.model_validate(given).action, handle, phase), containers(lab))
 
 
 def take_back(lab: RememberedLab, handle: str = "it", **given: Any) -> Changed:
@@ -155,7 +155,7 @@ def test_a_device_is_switched_only_from_what_it_really_is(lab: RememberedLab) ->
 def test_a_run_boots_devices_in_its_own_way(lab: RememberedLab) -> None:
     booted: list[str] = []
     lab.devices["b"].state = "exited"
-    carry_out(Operation(ActionPart(kill="b").action, "it", "undo"), Containers(cast(Lab, lab), booted.append))
+    carry_out(FaultOperation(ActionPart(kill="b").action, "it", "undo"), Containers(cast(Lab, lab), booted.append))
     assert (booted, lab.done) == (["b"], [])
 
 
@@ -187,7 +187,7 @@ def test_what_is_done_by_hand_is_there_for_the_run_to_record(lab: RememberedLab)
     assert 0 <= down.time < up.time - 0.01 < time.monotonic() - began
     assert journal.news(began) == []
     throttle = ActionPart.model_validate({"throttle": {"device": "b", "slowdown": 2}}).action
-    carry_out_by_hand(Operation(throttle, "hot"), containers(lab))
+    carry_out_by_hand(FaultOperation(throttle, "hot"), containers(lab))
     fault, speed = journal.news(began + 3600)
     assert (fault.time, speed.fields) == (0.0, {"target": "b", "factor": 0.5, "speed": 5e8})
     assert journal.news(began) == []
