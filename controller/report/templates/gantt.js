@@ -51,7 +51,8 @@
   }
 
   function rectangle(style, left, top, right, bottom) {
-    const start = Math.max(left, gutter), end = Math.min(Math.max(right, left + 1), width);
+    // Narrower than a pixel, a bar is paler instead of wider: many of them are as dark as the share of time that they take.
+    const start = Math.max(left, gutter), end = Math.min(Math.max(right, left + 0.2), width);
     if (end <= start) return;
     draw.fillStyle = style;
     draw.fillRect(start, top, end - start, bottom - top);
@@ -94,14 +95,11 @@
       draw.font = "10px system-ui, sans-serif"; draw.fillStyle = paint.soft;
       draw.fillText("send / receive", 0, HEAD + index * ROW + 33, gutter - 8);
       draw.font = "11px system-ui, sans-serif";
-      const crowd = new Map(), seen = [0, 0, 0, 0];
-      for (const bar of row) if (bar[2] + bar[3] >= from && bar[2] <= to) seen[bar[1]]++;
       for (const bar of row) {
         const end = bar[2] + bar[3];
         if (end < from || bar[2] > to) continue;
         const [high, low] = place(bar);
-        if (bar[1] < 3 && !bar[9] && x(end) - x(bar[2]) < 1.5 && seen[bar[1]] > (width - gutter) / 4) { gather(crowd, bar, end); continue; }
-        if (bar[1] === 3) hatch(x(bar[2]), high, x(end), low, data.words[bar[4]]);
+        if (bar[1] === 3) down(x(bar[2]), high, x(end), low, data.words[bar[4]]);
         else rectangle(tint(bar), x(bar[2]), high, x(end), low);
         if (bar[9]) rectangle(paint.fault, x(end) - 2, high, x(end), low);
         if (bar[1] === 0 && x(end) - x(bar[2]) > 30 && x(bar[2]) >= gutter) {
@@ -109,7 +107,6 @@
           draw.fillText(bar[5] == null ? data.words[bar[4]] : bar[6] == null ? `${bar[5]}` : `${bar[5]}.${bar[6]}`, (x(bar[2]) + Math.min(x(end), width)) / 2, (high + low) / 2);
         }
       }
-      scatter(crowd);
     });
     for (const frame of data.windows) {
       if (frame.end < from || frame.start > to) continue;
@@ -125,45 +122,16 @@
     }
   }
 
-  const tint = bar => bar[1] === 0 ? paint[colour.get(bar[4])] : bar[1] === 1 ? paint.send : paint.receive;
-
-  // Many bars too narrow to be told apart are drawn as a load curve: the height of a column is the share of its time.
-  function gather(crowd, bar, end) {
-    const key = `${bar[1]} ${tint(bar)}`;
-    if (!crowd.has(key)) crowd.set(key, {kind: bar[1], bar, style: tint(bar), part: new Float32Array(width + 2)});
-    const {part} = crowd.get(key), left = Math.max(x(bar[2]), gutter), right = Math.min(x(end), width);
-    const column = Math.floor(left), cut = Math.min(right, column + 1);
-    part[column] += Math.max(0, cut - left);
-    part[column + 1] += Math.max(0, right - cut);
-  }
-
-  function scatter(crowd) {
-    const filled = [0, 1, 2].map(() => new Float32Array(width + 2));
-    for (const {kind, bar, style, part} of crowd.values()) {
-      const [high, low] = place(bar);
-      draw.fillStyle = style;
-      for (let column = gutter; column < width; column++) {
-        if (!part[column]) continue;
-        const size = Math.min((low - high) * part[column], low - high - filled[kind][column]);
-        if (size <= 0) continue;
-        draw.fillRect(column, low - filled[kind][column] - size, 1, size);
-        filled[kind][column] += size;
-      }
-    }
-  }
-
-  function hatch(left, top, right, bottom, text) {
-    left = Math.max(left, gutter); right = Math.min(right, width);
-    if (right - left < 1) return;
-    draw.save();
-    draw.beginPath(); draw.rect(left, top, right - left, bottom - top); draw.clip();
-    draw.fillStyle = paint.card; draw.fillRect(left, top, right - left, bottom - top);
-    draw.strokeStyle = paint.fault; draw.globalAlpha = 0.45;
-    for (let start = left - 40; start < right; start += 8) { draw.beginPath(); draw.moveTo(start, bottom); draw.lineTo(start + 40, top); draw.stroke(); }
+  function down(left, top, right, bottom, text) {
+    draw.globalAlpha = 0.3;
+    rectangle(paint.fault, left, top, right, bottom);
     draw.globalAlpha = 1;
-    draw.restore();
-    if (right - left > 40) { draw.fillStyle = paint.fault; draw.textAlign = "center"; draw.font = "600 11.5px system-ui, sans-serif"; draw.fillText(text === "kill" ? "dead" : "frozen", (left + right) / 2, (top + bottom) / 2); draw.font = "11px system-ui, sans-serif"; }
+    if (right - left < 40) return;
+    draw.fillStyle = paint.fault; draw.textAlign = "center";
+    draw.fillText(text === "kill" ? "dead" : "frozen", (Math.max(left, gutter) + Math.min(right, width)) / 2, (top + bottom) / 2);
   }
+
+  const tint = bar => bar[1] === 0 ? paint[colour.get(bar[4])] : bar[1] === 1 ? paint.send : paint.receive;
 
   function under(place_x, place_y) {
     const index = Math.floor((place_y - HEAD) / ROW);
