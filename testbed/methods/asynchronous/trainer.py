@@ -92,8 +92,10 @@ class AsynchronousTrainer:
             if done < fed:
                 await self._done(done)
                 done += 1
-                if not ending and fed < self._steps and (wanted := self._better(done)) is not None:
-                    ending = self._end(fed)
+                # Also while the pipeline runs empty for an evaluation: this batch does not come again.
+                if fed < self._steps and (better := self._better(done)) is not None:
+                    wanted = better
+                    ending = ending or self._end(fed)
         for part in supervisor.layout:
             await supervisor.take(Drained, part.device)
         self._draining = self._device.now() - self._ended

@@ -59,6 +59,18 @@ def test_a_throttled_device_is_noticed_at_the_next_point(device):
     assert pipeline.bottleneck(cuts_of(found[-1]["partition"])) <= 1.02 * least  # less is not worth a change
 
 
+@pytest.mark.parametrize("every", [2, 3, 5, 10])
+@pytest.mark.parametrize("evaluate_every", [1, 2, 3, 5, 10])
+def test_evaluations_on_the_same_batches_keep_no_better_partition_from_being_found(every, evaluate_every):
+    often = {"repartition_first": every, "repartition_every": every, "evaluate_every": evaluate_every}
+    planned = scenario(2, workload=WORK | {"steps": 21}, method=METHOD | often, devices=UNEQUAL)
+    found = of(run(planned), "repartition")
+    assert found
+    pipeline = slowed(planned, 1, 4, 4)
+    least = pipeline.bottleneck(pipeline.least_bottleneck())
+    assert pipeline.bottleneck(cuts_of(found[-1]["partition"])) <= 1.02 * least
+
+
 def test_what_is_throttled_no_more_has_its_share_again():
     planned = adapting(throttle("worker1", 4, 2, **{"for": "300ms"}))
     found = of(run(planned), "repartition")
