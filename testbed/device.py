@@ -40,14 +40,6 @@ class Span:
         return {key: value for key, value in given.items() if value is not None}
 
 
-class Unreachable(Exception):  # noqa: N818 - a state of the peer, not a fault of the program
-    """The peer acknowledged nothing for as long as the sender was willing to wait."""
-
-    def __init__(self, peer: str) -> None:
-        super().__init__(f"{peer} acknowledges nothing")
-        self.peer = peer
-
-
 class Device(Protocol):
     """One device, as its program sees it."""
 
@@ -55,13 +47,14 @@ class Device(Protocol):
     def name(self) -> str:
         """The device's name in the scenario."""
 
-    async def send(self, peer: str, message: Message, patience: float | None = None) -> None:
+    async def send(self, peer: str, message: Message) -> None:
         """Deliver reliably, in the order of the calls per peer; return once the peer has acknowledged.
 
-        Retries while the peer is gone or cut off. With ``patience`` (seconds) raises `Unreachable` when
-        nothing is acknowledged for so long, the message then being withdrawn; without it waits for ever.
-        The order is that of the calls, so several sends may be under way as tasks. A peer that restarts is the
-        same peer with an empty inbox: methods number their configurations and ignore what is not theirs.
+        Retries while the peer is gone or cut off, for ever. Cancelling the call withdraws the message unless all of it
+        has left; ``asyncio.timeout`` limits how long to wait. The order is that of the calls, so several sends may be
+        under way as tasks, and the link is used without a break: up to `testbed.framing.WINDOW` bytes leave before
+        the first acknowledgement is back. A peer that restarts is the same peer with an empty inbox: methods number
+        their configurations and ignore what is not theirs.
         """
 
     async def cast(self, peers: Collection[str], message: Message) -> None:

@@ -21,6 +21,8 @@ CAST_HEADERS = 20 + 8 + CAST_HEADER
 """IPv4, UDP and the agent's own."""
 CAST_CHUNK = MTU - CAST_HEADERS
 """Bytes of a cast in one datagram: 1440."""
+WINDOW = 16 << 20
+"""Bytes of messages to one peer that may be unacknowledged: once there are as many, the next message waits."""
 HTTP_HEADERS = 250
 """Request line and headers around one message, sent with it."""
 

@@ -1,4 +1,7 @@
-"""The way from one device to another: a queue at the sender's link, the link, and acknowledgements back."""
+"""The way from one device to another: a queue at the sender's link, the link, and acknowledgements back.
+
+A message begins to leave when the one before it has left, unless `WINDOW` bytes are unacknowledged by then.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from asyncio import Future
 from collections import deque
 from dataclasses import dataclass, replace
 
-from testbed.framing import chunks, wire_bytes
+from testbed.framing import WINDOW, chunks, wire_bytes
 from testbed.network.broadcast import heard
 from testbed.network.link import Link
 from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
@@ -15,9 +18,6 @@ from testbed.simulation.host import Guest, Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.wire import Message
 
-PIPELINED = False
-"""Whether a message leaves as soon as the one before has left. The agent has one message to a peer under way at a time:
-the next leaves when the acknowledgement is back, and a simulation that did better would predict wrong."""
 STALL_SECONDS = 2.0
 """Without an answer for so long the sender gives the connection up and tries to connect anew, as the agent does."""
 CONNECT_SECONDS = 1.0
@@ -93,8 +93,8 @@ class Cast:
 class Channel:
     """Everything under way from one host to another.
 
-    A transmission starts when the link is free and, unless `PIPELINED`, the message before is acknowledged. It lasts
-    as long as the rate says and is there a delay after its end; the acknowledgement takes the delay of the way back.
+    A transmission starts when the link is free and the window has room. It lasts as long as the rate says and is there
+    a delay after its end; the acknowledgement takes the delay of the way back. Both ways keep the order.
     What chance adds to that is drawn as a transmission starts: see `testbed.simulation.crossing`.
     What has left the sender when a link goes down or slows down still arrives; what has not, waits, and is tried again
     when TCP would.
@@ -109,19 +109,20 @@ class Channel:
         "_changes",
         "_delay",
         "_free_at",
+        "_full",
+        "_last_answer",
         "_last_due",
         "_loop",
         "_open",
         "_rate",
         "_refused",
         "_seed",
-        "_turn_at",
+        "_unacknowledged",
         "_unanswered",
         "_waiting",
         "back",
         "crossing",
         "link",
-        "progress",
         "source",
         "target",
     )
@@ -140,8 +141,6 @@ class Channel:
         """Whether acknowledgements get through."""
         self.back: Channel
         """The other direction; see `connect`."""
-        self.progress = 0.0
-        """When the peer last acknowledged anything."""
         self._loop = loop
         self._seed = seed
         self._changes = 0
@@ -159,9 +158,13 @@ class Channel:
         """Delivered at that time, but with the way back closed for the acknowledgement."""
         self._free_at = 0.0
         """When the last transmission scheduled so far ends."""
-        self._turn_at = 0.0
-        """When the next message may leave, as far as those before it are concerned."""
         self._last_due = 0.0
+        self._last_answer = 0.0
+        """When the last acknowledgement scheduled so far arrives."""
+        self._unacknowledged = 0
+        """Bytes of the messages that have begun to leave, of the program that runs at the source now."""
+        self._full = False
+        """Whether a message waits for room in the window."""
 
     @staticmethod
     def connect(one: Channel, other: Channel) -> None:
@@ -197,16 +200,18 @@ class Channel:
         """Send a message after those before it."""
         self._waiting.append(parcel)
         if self._open:
-            self._launch(parcel)
+            if self._unacknowledged < WINDOW:
+                self._launch(parcel)
+            else:
+                self._full = True
         elif self._blocked_since is None:
             self._blocked_since = parcel.called
 
     def _launch(self, parcel: Parcel) -> None:
         start = self._free_at
-        if start < self._turn_at:
-            start = self._turn_at
         if start < self._loop.now:
             start = self._loop.now
+        self._unacknowledged += parcel.bytes
         wire, lag = parcel.remaining, 0.0
         if self._chance:
             wire, lag, parcel.answer = self._crossed(wire)
@@ -219,9 +224,23 @@ class Channel:
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
-        if not PIPELINED:
-            self._turn_at = due + (self._back_delay + parcel.answer)
         self._loop.at(due, self._arrive, parcel)
+
+    def _launch_waiting(self) -> None:
+        """Launch what waits, as far as the window has room."""
+        self._full = False
+        for parcel in self._waiting:
+            if parcel.due < 0:
+                if self._unacknowledged >= WINDOW:
+                    self._full = True
+                    return
+                self._launch(parcel)
+
+    def _recall(self, parcel: Parcel) -> None:
+        """Note that a launched message has to be launched again."""
+        parcel.due = -1.0
+        if parcel.sender is self.source.device:
+            self._unacknowledged -= parcel.bytes
 
     def _crossed(self, wire: float) -> tuple[float, float, float]:
         """Draw the bytes sent in all, by how much the message is later than its link says, and so its answer."""
@@ -263,18 +282,29 @@ class Channel:
             start = now  # its packets skipped the delay
         device.deliver(parcel.message, parcel.bytes, start, now - start)
         if self._answered:
-            self._loop.at(now + (self._back_delay + parcel.answer), self._acknowledge, parcel)
+            self._answer(parcel, now + (self._back_delay + parcel.answer))
         else:
             self._unanswered.append((now, parcel))
 
+    def _answer(self, parcel: Parcel, when: float) -> None:
+        if when < self._last_answer:
+            when = self._last_answer
+        self._last_answer = when
+        self._loop.at(when, self._acknowledge, parcel)
+
     def _acknowledge(self, parcel: Parcel) -> None:
-        if self.source.paused:
-            self.source.held.append((self._acknowledge, parcel))
+        source = self.source
+        if source.paused:
+            source.held.append((self._acknowledge, parcel))
             return
-        now = self._loop.now
-        self.progress = now
+        if parcel.sender is not source.device:
+            return  # it was switched off meanwhile
+        self._unacknowledged -= parcel.bytes
+        if self._full and self._open:
+            self._launch_waiting()
         if parcel.future.done():
             return
+        now = self._loop.now
         parcel.sender.write(
             "send",
             {
@@ -289,19 +319,12 @@ class Channel:
         )
         parcel.future.set_result(None)
 
-    def last_progress(self) -> float:
-        """Return when bytes last got through to the peer."""
-        now = self._loop.now
-        left = (min(now, parcel.end) for parcel in self._waiting if 0 <= parcel.start <= now and parcel.due >= 0)
-        return max(self.progress, *left, 0.0)
-
     def withdraw(self, parcel: Parcel) -> None:
         """Take back a message unless all of it has left; those behind it move up."""
         if parcel not in self._waiting or (parcel.due >= 0 and parcel.end <= self._loop.now):
             return
         self._interrupt()
         self._waiting.remove(parcel)
-        parcel.due = -1.0
         if not self._waiting:
             self._blocked_since = None
         if self._open:
@@ -323,28 +346,25 @@ class Channel:
                 self._blocked_since = now
             return
         self._relaunch(now if was_open else self._reopens_at(now))
-        self.back._answer()
+        self.back._answer_late()
 
     def _interrupt(self) -> None:
         """Stop what has not left the sender entirely, noting how far it came."""
         now = self._loop.now
-        self._last_due = self._turn_at = 0.0
+        self._last_due = 0.0
         for parcel in self._waiting:
             if parcel.due < 0:
                 continue
             if parcel.end <= now:
                 self._last_due = parcel.due
-                if not PIPELINED:
-                    self._turn_at = parcel.due + (self._back_delay + parcel.answer)
                 continue
             if parcel.start < now:
                 parcel.remaining *= (parcel.end - now) / (parcel.end - parcel.start)
-                self.progress = now
                 self._blocked_since = None
             elif parcel.begun == parcel.start:
                 parcel.begun = -1.0
-            parcel.due = -1.0
             parcel.answer = 0.0
+            self._recall(parcel)
 
     def _forget_connection(self) -> None:
         """Put back everything that the target has not acknowledged: it will have forgotten what it got."""
@@ -352,9 +372,10 @@ class Channel:
         arrived = [*(parcel for _, parcel in self._unanswered), *self._at_door]
         self._unanswered.clear()
         self._at_door.clear()
-        self._waiting.extendleft(parcel for parcel in reversed(arrived) if not parcel.future.done())
+        for parcel in (*arrived, *(each for each in self._waiting if each.due >= 0)):
+            self._recall(parcel)
+        self._waiting = deque(parcel for parcel in (*arrived, *self._waiting) if not parcel.future.done())
         for parcel in self._waiting:
-            parcel.due = -1.0
             parcel.remaining = wire_bytes(parcel.bytes)
 
     def _reopens_at(self, now: float) -> float:
@@ -374,17 +395,15 @@ class Channel:
 
     def _relaunch(self, start: float) -> None:
         self._free_at = start
-        for parcel in self._waiting:
-            if parcel.due < 0:
-                self._launch(parcel)
+        self._launch_waiting()
 
-    def _answer(self) -> None:
+    def _answer_late(self) -> None:
         """Acknowledge what could not be while the way back was closed: the sender tries again, and is told."""
         now, unanswered = self._loop.now, self._unanswered
         self._unanswered = []
         for since, parcel in unanswered:
             attempt = next_attempt(since, now, self.round_trip)
-            self._loop.at(attempt + self.round_trip, self._acknowledge, parcel)
+            self._answer(parcel, attempt + self.round_trip)
 
     def abandon(self) -> None:
         """Forget what has not left a sender that went off; what has left still arrives."""
@@ -392,6 +411,7 @@ class Channel:
         self._waiting = deque(parcel for parcel in self._waiting if parcel.due >= 0)
         self._blocked_since = None
         self._free_at = self._loop.now
+        self._unacknowledged = 0
 
     def carry(self, cast: Cast) -> None:
         """Take a cast that has just left the sender to the target, if it gets there whole."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from testbed.device import Cost, Span, Unreachable
+from testbed.device import Cost, Span
 from testbed.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.network.broadcast import audience
 from testbed.simulation.channel import Cast, Channel, Parcel
@@ -138,38 +138,21 @@ class SimulatedDevice:
         channel = self._channels[peer] = self._world.channel(self.name, peer)
         return channel
 
-    async def send(self, peer: str, message: Message, patience: float | None = None) -> None:
+    async def send(self, peer: str, message: Message) -> None:
         """Deliver reliably; return when the acknowledgement is back."""
         if not self.alive:
             self._stop()
         channel = self._channels.get(peer) or self._channel(peer)
-        loop = self._loop
         sent, size = delivered(message, self.name)
-        future: asyncio.Future[None] = loop.create_future()
-        parcel = Parcel(self, sent, size, loop.now, future)
+        future: asyncio.Future[None] = self._loop.create_future()
+        parcel = Parcel(self, sent, size, self._loop.now, future)
         channel.enqueue(parcel)
-        if patience is not None:
-            loop.at(loop.now + patience, self._lose_patience, (channel, parcel, patience))
         try:
             await future
         except asyncio.CancelledError:
             if self.alive:
                 channel.withdraw(parcel)
             raise
-
-    def _lose_patience(self, waiting: tuple[Channel, Parcel, float]) -> None:
-        channel, parcel, patience = waiting
-        if parcel.future.done():
-            return
-        if self.host.paused:
-            self.host.overdue.append((self._lose_patience, waiting))
-            return
-        until = max(parcel.called, channel.last_progress()) + patience
-        if until > self._loop.now:
-            self._loop.at(until, self._lose_patience, waiting)
-            return
-        channel.withdraw(parcel)
-        parcel.future.set_exception(Unreachable(channel.target.name))
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
         """Transmit once for all; return when the last byte has left."""

@@ -66,8 +66,6 @@ class Host:
     paused: bool = False
     held: list[tuple[Callable[[Any], None], Any]] = field(default_factory=list)
     """What arrived while it was paused, and what to do about it then."""
-    overdue: list[tuple[Callable[[Any], None], Any]] = field(default_factory=list)
-    """Time-outs that passed while it was paused; what arrived comes first."""
 
     def __post_init__(self) -> None:
         self.speed = self.spec.speed

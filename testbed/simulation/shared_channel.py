@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from testbed.framing import WINDOW
 from testbed.network.link import Link
 from testbed.simulation.channel import Channel, Parcel
 from testbed.simulation.host import Host
@@ -42,11 +43,20 @@ class SharedChannel(Channel):
         if self._present is not None:
             return  # its turn comes when that one has left
         self._present = parcel
-        start = max(self._free_at, self._turn_at, self._loop.now)
+        self._unacknowledged += parcel.bytes
+        start = max(self._free_at, self._loop.now)
         if parcel.begun < 0:
             parcel.begun = start
         parcel.start, parcel.end, parcel.due = start, inf, inf
         self._loop.at(start, self._leave, (parcel, start))
+
+    def _launch_waiting(self) -> None:
+        self._full = False
+        following = next((each for each in self._waiting if each.due < 0), None)
+        if following is not None and self._present is None:
+            self._full = self._unacknowledged >= WINDOW
+            if not self._full:
+                self._launch(following)
 
     def _leave(self, leaving: tuple[Parcel, float]) -> None:
         parcel, start = leaving
@@ -69,11 +79,8 @@ class SharedChannel(Channel):
         parcel.end = now
         due = max(now + (self._delay + self._lag), self._last_due)
         self._last_due = parcel.due = due
-        self._turn_at = due + (self._back_delay + parcel.answer)
         self._loop.at(due, self._arrive, parcel)
-        following = next((each for each in self._waiting if each.due < 0), None)
-        if following is not None:
-            self._launch(following)
+        self._launch_waiting()
 
     def _interrupt(self) -> None:
         parcel, flow, now = self._present, self._flow, self._loop.now
@@ -84,10 +91,10 @@ class SharedChannel(Channel):
                 left = self._sharing.stop(flow) / flow.whole
             if left < 1:
                 parcel.remaining *= left
-                self.progress = now
                 self._blocked_since = None
             elif parcel.begun == parcel.start:
                 parcel.begun = -1.0
-            parcel.start = parcel.end = parcel.due = -1.0
+            parcel.start = parcel.end = -1.0
             parcel.answer = 0.0
+            self._recall(parcel)
         super()._interrupt()

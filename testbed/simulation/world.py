@@ -165,7 +165,6 @@ class World:
         host.booting = None
         host.paused = False
         host.held.clear()
-        host.overdue.clear()
         device, host.device = host.device, None
         if device is not None:
             device.kill()
@@ -193,16 +192,15 @@ class World:
         self._refresh_from(name)
 
     def resume(self, name: str) -> None:
-        """Let a paused device go on; messages that arrived meanwhile are there at once, time-outs come after them."""
+        """Let a paused device go on; messages that arrived meanwhile are there at once."""
         host = self.hosts[name]
         if host.device is None or not host.paused:
             return
         host.paused = False
-        for waiting in (host.held, host.overdue):
-            due = list(waiting)
-            waiting.clear()
-            for action, argument in due:
-                action(argument)
+        held = list(host.held)
+        host.held.clear()
+        for action, argument in held:
+            action(argument)
         host.device.resume()
         self._refresh_from(name)
 

@@ -5,10 +5,9 @@ import asyncio
 import pytest
 from worlds import LINK, events, idle, on_wire, world
 
-from testbed.device import Device, Unreachable
-from testbed.framing import cast_wire_bytes, chunks, segments, wire_bytes
+from testbed.device import Device
+from testbed.framing import WINDOW, cast_wire_bytes, chunks, segments, wire_bytes
 from testbed.network.link import Link
-from testbed.simulation import channel
 from testbed.simulation.channel import next_attempt
 from testbed.wire import Message
 
@@ -23,25 +22,62 @@ def test_framing_by_hand():
     assert cast_wire_bytes(1441) == 1514 + 1 + 74
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_messages_to_one_peer_wait_for_each_other(monkeypatch, pipelined):
-    monkeypatch.setattr(channel, "PIPELINED", pipelined)
-
+@pytest.mark.parametrize("access", [{}, {"source": {"uplink": 8e6}}])
+def test_messages_to_one_peer_leave_one_behind_the_other(access):
     async def source(device: Device):
         await asyncio.gather(*(device.send("sink", Message(f"m{i}", padding=50_000)) for i in range(3)))
 
-    run = world({"source": source, "sink": idle})
+    run = world({"source": source, "sink": idle}, access=access)
     run.run()
     transmission = on_wire(run, "m0") * 8 / 8e6
-    each = transmission if pipelined else transmission + 0.02
     received, sent = events(run, "receive"), events(run, "send")
     for i in range(3):
-        assert received[i]["start"] == pytest.approx(i * each + 0.01)
+        assert received[i]["start"] == pytest.approx(i * transmission + 0.01)
         assert received[i]["duration"] == pytest.approx(transmission)
-        assert received[i]["time"] == pytest.approx(i * each + transmission + 0.01)
+        assert received[i]["time"] == pytest.approx((i + 1) * transmission + 0.01)
         assert sent[i]["start"] == 0
-        assert sent[i]["queued"] == pytest.approx(i * each)
-        assert sent[i]["time"] == sent[i]["duration"] == pytest.approx(i * each + transmission + 0.02)
+        assert sent[i]["queued"] == pytest.approx(i * transmission)
+        assert sent[i]["time"] == sent[i]["duration"] == pytest.approx((i + 1) * transmission + 0.02)
+
+
+@pytest.mark.parametrize("access", [{}, {"lead": {"uplink": 1e12}}])
+def test_a_full_window_waits_for_the_first_acknowledgement(access):
+    async def lead(device: Device):
+        await asyncio.gather(*(device.send("b", Message("m", padding=WINDOW // 2 + 1)) for _ in range(5)))
+
+    run = world({"lead": lead, "b": idle}, link=Link(delay=0.25), access=access)
+    run.run()
+    times = [event["time"] for event in events(run, "receive")]
+    assert times == pytest.approx([0.25, 0.25, 0.75, 0.75, 1.25], abs=0.01)
+
+
+@pytest.mark.parametrize("access", [{}, {"lead": {"uplink": 50e6}}])
+def test_many_messages_fill_a_long_link(access):
+    async def lead(device: Device):
+        await asyncio.gather(*(device.send("b", Message("m", padding=100_000)) for _ in range(100)))
+
+    run = world({"lead": lead, "b": idle}, link=Link(rate=50e6, delay=0.02), access=access)
+    run.run()
+    carried = 100 * on_wire(run, "m") * 8
+    assert carried / (run.loop.now - 0.04) / 50e6 == pytest.approx(1)
+
+
+def test_acknowledgements_keep_the_order_when_a_link_becomes_faster():
+    order = []
+
+    async def lead(device: Device):
+        async def send(number: int):
+            await device.send("b", Message("m", {"number": number}))
+            order.append(number)
+
+        await asyncio.gather(*(send(number) for number in range(5)))
+
+    better = {"degrade": {"between": ["lead", "b"], "delay": "1ms"}, "at": "300ms"}
+    run = world({"lead": lead, "b": idle}, link=Link(rate=1e5, delay=0.2), faults=[better])
+    run.run()
+    assert order == list(range(5))
+    times = [event["time"] for event in events(run, "send")]
+    assert times == sorted(times)
 
 
 def test_directions_and_pairs_do_not_share_their_rate():
@@ -130,14 +166,14 @@ def test_lone_segment_waits_for_the_time_out_when_lost():
     assert min(durations) < 0.03
 
 
-def test_patience_ends_when_the_peer_is_off_and_the_message_is_withdrawn():
+def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn():
     got = []
 
     async def lead(device: Device):
         await device.sleep(1)
-        first = asyncio.create_task(device.send("b", Message("lost"), patience=0.5))
+        first = asyncio.create_task(asyncio.wait_for(device.send("b", Message("lost")), 0.5))
         second = asyncio.create_task(device.send("b", Message("kept")))
-        with pytest.raises(Unreachable, match="b acknowledges nothing"):
+        with pytest.raises(TimeoutError):
             await first
         assert device.now() == 1.5
         await second
@@ -151,15 +187,41 @@ def test_patience_ends_when_the_peer_is_off_and_the_message_is_withdrawn():
     assert got == ["kept"]
 
 
-def test_patience_counts_from_the_last_progress():
-    async def lead(device: Device):
-        await device.send("b", Message("large", padding=3_000_000), patience=0.5)
-        await asyncio.gather(*(device.send("b", Message("m", padding=300_000), patience=0.5) for _ in range(5)))
+def test_what_was_withdrawn_after_it_had_left_is_not_sent_to_a_peer_that_comes_back():
+    got = []
 
-    run = world({"lead": lead, "b": idle})
+    async def lead(device: Device):
+        first = asyncio.create_task(device.send("b", Message("withdrawn")))
+        await device.sleep(0.3)
+        first.cancel()
+        await device.send("b", Message("kept"))
+
+    async def listen(device: Device):
+        while True:
+            got.append((await device.receive()).kind)
+
+    run = world({"lead": lead, "b": listen}, link=Link(delay=0.5), faults=[{"kill": "b", "at": "0.4s", "for": "1s"}])
     run.run()
-    assert len(events(run, "send")) == 6
-    assert run.loop.now > 4.5
+    assert got == ["kept"]
+
+
+def test_what_a_dead_sender_had_sent_is_not_sent_again():
+    got = []
+
+    async def lead(device: Device):
+        await device.sleep(6)
+
+    async def sender(device: Device):
+        await device.send("c", Message("m", {"boot": device.now()}))
+
+    async def listen(device: Device):
+        while True:
+            got.append((await device.receive())["boot"])
+
+    faults = [{"kill": "b", "at": "0.2s", "for": "1s"}, {"kill": "c", "at": "0.3s", "for": "1s"}]
+    run = world({"lead": lead, "b": sender, "c": listen}, link=Link(delay=0.5), faults=faults)
+    run.run()
+    assert got == [3.2]
 
 
 def test_cancelled_send_is_withdrawn_and_the_next_moves_up():
