@@ -1,5 +1,7 @@
 """One kept-alive HTTP connection to a peer, in the program's event loop.
 
+Requests follow each other without waiting for answers, which come back in the order of the requests.
+
 Neither ``requests`` nor ``socket.sendall`` will do between emulated devices: a time-out there limits a whole message,
 and a slow link must not be cut off while bytes still get through. Here the kernel is told to give up
 (``TCP_USER_TIMEOUT``) when nothing it sent was acknowledged for a while, however long the message takes as a whole.
@@ -10,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import socket
 import struct
-import termios
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 
 from agent.settings import Address
 
@@ -24,21 +24,30 @@ CONNECT_SECONDS_MOST = 3.0
 STALL_SECONDS = 2.0
 STALL_SECONDS_MOST = 30.0
 """Grows when an established connection stalls, so that a link that a fault made very slow works in the end."""
-SLICE_SECONDS = 0.05
+QUIET_SECONDS = 0.05
+"""Without an answer for so long after everything has left, the kernel is told to ask whether the peer is there."""
+UNSENT_BYTES = 128 << 10
+"""What the kernel takes beyond what the link lets it send: more would still leave after it was withdrawn."""
+_TCP_NOTSENT_LOWAT = 25
 _ANSWER_LIMIT = 1 << 16
+_MOST_PIECES = 256
+"""Of one system call; the kernel takes up to 1024."""
+
+Answer = tuple[int, bytes]
+"""Status and text."""
 
 
 class ConnectionLost(Exception):  # noqa: N818 - a state of the link
-    """Nothing can be said about whether the message arrived."""
+    """Nothing can be said about whether the unanswered messages arrived."""
 
     def __init__(self, reason: str, stale: bool = False) -> None:
         super().__init__(reason)
         self.stale = stale
-        """A kept-alive connection that the peer had closed meanwhile: worth trying again at once."""
+        """A connection that has served before: worth trying again at once."""
 
 
 class Connection:
-    """Posts messages to one address, one at a time."""
+    """Requests to one address. What is written and not answered when it breaks has to be written again."""
 
     def __init__(self, address: Address, path: str, token: str, slowness: float = 0.0) -> None:
         """``slowness`` is what a few packets there and back take on this link, in seconds."""
@@ -46,46 +55,115 @@ class Connection:
         self._head = f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nAuthorization: Bearer {token}\r\n"
         self._socket: socket.socket | None = None
         self._used = False
+        """Whether it has brought an answer."""
+        self._asking = False
+        """Whether the kernel asks if the peer is there."""
+        self._received = b""
+        self._ready: asyncio.Future[bool] | None = None
+        """What `wait` waits for."""
         self._slowness = slowness
         self._connect_seconds = CONNECT_SECONDS + slowness
         self._stall_seconds = STALL_SECONDS + slowness
 
-    async def post(self, body: bytes, acknowledged: Callable[[int], None]) -> tuple[int, bytes]:
-        """Send one body, connecting first where need be; return status and text of the answer.
-
-        ``acknowledged`` is called now and then, while it takes long, with the bytes that the peer's kernel has.
+    async def open(self) -> None:
+        """Connect, unless there is a connection that the peer has kept.
 
         Raises:
-            ConnectionLost: when the connection could not be had, broke, or stalled before the answer was complete.
+            ConnectionLost: when it could not be had, or was closed by the peer meanwhile.
         """
-        link = self._socket or await self._connect()
+        if self._socket is None:
+            await self._connect()
+        with self._in_use() as link, contextlib.suppress(BlockingIOError):
+            link.recv(1, socket.MSG_PEEK)
+            raise ConnectionResetError("the peer had closed the connection")
+
+    def head(self, body: bytes) -> bytes:
+        """Return what comes before a body."""
+        return f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode()
+
+    def write(self, pieces: Sequence[bytes | memoryview]) -> int:
+        """Hand over as much as the kernel takes now; return how many bytes that were. Raises `ConnectionLost`."""
+        with self._in_use() as link, contextlib.suppress(BlockingIOError):
+            return link.sendmsg(pieces[:_MOST_PIECES])
+        return 0
+
+    async def wait(self, writing: bool) -> None:
+        """Wait for an answer, for `wake` or, when ``writing``, until the kernel takes more."""
+        assert self._socket is not None
+        loop, link = asyncio.get_running_loop(), self._socket
+        self._ready = loop.create_future()
+        timer = None if writing or self._asking else loop.call_later(QUIET_SECONDS, self._settle, False)
+        loop.add_reader(link, self._settle, True)
+        if writing:
+            loop.add_writer(link, self._settle, True)
         try:
-            if self._used:
-                _check_open(link)
-            status, text, kept = await _exchange(link, self._head, body, acknowledged)
+            if not await self._ready:
+                # Nothing of ours is under way that could tell that the peer is gone.
+                self._ask(True)
+        finally:
+            self._ready = None
+            if timer is not None:
+                timer.cancel()
+            loop.remove_reader(link)
+            if writing:
+                loop.remove_writer(link)
+
+    def wake(self) -> None:
+        """Let whoever waits look for something else to do."""
+        self._settle(True)
+
+    def _settle(self, value: bool) -> None:
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(value)
+
+    def read(self) -> list[Answer]:
+        """Return the answers that are there, in the order of the requests. Raises `ConnectionLost`."""
+        answers: list[Answer] = []
+        with self._in_use() as link:
+            with contextlib.suppress(BlockingIOError):
+                piece = link.recv(_ANSWER_LIMIT)
+                if not piece:
+                    raise ConnectionResetError("the peer closed the connection instead of answering")
+                self._received += piece
+            while (parsed := _parse(self._received)) is not None:
+                answer, self._received = parsed
+                answers.append(answer)
+            if len(self._received) > _ANSWER_LIMIT:
+                raise ConnectionResetError("the peer's answer has no end")
+        if answers:
+            self._used = True
+            self._stall_seconds = STALL_SECONDS + self._slowness
+            self._ask(False)
+        return answers
+
+    def close(self) -> None:
+        """Let go of the connection; the kernel still sends what it has."""
+        link, self._socket = self._socket, None
+        if link is not None:
+            link.close()
+
+    def abort(self) -> None:
+        """Break the connection off: the kernel drops what it has not sent, and tells the peer."""
+        if self._socket is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[socket.socket]:
+        """Yield the socket; close it when the kernel reports an error of it."""
+        assert self._socket is not None
+        try:
+            yield self._socket
         except OSError as error:
             self.close()
             if isinstance(error, TimeoutError):
                 self._stall_seconds = min(2 * self._stall_seconds, STALL_SECONDS_MOST + self._slowness)
             raise ConnectionLost(f"lost the connection: {error!r}", stale=self._used) from error
-        except BaseException:  # above all a cancellation: half a request is out
-            self.close()
-            raise
-        self._used = True
-        self._stall_seconds = STALL_SECONDS + self._slowness
-        if not kept:
-            self.close()
-        return status, text
 
-    def close(self) -> None:
-        """Let go of the connection."""
-        link, self._socket = self._socket, None
-        if link is not None:
-            link.close()
-
-    async def _connect(self) -> socket.socket:
+    async def _connect(self) -> None:
         link = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._stall_seconds * 1000))
         for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
             link.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -101,55 +179,22 @@ class Connection:
             link.close()
             raise
         self._connect_seconds = CONNECT_SECONDS + self._slowness
-        self._socket = link
-        self._used = False
-        return link
+        self._socket, self._received = link, b""
+        self._used = self._asking = False
+
+    def _ask(self, asking: bool) -> None:
+        """Have the kernel ask the peer, while nothing else is under way, whether it is there."""
+        if asking != self._asking and self._socket is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(asking))
+            self._asking = asking
 
 
-async def _exchange(
-    link: socket.socket, head: str, body: bytes, acknowledged: Callable[[int], None]
-) -> tuple[int, bytes, bool]:
-    """Return status, text, and whether the connection can be used again."""
-    start = f"{head}Content-Length: {len(body)}\r\n\r\n".encode()
-    total = len(start) + len(body)
-    rest = memoryview(body)
-    sent = 0
-    answer = b""
-    keepalive = False
-    while True:
-        if sent < total:
-            pieces: list[bytes | memoryview] = (
-                [start[sent:], rest] if sent < len(start) else [rest[sent - len(start) :]]
-            )
-            with contextlib.suppress(BlockingIOError):
-                sent += link.sendmsg(pieces)
-        if await _ready(link, writing=sent < total):
-            with contextlib.suppress(BlockingIOError):
-                piece = link.recv(_ANSWER_LIMIT)
-                if not piece or len(answer) > _ANSWER_LIMIT:
-                    raise ConnectionResetError("the peer closed the connection instead of answering")
-                answer += piece
-                if (parsed := _parse(answer)) is not None:
-                    break
-        else:
-            acknowledged(sent - _unacknowledged(link))
-            if sent == total and not keepalive:
-                # Nothing of ours is under way that could tell that the peer is gone: let the kernel ask.
-                keepalive = True
-                link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    acknowledged(sent - _unacknowledged(link))
-    if keepalive:
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
-    status, text, kept = parsed
-    return status, text, kept and sent == total
-
-
-def _parse(answer: bytes) -> tuple[int, bytes, bool] | None:
-    """Return status, text and whether the connection is kept, or None while something is missing.
+def _parse(received: bytes) -> tuple[Answer, bytes] | None:
+    """Return the first answer and what comes after it, or None while something of it is missing.
 
     Reads what the agent's own server writes: a known length, no chunks.
     """
-    head, separator, text = answer.partition(b"\r\n\r\n")
+    head, separator, text = received.partition(b"\r\n\r\n")
     if not separator:
         return None
     status, *lines = head.split(b"\r\n")
@@ -160,39 +205,4 @@ def _parse(answer: bytes) -> tuple[int, bytes, bool] | None:
         raise ConnectionResetError("the peer answered something that is not HTTP") from None
     if len(text) < length:
         return None
-    kept = len(text) == length and headers.get(b"connection", b"").lower() != b"close"
-    return number, text[:length], kept
-
-
-async def _ready(link: socket.socket, writing: bool) -> bool:
-    """Wait until there is something to read, or room to write; return False when neither comes for a slice of time."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[bool] = loop.create_future()
-
-    def settle(value: bool) -> None:
-        if not ready.done():
-            ready.set_result(value)
-
-    timer = loop.call_later(SLICE_SECONDS, settle, False)
-    loop.add_reader(link, settle, True)
-    if writing:
-        loop.add_writer(link, settle, True)
-    try:
-        return await ready
-    finally:
-        timer.cancel()
-        loop.remove_reader(link)
-        if writing:
-            loop.remove_writer(link)
-
-
-def _check_open(link: socket.socket) -> None:
-    """Raise OSError when the peer has closed a kept connection, or said something unasked."""
-    with contextlib.suppress(BlockingIOError):
-        link.recv(1, socket.MSG_PEEK)
-        raise ConnectionResetError("the peer had closed the connection")
-
-
-def _unacknowledged(link: socket.socket) -> int:
-    """Bytes handed to the kernel that the peer's kernel has not acknowledged."""
-    return int(struct.unpack("i", fcntl.ioctl(link, termios.TIOCOUTQ, b"\0\0\0\0"))[0])
+    return (number, text[:length]), text[length:]

@@ -16,7 +16,7 @@ from agent.pacing import Charge, DeviceTime, Measured, Pace, Processors, fixed, 
 from agent.receiving import Arrival, Inbox
 from agent.sending import Lane
 from agent.settings import Address, Settings
-from testbed.device import Cost, Span, Unreachable
+from testbed.device import Cost, Span
 from testbed.trace.events import Event
 from testbed.wire import Message, encode
 
@@ -166,7 +166,7 @@ class RealDevice:
         else:
             future.set_exception(failure)
 
-    async def send(self, peer: str, message: Message, patience: float | None = None) -> None:
+    async def send(self, peer: str, message: Message) -> None:
         """Deliver reliably; return when the peer has acknowledged. Raises ValueError where there is no link,
         and for a message larger than any device takes in.
         """
@@ -182,10 +182,7 @@ class RealDevice:
         if peer not in self.lanes:
             known = self._peers[peer]
             self.lanes[peer] = Lane(peer, known.address, self._token, known.slowness)
-        try:
-            delivery = await self.lanes[peer].deliver(body, patience, not_before=called)
-        except TimeoutError:
-            raise Unreachable(peer) from None
+        delivery = await self.lanes[peer].deliver(body, not_before=called)
         self._time.hear(delivery.ended)
         self.totals.sent(len(body))
         self.record(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import select
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +25,7 @@ STALLED_AFTER = 30
 """Seconds without a single byte after which a request, or an unused connection, is given up."""
 _LINGER_SECONDS = 10.0
 _LINGER_SLICE = 0.25
+_HANG_UP_SECONDS = 2.0
 _DRAINED = 1 << 16
 _REASONS = {
     200: "OK",
@@ -59,6 +63,24 @@ class _Gateway(Gateway_10):
 
 class _LingeringConnection(HTTPConnection):
     """Stays with its thread for a while after an answer: the next request need not go through the selector's."""
+
+    hung_up = False
+    """Whether the last answer was a refusal, behind which there may be more requests."""
+
+    def close(self) -> None:
+        if self.hung_up:
+            self._let_answer_arrive()
+        super().close()
+
+    def _let_answer_arrive(self) -> None:
+        """Read until the peer closes: a connection closed with something unread takes the answer with it."""
+        deadline = time.monotonic() + _HANG_UP_SECONDS
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0:
+                self.socket.settimeout(left)
+                if not self.socket.recv(_DRAINED):
+                    return
 
     def communicate(self) -> bool:
         poll = select.poll()
@@ -126,8 +148,9 @@ def read_body(environ: Environ, length: int) -> bytearray:
     done = 0
     try:
         while done < length:
-            # Past cheroot's own read(), which collects a copy of every piece.
-            count = stream.rfile.readinto(view[done:])
+            # Past cheroot's own read(), which collects a copy of every piece; and past readinto(), which fails where
+            # the buffer holds the beginning of the next request too.
+            count = stream.rfile.readinto1(view[done:])
             if not count:
                 raise Refused(400, f"the body ended after {done} of {length} bytes")
             done += count
@@ -147,6 +170,13 @@ def respond(environ: Environ, start_response: StartResponse, status: int, docume
         headers = [("Content-Length", "0")]
     start_response(f"{status} {_REASONS[status]}", headers)
     return [body] if body else []
+
+
+def hang_up(environ: Environ) -> None:
+    """Close the connection after this answer, once the peer has had time to read it; no further request is served."""
+    request = environ["testbed.request"]
+    request.close_connection = True
+    request.conn.hung_up = True
 
 
 def abandon_unread(environ: Environ) -> None:

@@ -13,6 +13,7 @@ from agent.http import (
     StartResponse,
     announced_length,
     authorised,
+    hang_up,
     read_body,
     respond,
 )
@@ -64,8 +65,9 @@ class Inbox:
     def put(self, arrival: Arrival) -> bool:
         """Deliver what is new; return False for a repetition, or something older than what was delivered.
 
-        Each sender has one message and one cast under way at a time, so whatever is not newer than the newest
-        was either delivered or given up by its sender. A receiver that restarted takes up wherever a sender is.
+        A sender's messages come in their order, and from the first that is not acknowledged after a connection broke.
+        So whatever is not newer than the newest was either delivered or given up by its sender. A receiver that
+        restarted takes up wherever a sender is.
 
         Raises:
             PermissionError: when the sender is no peer.
@@ -96,6 +98,8 @@ class DataApplication:
         try:
             self._take(environ)
         except Refused as refused:
+            # Nothing that was sent behind it may be taken in before it.
+            hang_up(environ)
             return respond(environ, start_response, refused.status, {"error": str(refused)})
         return respond(environ, start_response, 204)
 

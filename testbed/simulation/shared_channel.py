@@ -83,7 +83,7 @@ class SharedChannel(Channel):
         self._launch_waiting()
 
     def _interrupt(self) -> None:
-        parcel, flow, now = self._present, self._flow, self._loop.now
+        parcel, flow = self._present, self._flow
         if parcel is not None:
             self._present = self._flow = None
             left = 1.0

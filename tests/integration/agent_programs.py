@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from testbed import methods
-from testbed.device import Cost, Device, Span, Unreachable
+from testbed.device import Cost, Device, Span
 from testbed.methods.base import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.wire import Message
@@ -24,7 +24,6 @@ class Instructions(Options):
     do: str = "nothing"
     count: int = 1
     size: int = 0
-    patience: float | None = None
 
 
 class Scripted(Method):
@@ -92,13 +91,18 @@ async def slow_reader(device: Device, job: Job, options: Instructions) -> None:
     await stream(device, job, options)
 
 
-async def patience(device: Device, job: Job, options: Instructions) -> None:
-    """Send to a peer that never answers."""
-    try:
-        start = device.now()
-        await device.send("b", Message("lost"), patience=options.patience)
-    except Unreachable as error:
-        device.record("log", peer=error.peer, waited=device.now() - start)
+async def withdraw(device: Device, job: Job, options: Instructions) -> None:
+    """Give a message up whose receiver is not there yet, and wait for the one behind it."""
+    if device.name == "a":
+        first = asyncio.create_task(asyncio.wait_for(device.send("b", Message("withdrawn")), 0.3))
+        second = asyncio.create_task(device.send("b", Message("kept")))
+        try:
+            await first
+        except TimeoutError:
+            device.record("log", text="given up")
+        await second
+    else:
+        device.record("log", text=(await device.receive()).kind)
 
 
 async def persist(device: Device, job: Job, options: Instructions) -> None:
@@ -183,7 +187,7 @@ async def expose(device: Device, job: Job, options: Instructions) -> None:
 PROGRAMS: Mapping[str, Any] = {
     program.__name__: program
     for program in (
-        nothing, ping, stream, slow_reader, patience, persist, cast, compute, fail, endless, expose,
+        nothing, ping, stream, slow_reader, withdraw, persist, cast, compute, fail, endless, expose,
     )
 }  # fmt: skip
 

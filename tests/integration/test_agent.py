@@ -223,16 +223,17 @@ def test_casts_are_heard_by_those_they_are_for(pair: list[LoopbackDevice]) -> No
 # Peers that are not there
 
 
-def test_patience_ends(pair: list[LoopbackDevice]) -> None:
-    gone = LoopbackDevice("b", 7)
-    devices = [pair[0], gone]
-    agent = pair[0].agent
-    agent.deploy(deployment(pair[0], devices, "patience", patience=0.3))
-    after = int(agent.metrics()["testbed_events_total"])
-    agent.start(time.monotonic())
-    (log,) = named(list(agent.events(after)), "log")
-    assert log.fields["peer"] == "b"
-    assert 0.3 <= log.fields["waited"] < 0.5
+def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn(pair: list[LoopbackDevice]) -> None:
+    first, second = pair
+    for device in pair:
+        device.agent.deploy(deployment(device, pair, "withdraw"))
+    after = int(second.agent.metrics()["testbed_events_total"])
+    origin = time.monotonic()
+    first.agent.start(origin)
+    given_up = next(event for event in first.agent.events() if event.event == "log")
+    assert 0.3 <= given_up.time < 0.5
+    second.agent.start(origin)
+    assert named(list(second.agent.events(after)), "log")[0].fields["text"] == "kept"
 
 
 def test_a_message_waits_for_a_program_that_starts_later(pair: list[LoopbackDevice]) -> None:
