@@ -227,10 +227,10 @@ def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn(pair: list[L
     first, second = pair
     for device in pair:
         device.agent.deploy(deployment(device, pair, "withdraw"))
-    after = int(second.agent.metrics()["testbed_events_total"])
+    before, after = (int(device.agent.metrics()["testbed_events_total"]) for device in pair)
     origin = time.monotonic()
     first.agent.start(origin)
-    given_up = next(event for event in first.agent.events() if event.event == "log")
+    given_up = next(event for event in first.agent.events(before) if event.event == "log")
     assert 0.3 <= given_up.time < 0.5
     second.agent.start(origin)
     assert named(list(second.agent.events(after)), "log")[0].fields["text"] == "kept"
