@@ -11,13 +11,14 @@ told from it is counted: that the message left too late, and how late packets ar
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from testbed.experiment import Experiment
-from testbed.framing import wire_bytes
+from testbed.framing import WINDOW, wire_bytes
 from testbed.network.link import Link, Pair
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval
@@ -73,8 +74,8 @@ class CriticalPaths:
     def __init__(self, events: Sequence[Event], experiment: Experiment, packet_lateness: float = 0.0) -> None:
         """``packet_lateness`` is by how many seconds packets were let go too late, on the average."""
         pieces: dict[str, list[_Piece]] = defaultdict(list)
-        sent = _departures(events)
         links = _LinksInForce(events, experiment)
+        sent = _departures(events, links)
         for event in events:
             fields = event.fields
             if event.event == "compute":
@@ -84,7 +85,7 @@ class CriticalPaths:
                 arrived = fields["start"] + fields["duration"]
                 pair = (fields["peer"], event.device)
                 known = sent.get((*pair, fields.get("message")))
-                departure = None if known is None else known.before(arrived)
+                departure = None if known is None else known.take(arrived)
                 if departure is None:
                     continue
                 took = None if departure.broadcast else links.time(pair, fields.get("bytes", 0), departure.called)
@@ -150,12 +151,20 @@ class _LinksInForce:
 
     def time(self, pair: Pair, content: float, instant: float) -> float | None:
         """Return the seconds a message takes on a link that is its own, None where that cannot be told."""
+        link = self._own(pair, instant)
+        return None if link is None else link.delay + link.transmission_time(wire_bytes(content))
+
+    def transmission(self, pair: Pair, content: float, instant: float) -> float | None:
+        """Return the seconds for which a message occupies such a link."""
+        link = self._own(pair, instant)
+        return None if link is None else link.transmission_time(wire_bytes(content))
+
+    def _own(self, pair: Pair, instant: float) -> Link | None:
+        """Return the link between two devices if it only limits and delays, and is shared with nothing."""
         if pair not in self._links or self._crowded & set(pair):
             return None
         link = self._links[pair][bisect_right(self._begun.get(pair, []), instant)]
-        if not link.up or any(getattr(link, name) for name in _BLURRED):
-            return None
-        return link.delay + link.transmission_time(wire_bytes(content))
+        return None if not link.up or any(getattr(link, name) for name in _BLURRED) else link
 
 
 _BLURRED = ("jitter", "loss", "bursts", "duplicate", "reorder", "corrupt")
@@ -166,9 +175,12 @@ _BLURRED = ("jitter", "loss", "bursts", "duplicate", "reorder", "corrupt")
 class _Departure:
     called: float
     queued: float
-    """Seconds behind earlier messages to the same device."""
+    """Seconds behind earlier messages to the same device: until the link was free and the window had room."""
     late: float
     """Seconds after it could have left."""
+    begun: float
+    acknowledged: float = math.inf
+    """When its sender knew that it had arrived; never for a cast."""
     broadcast: bool = False
     """Sent at the rate of the slowest of several links."""
 
@@ -179,34 +191,76 @@ class _Departures:
     def __init__(self) -> None:
         self._begun: list[float] = []
         self._all: list[_Departure] = []
+        self._next = 0
+        """The first that has not arrived."""
 
-    def add(self, begun: float, departure: _Departure) -> None:
-        """Note one that left at an instant."""
-        self._begun.append(begun)
+    def add(self, departure: _Departure) -> None:
+        """Note one that left later than those before it."""
+        self._begun.append(departure.begun)
         self._all.append(departure)
 
-    def before(self, instant: float) -> _Departure | None:
-        """Return the last one to have left by an instant."""
+    def take(self, instant: float) -> _Departure | None:
+        """Return the one that arrives at an instant; instants only rise.
+
+        Messages arrive in their order, before they are acknowledged. One that a restarted receiver gets again, or a
+        cast, of which others may be lost, is the last to have left by then.
+        """
         index = bisect_right(self._begun, instant) - 1
-        return self._all[index] if index >= 0 else None
+        if index < 0:
+            return None
+        while self._next < index and self._all[self._next].acknowledged < instant - _SAME:
+            self._next += 1
+        if self._next <= index and not self._all[self._next].broadcast:
+            index = self._next
+        self._next = index + 1
+        return self._all[index]
 
 
-def _departures(events: Sequence[Event]) -> Mapping[tuple[str, str, str | None], _Departures]:
+class _Outlet:
+    """One device's way to another, as far as its own messages occupy it."""
+
+    def __init__(self) -> None:
+        self._free = -math.inf
+        self._unacknowledged: deque[tuple[float, float]] = deque()
+        """Instant of the acknowledgement, and bytes."""
+
+    def ready(self, called: float) -> float:
+        """Return when a message could leave."""
+        could = max(called, self._free)
+        unacknowledged = sum(size for instant, size in self._unacknowledged if instant > could)
+        while unacknowledged >= WINDOW:
+            instant, size = self._unacknowledged.popleft()
+            if instant > could:
+                could, unacknowledged = instant, unacknowledged - size
+        return could
+
+    def occupy(self, until: float, acknowledged: float, size: float) -> None:
+        """Note a message that has left by an instant."""
+        self._free = until
+        while self._unacknowledged and self._unacknowledged[0][0] <= until:
+            self._unacknowledged.popleft()
+        self._unacknowledged.append((acknowledged, size))
+
+
+def _departures(events: Sequence[Event], links: _LinksInForce) -> Mapping[tuple[str, str, str | None], _Departures]:
     """Return the messages by sender, receiver and kind."""
     found: dict[tuple[str, str, str | None], _Departures] = defaultdict(_Departures)
-    free: dict[Pair, float] = {}
+    outlets: dict[Pair, _Outlet] = defaultdict(_Outlet)
     for event in sorted((event for event in events if event.event in ("send", "cast")), key=_begun):
         fields = event.fields
         called, begun = fields["start"], _begun(event)
         if event.event == "cast":
-            departure = _Departure(called, 0.0, 0.0, broadcast=True)
+            departure = _Departure(called, 0.0, 0.0, begun, broadcast=True)
             for peer in fields["peers"]:
-                found[event.device, peer, fields.get("message")].add(begun, departure)
+                found[event.device, peer, fields.get("message")].add(departure)
             continue
-        pair = (event.device, fields["peer"])
-        could = max(called, free.get(pair, called))
-        found[(*pair, fields.get("message"))].add(begun, _Departure(called, could - called, max(0.0, begun - could)))
-        free[pair] = called + fields["duration"]
+        pair, size = (event.device, fields["peer"]), fields.get("bytes", 0)
+        could, acknowledged = outlets[pair].ready(called), called + fields["duration"]
+        late = max(0.0, begun - could)
+        found[(*pair, fields.get("message"))].add(_Departure(called, could - called, late, begun, acknowledged))
+        # Where the link does not say how long it is busy, the acknowledgement does.
+        busy = links.transmission(pair, size, called)
+        outlets[pair].occupy(acknowledged if busy is None else could + late + busy, acknowledged, size)
     return found
 
 

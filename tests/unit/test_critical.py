@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testbed.experiment import Experiment
-from testbed.framing import wire_bytes
+from testbed.framing import WINDOW, wire_bytes
 from testbed.network.link import Link
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
@@ -85,9 +85,32 @@ def test_a_path_ends_where_its_window_begins() -> None:
 
 
 def test_waiting_behind_another_message_is_the_links_doing() -> None:
-    first, second = message("a", "b", 1.0), message("a", "b", 1.0, queued=TAKES + 0.01)
+    first, second = message("a", "b", 1.0), message("a", "b", 1.0, queued=TAKES - 0.01)
     late = CriticalPaths([*first, *second], experiment()).lateness("b", (0.5, 2.0))
     assert late.seconds == pytest.approx(0.0, abs=1e-9)
+
+
+def test_each_of_several_messages_under_way_is_told_from_the_others() -> None:
+    # On a link of 0.3 s all four leave before the first is there; the third is 50 ms late, the fourth on its heels.
+    busy = TAKES - 0.01
+    slow = Event(0.0, TESTBED, "link", link_fields("a", "b", Link(RATE, 0.3)))
+    events = [slow]
+    for number, late in enumerate([0.0, 0.0, 0.05, 0.05]):
+        events += message("a", "b", 1.0, late=0.29 + late, queued=number * busy)
+    paths = CriticalPaths(events, experiment())
+    received = [event.time for event in events if event.event == "receive"]
+    found = [paths.lateness("b", (instant - 0.001, instant)).messaging for instant in received]
+    assert found == pytest.approx([0.0, 0.0, 0.05, 0.05])
+
+
+def test_waiting_for_room_in_the_window_is_not_the_hosts_doing() -> None:
+    here = {"peer": "b", "message": "m", "bytes": WINDOW, "encode": 0.0}
+    slow = Event(0.0, TESTBED, "link", link_fields("a", "b", Link(None, 1.0)))
+    sends = [Event(3.0, "a", "send", {**here, "start": 1.0, "queued": 0.0, "duration": 2.0})]
+    sends += [Event(5.0, "a", "send", {**here, "start": 1.0, "queued": 2.0, "duration": 4.0})]
+    there = [Event(2.0 * n, "b", "receive", {**here, "peer": "a", "start": 2.0 * n, "duration": 0.0}) for n in (1, 2)]
+    late = CriticalPaths([slow, *sends, *there], experiment()).lateness("b", (3.9, 4.0))
+    assert late.messaging == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("figure", [{"loss": 0.1}, {"jitter": 0.001}, {"reorder": 0.1}])
