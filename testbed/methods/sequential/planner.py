@@ -14,6 +14,7 @@ from testbed.methods.parts.arrangement import StagesOptions, all_devices, device
 from testbed.partition import Chain, Cuts
 from testbed.partition.cuts import Costs, least_bottleneck
 from testbed.plan import Details, Piece, Plan
+from testbed.wire import size_around
 
 
 class SequentialOptions(StagesOptions):
@@ -40,7 +41,15 @@ class InferenceChain(Chain):
 
     def bottleneck(self, cuts: Cuts) -> float:
         """Return the seconds between two requests' outputs when many are in flight."""
-        return self.bottleneck_costs.of(cuts, max)
+        return max(self.bottleneck_costs.of(cuts, max), self.way_back[0])
+
+    @property
+    def way_back(self) -> tuple[float, float]:
+        """The seconds that a link is busy with the outputs, which return to the first device, and its delay."""
+        link = self.links.get((self.devices[-1].name, self.devices[0].name))
+        if link is None:
+            return 0.0, 0.0
+        return link.transmission_time(size_around(self.batch_size * self.units[-1].output_bytes)), link.delay
 
     def least_bottleneck(self) -> Cuts:
         """Return the fitting partition that answers most requests a second; raises `InputError` where none fits."""
@@ -65,7 +74,7 @@ def plan(method: str, problem: Problem[SequentialOptions]) -> Plan[SequentialDet
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     options = problem.options
     chain, cuts = _cut(problem, all_devices(problem))
-    latency, bottleneck = chain.latency(cuts), chain.bottleneck(cuts)
+    latency, bottleneck = chain.latency(cuts) + sum(chain.way_back), chain.bottleneck(cuts)
     return Plan(
         method=method,
         lead=problem.devices[0].name,

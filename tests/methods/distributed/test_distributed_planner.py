@@ -65,8 +65,8 @@ def test_the_time_of_a_request_is_computing_or_sending_phase_by_phase() -> None:
     there, back = ([8 * wire_bytes(4 * size + ENVELOPE) for size in sizes] for sizes in ((4, 4, 8, 2), (4, 8, 2, 2)))
     expected = there[0] / 4000 + 0.5
     for work, sent, returned in zip((1.6, 6.4, 3.2), there[1:], back, strict=False):
-        expected += max(work, sent / 4000, returned / 2000) + 0.75
-    expected += max(0.8, back[3] / 2000) + 0.25
+        expected += work + max(sent / 4000 + 0.5, returned / 2000 + 0.25)
+    expected += 0.8 + back[3] / 2000 + 0.25
     divided = phases(
         dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, PlanRequest("lop")), Execution()), crew, links
     )

@@ -155,8 +155,9 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
     assert found.plan.step_time == overlapped(apart)
     # Through the source in two legs: each at most as long as the two that overlap.
     legs = 2 if exchange == "source" else 1
-    in_turn = sum(phase.compute + legs * phase.network + phase.delay for phase in apart)
-    assert 0.95 * overlapped(apart) < request["latency"] < in_turn
+    in_turn = sum(phase.compute + legs * (phase.network + 0.001) for phase in apart)
+    # The prediction leaves out that a layer begins on the first chunks of the one before.
+    assert 0.9 * overlapped(apart) < request["latency"] < in_turn
     # What everything waited for was one of the two at every instant, and nothing beats the busiest link.
     figures = metrics(found.outcome, found.experiment, found.plan)
     assert figures["path_compute"] + figures["path_network"] == pytest.approx(request["latency"], rel=0.01)

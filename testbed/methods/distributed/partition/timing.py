@@ -1,8 +1,8 @@
 """How long one inference should take: layer after layer, whichever takes longer, computing it or moving what it made.
 
-Sending overlaps with computing within a layer, and hardly beyond it: the next layer needs all of this one's output. So
-each layer takes max(compute, bytes / rate) of the device or link that is busiest with it, and one delay for each device
-that its values pass on the way.
+Sending overlaps with computing within a layer, and hardly beyond it: the next layer needs all of this one's output.
+What a layer made goes in chunks: a device computes them, a link takes them to the device that wants them or to the
+source, and what others made the source forwards, behind what it made itself.
 """
 
 from __future__ import annotations
@@ -21,20 +21,49 @@ from testbed.network.link import Link, Pair
 
 
 @dataclass(frozen=True)
+class Leg:
+    """What goes over links at the same time, in seconds."""
+
+    busy: float = 0.0
+    """Of the busiest link, access to the network included: bytes / rate."""
+    delay: float = 0.0
+    """Of the link with the longest."""
+
+
+@dataclass(frozen=True)
 class Phase:
-    """One layer, or all of the tiled ones, in seconds."""
+    """One layer, or all of the tiled ones."""
 
     compute: float
-    """Of the device that is last."""
-    network: float
-    """Of the busiest link, access to the network included: bytes / rate."""
-    delay: float
-    """Of each leg one."""
+    """Seconds, of the device that is last."""
+    network: float = 0.0
+    """Seconds, of the busiest link with everything that it carries."""
+    gathering: Leg = Leg()
+    """From other devices than the source."""
+    own: Leg = Leg()
+    """From the source, what it can send as soon as it has computed it."""
+    forwarding: Leg = Leg()
+    """What can be sent when something of the same layer has been received."""
+    chunks: int = 1
+    """In how many messages an output goes over a link."""
 
     @property
     def seconds(self) -> float:
         """From its input to its output, where both are needed."""
-        return max(self.compute, self.network) + self.delay
+        # One message is sent when all is computed and forwarded when all is received. Of several, the first passes
+        # while the layer before still sends its last, so the slowest station alone counts.
+        share = 1.0 if self.chunks == 1 else 0.0
+        gathered, sent = (
+            max(self.compute, leg.busy) + share * min(self.compute, leg.busy) + leg.delay
+            for leg in (self.gathering, self.own)
+        )
+        if not self.forwarding.busy:
+            return max(gathered, sent)
+        # The way out of the source is busy with its own output until there is something to forward.
+        first = share * (self.compute + self.gathering.busy) + self.gathering.delay
+        begun = max(share * self.compute + self.own.busy, first)
+        forwarded = max(begun + self.forwarding.busy, gathered + share * self.forwarding.busy)
+        return max(forwarded + self.forwarding.delay, sent)
 
 
 def overlapped(phases: Sequence[Phase]) -> float:
@@ -62,7 +91,7 @@ def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, L
     # All tiled layers count as one, between the image and their map.
     work[INPUT] = _seconds(rows[: flow.tiled], devices, samples)
     return tuple(
-        Phase(work.get(value, 0.0), *_network(moved.get(value, ()), flow, devices, links))
+        _phase(work.get(value, 0.0), moved.get(value, ()), flow, devices, links)
         for value in range(INPUT, len(flow.graph.layers))
     )
 
@@ -73,19 +102,28 @@ def _seconds(rows: Sequence[Sequence[int]], devices: Sequence[DeviceSpec], sampl
     return max(2.0 * samples * load / spec.speed for load, spec in zip(loads, devices, strict=True))
 
 
-def _network(
-    moved: Sequence[Transfer], flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
-) -> tuple[float, float]:
-    """Return the seconds for which the busiest link carries these, and the delays of all legs."""
-    busy: defaultdict[tuple[str, int, int], float] = defaultdict(float)
-    delays: dict[bool, float] = {}
+def _phase(
+    compute: float,
+    moved: Sequence[Transfer],
+    flow: Dataflow,
+    devices: Sequence[DeviceSpec],
+    links: Mapping[Pair, Link],
+) -> Phase:
+    busy: dict[str, defaultdict[tuple[str, int, int], float]] = defaultdict(lambda: defaultdict(float))
+    delays: defaultdict[str, float] = defaultdict(float)
     for transfer in moved:
         sender, receiver = transfer.sender, transfer.receiver
         link = links[devices[sender].name, devices[receiver].name]
         size = 8 * transfer.wire_bytes(flow.execution.samples)
-        busy["link", sender, receiver] += size / link.rate if link.rate else 0.0
-        busy["up", sender, sender] += size / (devices[sender].uplink or inf)
-        busy["down", receiver, receiver] += size / (devices[receiver].downlink or inf)
-        handed_on = flow.way == "source" and sender == flow.plan.source
-        delays[handed_on] = max(delays.get(handed_on, 0.0), link.delay)
-    return max(busy.values(), default=0.0), sum(delays.values())
+        leg = "forwarding" if transfer.forwarded else "own" if sender == flow.plan.source else "gathering"
+        delays[leg] = max(delays[leg], link.delay)
+        for way in (busy["all"], busy[leg]):
+            way["link", sender, receiver] += size / link.rate if link.rate else 0.0
+            way["up", sender, sender] += size / (devices[sender].uplink or inf)
+            way["down", receiver, receiver] += size / (devices[receiver].downlink or inf)
+    legs = {leg: Leg(max(busy[leg].values()), delays[leg]) for leg in delays}
+    chunks = max((len(transfer.messages) for transfer in moved), default=1)
+    # Each receiver of sums gets others, computed one after the other.
+    sums = {each.receiver for each in moved if each.sums}
+    chunks = max(1, chunks) * max(1, len(sums))
+    return Phase(compute, max(busy["all"].values(), default=0.0), **legs, chunks=chunks)

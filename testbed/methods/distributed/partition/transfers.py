@@ -23,6 +23,10 @@ class Transfer:
     """The layer, or `INPUT`."""
     messages: tuple[int, ...]
     """The elements of one sample in each."""
+    forwarded: bool = False
+    """Whether the sender passes on what others made, or first puts their tiles together or adds up their sums."""
+    sums: bool = False
+    """Whether it is partial sums, of which each receiver gets others; all receivers of a value get the same."""
 
     @cached_property
     def elements(self) -> int:
@@ -65,11 +69,12 @@ def _of_values(flow: Dataflow) -> Iterator[Transfer]:
             if not home.size:
                 continue
             pieces = flow.pieces(value, maker)
+            merges = value != INPUT and (value == flow.tiled - 1 or flow.tasks[value][maker].work == "sums")
             for receiver, part in flow.receivers(value, maker, home):
-                yield Transfer(maker, receiver, value, _cut(pieces, part))
+                yield Transfer(maker, receiver, value, _cut(pieces, part), forwarded=merges)
             if flow.way == "source" and maker != source:
                 for receiver, part in flow.forwarded(value, maker, home):
-                    yield Transfer(source, receiver, value, _cut(pieces, part))
+                    yield Transfer(source, receiver, value, _cut(pieces, part), forwarded=True)
 
 
 def _cut(pieces: Pieces, part: Range) -> tuple[int, ...]:
@@ -89,4 +94,4 @@ def _of_sums(flow: Dataflow) -> Iterator[Transfer]:
             messages = tuple(each * chunk.size for chunk in flow.chunks(index, merging.makes))
             for device, task in enumerate(tasks):
                 if device != merger and task.takes.size:
-                    yield Transfer(device, merger, index, messages)
+                    yield Transfer(device, merger, index, messages, sums=True)
