@@ -23,8 +23,8 @@ CAST_CHUNK = MTU - CAST_HEADERS
 """Bytes of a cast in one datagram: 1440."""
 WINDOW = 16 << 20
 """Bytes of messages to one peer that may be unacknowledged: once there are as many, the next message waits."""
-HTTP_HEADERS = 250
-"""Request line and headers around one message, sent with it."""
+HTTP_HEADERS = 132
+"""Request line and headers before one message, give or take some digits of its length and of the peer's address."""
 
 
 def segments(content: float) -> int:

@@ -13,10 +13,10 @@ from testbed.wire import Message
 
 
 def test_framing_by_hand():
-    assert segments(1198) == 1
-    assert segments(1199) == 2
-    assert wire_bytes(1000) == 1000 + 250 + 66
-    assert wire_bytes(10_000) == 10_000 + 250 + 8 * 66
+    assert segments(1316) == 1
+    assert segments(1317) == 2
+    assert wire_bytes(1000) == 1000 + 132 + 66
+    assert wire_bytes(10_000) == 10_000 + 132 + 7 * 66
     assert chunks(1440) == 1
     assert cast_wire_bytes(1440) == 1440 + 32 + 8 + 20 + 14 == 1514
     assert cast_wire_bytes(1441) == 1514 + 1 + 74

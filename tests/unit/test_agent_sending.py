@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 import socket
 import threading
 import time
@@ -12,11 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
+from agent.connection import Connection
 from agent.http import serve
 from agent.receiving import Arrival, DataApplication, Inbox
 from agent.sending import Delivery, Lane, Rejected
 from agent.settings import Address, Settings
-from testbed.framing import WINDOW
+from testbed.framing import HTTP_HEADERS, WINDOW
 from testbed.wire import Message, encode
 
 TOKEN = "a-token-of-the-tests"
@@ -71,6 +73,13 @@ async def proxy(target: Address, behave: Callable[[], Awaitable[None]]) -> Async
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()
+
+
+def test_the_head_of_a_request_is_as_long_as_predictions_say() -> None:
+    token = secrets.token_urlsafe(24)
+    for address, size in (("172.18.0.2", 5_000), ("10.213.17.12", 1_000_000)):
+        head = Connection((address, 8701), "/messages", token).head(bytes(size))
+        assert len(head) == pytest.approx(HTTP_HEADERS, abs=6)
 
 
 def numbered(number: int, size: int = 0, sequence: int | None = None) -> bytes:
