@@ -8,6 +8,8 @@ from runs import events
 
 from testbed.methods.distributed.partition.transfers import transfers
 from testbed.models import create
+from testbed.models.chain import chain
+from testbed.models.layers import Conv2d, GlobalAveragePool2d, Linear, MaxPool2d, ReLU
 from testbed.wire import ENVELOPE
 
 SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
@@ -53,6 +55,20 @@ def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, least_chunk
         values = [4 * flow.execution.samples * elements for elements in planned[pair]]
         assert len(sizes) == len(values)
         assert all(0 < size - each <= ENVELOPE for size, each in zip(sorted(sizes), sorted(values), strict=True))
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+def test_pooling_right_behind_a_route_is_computed(exchange):
+    units = [
+        ("a", [Conv2d(3, 3, padding=1), ReLU()]),
+        ("b", [Conv2d(2, 3, padding=1), ReLU()]),
+        ("join", [MaxPool2d(), Conv2d(4, 1)]),
+        ("mean", [GlobalAveragePool2d(), Linear(10)]),
+    ]
+    model = chain("routed", (1, 8, 8), 10, units, {2: (1, 0)})
+    found = infer(distributed(2, {"scheme": "lop", "exchange": exchange}), model)
+    assert found.outcome.status == "finished", found.outcome.error
+    assert found.error < 1e-4
 
 
 FAST = {"speed": "100gflops", "network": {"link": {"rate": "1gbit", "delay": "1ms"}}}
