@@ -317,7 +317,9 @@ class Flatten(Plain):
 
 
 @dataclass(frozen=True)
-class _Pool(Plain):
+class MaxPool2d(Plain):
+    """The largest value of each window."""
+
     kernel: int = 2
     stride: int | None = None
     """None is the kernel's size."""
@@ -330,25 +332,15 @@ class _Pool(Plain):
 
     @property
     def window(self) -> PixelWindow:
-        """What a pixel sees."""
-        return PixelWindow(self.kernel, self.stride or self.kernel, self.padding)
+        """What a pixel sees; padding is never the largest."""
+        return PixelWindow(self.kernel, self.stride or self.kernel, self.padding, -math.inf)
 
     def output(self, shape: Shape) -> Shape:
         """Same channels, fewer pixels."""
-        channels, *pixels = _image(shape, type(self).__name__)
+        channels, *pixels = _image(shape, "MaxPool2d")
         step = self.stride or self.kernel
-        height, width = (_window(size, self.kernel, step, self.padding, type(self).__name__) for size in pixels)
+        height, width = (_window(size, self.kernel, step, self.padding, "MaxPool2d") for size in pixels)
         return (channels, height, width)
-
-
-@dataclass(frozen=True)
-class MaxPool2d(_Pool):
-    """The largest value of each window."""
-
-    @property
-    def window(self) -> PixelWindow:
-        """What a pixel sees; padding is never the largest."""
-        return PixelWindow(self.kernel, self.stride or self.kernel, self.padding, -math.inf)
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
         """Pool (samples, channels, height, width)."""
@@ -362,24 +354,6 @@ class MaxPool2d(_Pool):
         from torch import nn
 
         return nn.MaxPool2d(self.kernel, self.stride, self.padding)
-
-
-@dataclass(frozen=True)
-class AveragePool2d(_Pool):
-    """The mean of each window."""
-
-    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
-        """Pool (samples, channels, height, width)."""
-        from torch.nn import functional
-
-        around = self.padding if padding is None else padding
-        return functional.avg_pool2d(inputs, self.kernel, self.stride, around)
-
-    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
-        from torch import nn
-
-        return nn.AvgPool2d(self.kernel, self.stride, self.padding)
 
 
 @dataclass(frozen=True)

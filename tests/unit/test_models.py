@@ -13,12 +13,12 @@ from testbed.models import create
 from testbed.models.catalog import describe
 from testbed.models.chain import Model, chain
 from testbed.models.layers import (
-    AveragePool2d,
     BatchNorm2d,
     Conv2d,
     Dropout,
     Flatten,
     Linear,
+    MaxPool2d,
     ReLU,
     Residual,
 )
@@ -31,7 +31,7 @@ RESIDUAL = chain(
         ("stem", [Conv2d(6, 5, stride=2, padding=1), BatchNorm2d(), ReLU(6.0)]),
         ("same", [Residual((Conv2d(6, groups=6, padding=1, bias=False), ReLU(), Conv2d(6, 1)))]),
         ("wider", [Residual((Conv2d(8, stride=2, padding=1), ReLU()), (Conv2d(8, 1, stride=2),)), Dropout(0.0)]),
-        ("head", [AveragePool2d(2), Flatten(), Linear(5, bias=False), ReLU()]),
+        ("head", [MaxPool2d(), Flatten(), Linear(5, bias=False), ReLU()]),
         ("output", [Linear(4)]),
     ],
 )
