@@ -72,9 +72,11 @@ class Prepared:
     def share(self, dataset: Dataset, device: str) -> Dataset | None:
         """Return what a device is given: the training samples that it owns, and the test samples if it is the lead.
 
-        None where that is nothing.
+        All samples where the method has them everywhere. None where that is nothing.
         """
         lead = device == self.plan.lead
+        if self.method.samples_everywhere and device in self.plan.devices:
+            return dataset
         if not self.shares:
             return dataset if lead else None
         own = self.shares.get(device)

@@ -75,6 +75,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "lead": chosen.lead,
         "pieces": [_describe_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
         "data": _describe_data(prepared),
+        "samples_everywhere": prepared.method.samples_everywhere,
         "radio": _describe_radio(experiment),
         "memory": {name: chosen.memory(name) for name in chosen.devices},
         "idle": [device.name for device in experiment.devices if device.name not in chosen.devices],
@@ -166,7 +167,7 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     for name in described["idle"]:
         table.add_row(name, "-")
     console.print(table)
-    lead = "lead" if described["data"] else "lead, holds the data"
+    lead = "lead" if described["data"] or described["samples_everywhere"] else "lead, holds the data"
     console.print(f"\n[dim]* {lead}; of: the device's memory; FLOP, time: per {unit}[/dim]")
     if described["step_time"] is not None:
         console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]")

@@ -30,6 +30,7 @@ _CLASSES = {
     "split-learning": "testbed.methods.splitlearning:SplitLearning",
     "split-federated": "testbed.methods.splitfederated:SplitFederated",
     "pipelearn": "testbed.methods.pipelearn:PipeLearn",
+    "edgepipe": "testbed.methods.edgepipe:EdgePipe",
     "exchange": "testbed.methods.exchange:Exchange",
 }
 

@@ -96,7 +96,8 @@ class Job(Generic[ProblemOptions, PlanDetails]):
     plan: Plan[PlanDetails]
     dataset: Dataset | None
     """The training samples that this device owns, and on the plan's lead the test samples; None on a device without
-    any. Where the workload does not split its data, all samples are the lead's."""
+    any. Where the workload does not split its data, all samples are the lead's; or each device's, if the method has
+    them everywhere."""
     weights: Mapping[str, torch.Tensor] | None = None
     """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead."""
 
@@ -115,6 +116,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
     timing_only: ClassVar[bool] = False
     """Whether it can do without numbers, as ``workload.numerics: none`` asks for."""
+    samples_everywhere: ClassVar[bool] = False
+    """Whether every device of the plan is given all samples, since it reads a part of each; else see `data_owners`."""
     declared: ClassVar[Declared] = Declared()
     """Figures, events, rows and tables of its own."""
 

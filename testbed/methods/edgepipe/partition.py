@@ -64,13 +64,15 @@ def partition(neurons: Sequence[int], devices: int, allocation: Allocation | int
     """
     groups = layer_groups(len(neurons), devices, allocation)
     if len(groups) > devices:
-        raise InputError(f"makes {len(groups)} groups of layers for {devices} devices: use larger groups", ("layers",))
+        raise InputError(
+            f"makes {len(groups)} groups of layers for {devices} devices: use larger groups", ("method", "layers")
+        )
     found = []
     for group, (layers, count) in enumerate(zip(groups, devices_of(groups, devices), strict=True)):
         for layer in layers:
             if neurons[layer] < count:
                 text = f"layer {layer} has {neurons[layer]} neurons for {count} devices: use fewer devices"
-                raise InputError(text, ("allocation",))
+                raise InputError(text, ("method", "allocation"))
         found += [
             SuperNeuron(group, place, layers, tuple(_share(neurons[layer], count, place) for layer in layers))
             for place in range(count)

@@ -1,0 +1,35 @@
+"""What super neurons cast to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from testbed.methods.parts.typed import Typed
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Outputs(Typed, kind="outputs", key=("batch", "layer", "sender")):
+    """The outputs of a device's neurons of a layer, (samples, neurons); of the output layer, the results it shares.
+
+    Test batches count on from the last training batch.
+    """
+
+    batch: int
+    layer: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Losses(Typed, kind="losses", key=("batch", "layer", "sender")):
+    """What a device's neurons of a layer add to the gradient of all outputs of the layer before, (samples, neurons)."""
+
+    batch: int
+    layer: int
+    tensor: torch.Tensor
+
+
+KINDS = (Outputs, Losses)

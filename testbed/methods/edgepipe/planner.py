@@ -1,0 +1,218 @@
+"""Which device is which super neuron, and how long a timeslot lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from testbed import formats, wire
+from testbed.errors import InputError
+from testbed.hardware import DeviceSpec
+from testbed.methods.base import Options, Problem
+from testbed.methods.edgepipe import mapping
+from testbed.methods.edgepipe.partition import Allocation, Partition, SuperNeuron, partition
+from testbed.methods.edgepipe.timeslots import MARGIN, Timetable, timetable
+from testbed.methods.edgepipe.topology import Matrix, connectivity, coordinator, passes
+from testbed.methods.parts import costs
+from testbed.models.layers import Linear
+from testbed.models.operations import Graph, Operation, graph_of
+from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.models.slices import Slice
+from testbed.network.broadcast import broadcast_rate
+from testbed.network.link import Pair
+from testbed.plan import Details, Piece, Plan
+from testbed.quantities import Duration
+
+
+class EdgePipeOptions(Options):
+    """Options of `EdgePipe`."""
+
+    allocation: Allocation = "hybrid"
+    """Groups of layers: one layer each, by equation (1), or all layers in one."""
+    layers: int | None = Field(None, ge=1)
+    """M_layers, the most layers of a group, instead of what `allocation` says."""
+    mapping: Literal["genetic", "random", "upper"] = "genetic"
+    """Who takes which super neuron: Algorithm 2, by chance, or the best of all orders."""
+    slot: Duration | None = Field(None, gt=0)
+    """Length of a timeslot; None: the longest computation, the longest transmission, and `margin`."""
+    margin: Duration = MARGIN
+    """Seconds that a timeslot has beyond both."""
+
+
+class EdgePipeDetails(Details):
+    """What a plan of EdgePipe tells."""
+
+    groups: tuple[tuple[int, int], ...]
+    """First layer of each group, and the one behind its last; layer 0 is the input layer."""
+    devices: tuple[str, ...]
+    """By super neuron, group after group."""
+    coordinator: str
+    """Of the highest closeness centrality on expected transmissions; it would plan."""
+    score: float
+    """Sum of the Hadamard product of connectivity and reception ratios."""
+    slot: float
+    """Seconds."""
+
+
+def timetable_of(details: EdgePipeDetails) -> Timetable:
+    """Return when each layer of a plan works on each batch."""
+    return timetable([range(first, stop) for first, stop in details.groups])
+
+
+def division_of(problem: Problem[EdgePipeOptions]) -> Partition:
+    """Return the network in super neurons, one for each device. Raises `InputError`."""
+    layers, options = dense_layers(problem), problem.options
+    neurons = (layers[0].inputs, *(layer.output_channels for layer in layers))
+    return partition(neurons, len(problem.devices), options.layers or options.allocation)
+
+
+def dense_layers(problem: Problem[EdgePipeOptions]) -> tuple[Operation, ...]:
+    """Return the layers with weights: operation l - 1 is layer l. Raises `InputError` for other than dense ones."""
+    graph: Graph = graph_of(problem.model)
+    for index, operation in enumerate(graph.operations):
+        dense = bool(operation.layers) and isinstance(operation.layers[0], Linear)
+        if not dense or operation.unit != index or operation.sources != (index - 1,):
+            text = f"'{operation.name}' of {graph.name} is not a dense layer behind the one before: use mlp"
+            raise InputError(text, ("model", "name"))
+    return graph.operations
+
+
+def slice_of(operation: Operation, neurons: range) -> Slice:
+    """Return some neurons of a dense layer, with all weights that enter them."""
+    return Slice(neurons, range(operation.input_channels), neurons)
+
+
+def work(operation: Operation, neurons: range, samples: int, problem: Problem[EdgePipeOptions]) -> tuple[float, float]:
+    """Return the FLOPs of some neurons' forward, and of their backward with its update."""
+    forward = 2.0 * samples * operation.share(operation.multiplications, slice_of(operation, neurons))
+    parameters = _parameters(operation, neurons)
+    return forward, 2 * forward + costs.update_flops(problem.workload.optimizer) * parameters
+
+
+def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
+    """Divide the layers, map the super neurons onto devices, time the slots. Raises `InputError`."""
+    if problem.workload.model.weights is not None:
+        raise InputError("edgepipe begins with weights drawn from the seed: leave this out", ("model", "weights"))
+    division = division_of(problem)
+    names = [device.name for device in problem.devices]
+    ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
+    order, reached = _mapped(problem, division, mapping.matrix(names, lambda a, b: ratios.get((a, b), 0.0)))
+    devices = tuple(names[index] for index in order)
+    _check_links(division, devices, ratios)
+    table = timetable(division.groups)
+    slot = _slot(problem, division, devices)
+    last = division.holders(len(division.neurons) - 1)
+    return Plan(
+        method="edgepipe",
+        lead=devices[last[0]],
+        pieces=tuple(
+            _piece(problem, table, division, part, name)
+            for part, name in zip(division.super_neurons, devices, strict=True)
+        ),
+        step_time=table.period * slot,
+        details=EdgePipeDetails(
+            groups=tuple((group.start, group.stop) for group in division.groups),
+            devices=devices,
+            coordinator=coordinator(names, ratios),
+            score=reached,
+            slot=slot,
+        ),
+    )
+
+
+def _mapped(problem: Problem[EdgePipeOptions], division: Partition, ratios: Matrix) -> tuple[mapping.Order, float]:
+    wanted, count = connectivity(division), len(problem.devices)
+    if problem.options.mapping == "upper" and count > mapping.MOST_EXHAUSTIVE:
+        text = f"{count} devices have too many orders to try: use genetic, or at most {mapping.MOST_EXHAUSTIVE}"
+        raise InputError(text, ("method", "mapping"))
+    if problem.options.mapping == "upper":
+        order = mapping.exhaustive(wanted, ratios)
+    elif problem.options.mapping == "random":
+        order = mapping.by_chance(count, problem.seed)
+    else:
+        order = mapping.genetic(wanted, ratios, problem.seed)
+    return order, mapping.score(wanted, ratios, order)
+
+
+def _check_links(division: Partition, devices: tuple[str, ...], ratios: Mapping[Pair, float]) -> None:
+    """Raise `InputError` where super neurons that transmit to each other never hear each other."""
+    for a, row in enumerate(passes(division)):
+        for b, count in enumerate(row):
+            if count and (devices[a], devices[b]) not in ratios:
+                text = f"no link leads from {devices[a]} to {devices[b]}, which have to hear each other: use mesh"
+                raise InputError(text, ("network", "topology"))
+            if count and ratios[devices[a], devices[b]] <= 0:
+                text = f"{devices[b]} receives none of the casts of {devices[a]}, which it needs: put them closer, or "
+                raise InputError(text + "lower the message_loss of that link", ("network",))
+
+
+def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...]) -> float:
+    """Return the seconds of a timeslot, as given or as they follow. Raises `InputError` for one that is too short."""
+    computing = transmitting = 0.0
+    for part, name in zip(division.super_neurons, devices, strict=True):
+        computing = max(computing, _longest_computation(problem, part, problem.device(name)))
+        transmitting = max(transmitting, _longest_transmission(problem, division, part, name))
+    needed = computing + transmitting
+    given = problem.options.slot
+    if given is None:
+        return needed + problem.options.margin
+    if given < needed:
+        text = f"{formats.seconds(given)} is too short: computing takes up to {formats.seconds(computing)}, "
+        text += f"transmitting {formats.seconds(transmitting)}"
+        raise InputError(text, ("method", "slot"))
+    return given
+
+
+def _longest_computation(problem: Problem[EdgePipeOptions], part: SuperNeuron, device: DeviceSpec) -> float:
+    layers, samples = dense_layers(problem), problem.workload.batch_size
+    learning = [layer for layer in part.layers if layer]
+    return max(
+        (flops / device.speed for at in learning for flops in work(layers[at - 1], part.of(at), samples, problem)),
+        default=0.0,
+    )
+
+
+def _longest_transmission(
+    problem: Problem[EdgePipeOptions], division: Partition, part: SuperNeuron, name: str
+) -> float:
+    """Return the seconds until a device's longest message of a batch has arrived everywhere."""
+    outputs = [len(part.of(layer)) for layer in part.layers]
+    losses = [division.neurons[layer - 1] for layer in part.layers if layer > 1]
+    values = max(outputs + losses) * problem.workload.batch_size
+    leaving = [link for pair, link in problem.links.items() if pair[0] == name]
+    rate = broadcast_rate(leaving)
+    delay = max((link.delay + 4 * link.jitter for link in leaving), default=0.0)
+    return delay + (0.0 if rate is None else 8 * wire.size_around(BYTES_PER_VALUE * values) / rate)
+
+
+def _parameters(operation: Operation, neurons: range) -> int:
+    return operation.share(operation.weights, slice_of(operation, neurons)) + operation.channel_values * len(neurons)
+
+
+def _piece(
+    problem: Problem[EdgePipeOptions], table: Timetable, division: Partition, part: SuperNeuron, name: str
+) -> Piece:
+    layers, samples = dense_layers(problem), problem.workload.batch_size
+    parameters, flops, values = 0, 0.0, 0
+    for layer in part.layers:
+        if layer == 0:
+            continue
+        own = _parameters(layers[layer - 1], part.of(layer))
+        kept = table.staleness(layer)
+        parameters += own
+        flops += work(layers[layer - 1], part.of(layer), 1, problem)[0]
+        # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
+        values += own * (2 + kept) + samples * kept * (division.neurons[layer - 1] + len(part.of(layer)))
+    memory = float(BYTES_PER_VALUE * values)
+    costs.check_memory(problem.device(name), memory)
+    return Piece(
+        device=name,
+        first=max(0, part.layers.start - 1),
+        last=part.layers.stop - 1,
+        memory=memory,
+        part=f"share {part.place + 1} of {len(division.members(part.group))}",
+        parameters=parameters,
+        flops=flops,
+    )

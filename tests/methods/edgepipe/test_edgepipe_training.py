@@ -1,0 +1,195 @@
+"""EdgePipe on the virtual clock, beside delayed gradient descent on the undivided network."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from delayed import Reference
+from runs import of, problem_of, run, scenario
+from torch.nn import functional
+
+from testbed.errors import InputError
+from testbed.methods.edgepipe.planner import division_of, plan, timetable_of
+
+SIX = {"workers": 5, "workload": {"optimizer": {"learning_rate": 0.1}}}
+
+
+def six(method=(), **keys):
+    return scenario(**SIX, method={"name": "edgepipe", **dict(method)}, **keys)
+
+
+def planned(scenario):
+    problem, _ = problem_of(scenario)
+    return problem, plan(problem)
+
+
+def reference(scenario):
+    """Train the undivided network with the delay that equation (3) gives each layer."""
+    problem, chosen = planned(scenario)
+    table = timetable_of(chosen.details)
+    units = range(len(problem.model.units))
+    spans = {unit: table.staleness(unit + 1) for unit in units}
+    return Reference(scenario).train(0, scenario.workload.steps, spans), spans
+
+
+@pytest.mark.parametrize(
+    ("method", "spans"),
+    [
+        ({}, [3, 2, 2, 1, 1]),
+        ({"allocation": "vertical"}, [5, 4, 3, 2, 1]),
+        ({"allocation": "horizontal"}, [1] * 5),
+        ({"layers": 4}, [2, 1, 1, 1, 1]),
+        ({"mapping": "random"}, [3, 2, 2, 1, 1]),
+    ],
+)
+def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(method, spans):
+    written = six(method)
+    expected, delays = reference(written)
+    assert list(delays.values()) == spans
+    outcome = run(written)
+    steps = of(outcome, "step")
+    assert [step["step"] for step in steps] == list(range(12))
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
+    data = expected.data
+    logits = torch.func.functional_call(expected.model.eval(), expected.newest, (torch.from_numpy(data.test_images),))
+    loss = functional.cross_entropy(logits, torch.from_numpy(data.test_labels))
+    (tested,) = of(outcome, "evaluate")
+    assert tested["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_says():
+    written = six()
+    _, chosen = planned(written)
+    slot, table = chosen.details.slot, timetable_of(chosen.details)
+    assert table.slots(12) == 2 * 6 + 2 * 2 * 11 - 1
+    outcome = run(written)
+    ends = [event.time for event in outcome.events if event.event == "step"]
+    assert [later - earlier for earlier, later in pairwise(ends)] == pytest.approx([4 * slot] * 11)
+    # 40 test samples are three batches; forward alone, two slots apart.
+    last = max(event.time for event in outcome.events if event.event == "evaluate")
+    assert last == pytest.approx((table.slots(12) + 6 + 2 * 2) * slot)
+    assert chosen.step_time == 4 * slot
+
+
+def lossy(scenario_keys, *pairs):
+    links = [{"from": a, "to": b, "message_loss": "99.9999999%"} for a, b in pairs]
+    network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
+    return six({"mapping": "random"}, network=network, **scenario_keys)
+
+
+def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before():
+    # Whatever the first device of layers 2 and 3 casts, one device of layers 0 and 1 never hears.
+    _, chosen = planned(lossy({}))
+    devices = chosen.details.devices
+    deaf = (devices[2], devices[0])
+    written = lossy({}, deaf)
+    problem, chosen = planned(written)
+    assert chosen.details.devices == devices
+    division = division_of(problem)
+    outcome = run(written)
+    updated = {
+        name: sum(event.fields["span"] == "backward" for event in outcome.events if named(event, "compute", name))
+        for name in devices
+    }
+    # Of layers 0 and 1 only layer 1 learns: never on the device that misses a loss.
+    assert updated == {devices[0]: 0, devices[1]: 12, **dict.fromkeys(devices[2:], 24)}
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(frozen(written, division), rel=1e-5)
+
+
+def named(event, kind, device):
+    return event.event == kind and event.device == device
+
+
+def frozen(written, division):
+    """Return the losses of training in which the first device's neurons of layer 1 never change."""
+    expected = Reference(written)
+    own = division.super_neurons[0].of(1)
+    first = {name: value.clone() for name, value in expected.newest.items()}
+    history = [expected.newest]
+    spans = [3, 2, 2, 1, 1]
+    rate = written.workload.optimizer.learning_rate
+    for step in range(written.workload.steps):
+        used = {name: history[max(0, step - spans[int(name.split(".")[0])] + 1)][name] for name in expected.newest}
+        following = {
+            name: history[-1][name] - rate * gradient for name, gradient in expected.gradients(step, used).items()
+        }
+        for name, value in following.items():
+            if name.startswith("0."):
+                value[own.start : own.stop] = first[name][own.start : own.stop]
+        history.append(following)
+    return expected.losses
+
+
+def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer():
+    # One device of layers 2 and 3 never hears one of layers 0 and 1: with no learning, one forward shows it.
+    devices = planned(lossy({}))[1].details.devices
+    written = lossy({}, (devices[0], devices[2]))
+    problem, chosen = planned(written)
+    assert chosen.details.devices == devices
+    division = division_of(problem)
+    outcome = run(written)
+    expected = Reference(written)
+    images = expected.data.train_images
+    weights = expected.newest
+    from testbed.data.batches import batch
+
+    chosen_samples = batch(len(images), 16, problem.seed, 0)
+    values = torch.from_numpy(images[chosen_samples]).flatten(1)
+    for unit in range(5):
+        weight = next(value for name, value in weights.items() if name.startswith(f"{unit}.") and value.dim() == 2)
+        bias = next(value for name, value in weights.items() if name.startswith(f"{unit}.") and value.dim() == 1)
+        sums = values @ weight.T + bias
+        if unit == 1:
+            heard = values.clone()
+            missing = division.super_neurons[0].of(1)
+            heard[:, missing.start : missing.stop] = 0
+            own = division.super_neurons[2].of(2)
+            sums[:, own.start : own.stop] = (heard @ weight.T + bias)[:, own.start : own.stop]
+        values = sums.relu() if unit < 4 else sums
+    labels = torch.from_numpy(expected.data.train_labels[chosen_samples])
+    assert of(outcome, "step")[0]["loss"] == pytest.approx(float(functional.cross_entropy(values, labels)), rel=1e-5)
+
+
+def test_the_same_seed_loses_the_same_casts():
+    network = {"link": {"rate": "20mbit", "delay": "2ms"}, "radio": {"area": [50, 50], "packets": 50}}
+    one, same = (of(run(six(network=network)), "step") for _ in range(2))
+    assert one == same
+    assert one != of(run(six()), "step")
+
+
+def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
+    written = six()
+    _, chosen = planned(written)
+    victim = chosen.details.devices[0]
+    faults = [{"kill": victim, "at": "0.5s", "for": "0.5s"}]
+    outcome = run(six(faults=faults))
+    assert len(of(outcome, "step")) == 12
+    assert len(of(outcome, "evaluate")) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "said"),
+    [
+        ({"workload": {"model": {"name": "cnn"}}}, ("model", "name"), "is not a dense layer"),
+        ({"method": {"slot": "1us"}}, ("method", "slot"), "is too short: computing takes up to"),
+        ({"method": {"layers": 1}, "workers": 3}, ("method", "layers"), "makes 6 groups of layers for 4 devices"),
+        ({"method": {"mapping": "upper"}, "workers": 9}, ("method", "mapping"), "10 devices have too many orders"),
+        ({"network": {"topology": "star"}}, ("network", "topology"), "no link leads from"),
+        ({"network": {"link": {"message_loss": "100%"}}}, ("network",), "receives none of the casts of"),
+        (
+            {"workload": {"model": {"name": "mlp", "hidden": [4]}}, "method": {"allocation": "horizontal"}},
+            ("method", "allocation"),
+            "layer 1 has 4 neurons for 6 devices",
+        ),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_by_their_key(keys, key, said):
+    keys = dict(keys)
+    workload = {**SIX["workload"], **keys.pop("workload", {})}
+    method = {"name": "edgepipe", **keys.pop("method", {})}
+    problem, _ = problem_of(scenario(keys.pop("workers", 5), workload=workload, method=method, **keys))
+    with pytest.raises(InputError, match=said) as caught:
+        plan(problem)
+    assert caught.value.key == key
