@@ -57,10 +57,10 @@ class Member:
         self.shards = {layer: self._shard(layer) for layer in self._part.layers if layer}
 
     def _shard(self, layer: int) -> LayerShard:
-        operation = self._layers[layer - 1]
-        part = slice_of(operation, self._part.of(layer))
-        state = draw(self._problem.model, [(operation, part)], self._problem.seed)
-        return LayerShard(operation, part, state, self._problem.workload.optimizer)
+        whole = self._layers[layer - 1]
+        part = slice_of(whole, self._part.of(layer))
+        state = draw(self._problem.model, [(whole, part)], self._problem.seed)
+        return LayerShard(whole, part, state, self._problem.workload.optimizer)
 
     async def run(self) -> None:
         """Train, then test over the same links; slots that are over are left out."""

@@ -16,8 +16,8 @@ from testbed.methods.edgepipe.partition import Allocation, Partition, SuperNeuro
 from testbed.methods.edgepipe.timeslots import MARGIN, Timetable, timetable
 from testbed.methods.edgepipe.topology import Matrix, connectivity, coordinator, passes
 from testbed.methods.parts import costs
+from testbed.models.graph import Graph, GraphLayer, graph_of
 from testbed.models.layers import Linear
-from testbed.models.operations import Graph, Operation, graph_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.models.slices import Slice
 from testbed.network.broadcast import broadcast_rate
@@ -68,26 +68,26 @@ def division_of(problem: Problem[EdgePipeOptions]) -> Partition:
     return partition(neurons, len(problem.devices), options.layers or options.allocation)
 
 
-def dense_layers(problem: Problem[EdgePipeOptions]) -> tuple[Operation, ...]:
-    """Return the layers with weights: operation l - 1 is layer l. Raises `InputError` for other than dense ones."""
+def dense_layers(problem: Problem[EdgePipeOptions]) -> tuple[GraphLayer, ...]:
+    """Return the layers with weights: the l-th of them is layer l. Raises `InputError` for other than dense ones."""
     graph: Graph = graph_of(problem.model)
-    for index, operation in enumerate(graph.operations):
-        dense = bool(operation.layers) and isinstance(operation.layers[0], Linear)
-        if not dense or operation.unit != index or operation.sources != (index - 1,):
-            text = f"'{operation.name}' of {graph.name} is not a dense layer behind the one before: use mlp"
+    for index, layer in enumerate(graph.layers):
+        dense = bool(layer.sequence) and isinstance(layer.sequence[0], Linear)
+        if not dense or layer.unit != index or layer.sources != (index - 1,):
+            text = f"'{layer.name}' of {graph.name} is not a dense layer behind the one before: use mlp"
             raise InputError(text, ("model", "name"))
-    return graph.operations
+    return graph.layers
 
 
-def slice_of(operation: Operation, neurons: range) -> Slice:
+def slice_of(layer: GraphLayer, neurons: range) -> Slice:
     """Return some neurons of a dense layer, with all weights that enter them."""
-    return Slice(neurons, range(operation.input_channels), neurons)
+    return Slice(neurons, range(layer.input_channels), neurons)
 
 
-def work(operation: Operation, neurons: range, samples: int, problem: Problem[EdgePipeOptions]) -> tuple[float, float]:
+def work(layer: GraphLayer, neurons: range, samples: int, problem: Problem[EdgePipeOptions]) -> tuple[float, float]:
     """Return the FLOPs of some neurons' forward, and of their backward with its update."""
-    forward = 2.0 * samples * operation.share(operation.multiplications, slice_of(operation, neurons))
-    parameters = _parameters(operation, neurons)
+    forward = 2.0 * samples * layer.share(layer.multiplications, slice_of(layer, neurons))
+    parameters = _parameters(layer, neurons)
     return forward, 2 * forward + costs.update_flops(problem.workload.optimizer) * parameters
 
 
@@ -187,8 +187,8 @@ def _longest_transmission(
     return delay + (0.0 if rate is None else 8 * wire.size_around(BYTES_PER_VALUE * values) / rate)
 
 
-def _parameters(operation: Operation, neurons: range) -> int:
-    return operation.share(operation.weights, slice_of(operation, neurons)) + operation.channel_values * len(neurons)
+def _parameters(layer: GraphLayer, neurons: range) -> int:
+    return layer.share(layer.weights, slice_of(layer, neurons)) + layer.channel_values * len(neurons)
 
 
 def _piece(

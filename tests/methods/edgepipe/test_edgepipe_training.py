@@ -10,6 +10,7 @@ from delayed import Reference
 from runs import of, problem_of, run, scenario
 from torch.nn import functional
 
+from testbed.data.batches import batch
 from testbed.errors import InputError
 from testbed.methods.edgepipe.planner import division_of, plan, timetable_of
 
@@ -133,8 +134,6 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer():
     expected = Reference(written)
     images = expected.data.train_images
     weights = expected.newest
-    from testbed.data.batches import batch
-
     chosen_samples = batch(len(images), 16, problem.seed, 0)
     values = torch.from_numpy(images[chosen_samples]).flatten(1)
     for unit in range(5):
@@ -165,8 +164,14 @@ def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
     victim = chosen.details.devices[0]
     faults = [{"kill": victim, "at": "0.5s", "for": "0.5s"}]
     outcome = run(six(faults=faults))
-    assert len(of(outcome, "step")) == 12
+    slot = chosen.details.slot
+    steps = [event.time for event in outcome.events if event.event == "step"]
+    assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx([4 * slot] * 11)
     assert len(of(outcome, "evaluate")) == 1
+    begun = [event.time for event in outcome.events if named(event, "begin", victim)]
+    assert not [time for time in begun if 0.5 < time < 1]
+    assert min(begun) < 0.5
+    assert max(begun) > 1
 
 
 @pytest.mark.parametrize(
