@@ -1,6 +1,6 @@
 """Partitions for asynchronous pipelines by measured times: the dynamic program of FTPipeHD, equations (4) to (7).
 
-The central node profiles the whole model; what a unit takes on another device is that time its capacity, equation (3).
+The coordinator profiles the whole model; what a unit takes on another device is that time its capacity, equation (3).
 Links carry what was measured between neighbours: `measured` puts that in the place of the scenario's figures.
 """
 
@@ -29,7 +29,7 @@ Extra = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds of each unit for one batch on the central node."""
+    """Seconds of each unit for one batch on the coordinator."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -56,7 +56,7 @@ class AsynchronousPipeline(Chain):
 
     profile: UnitTimes
     capacities: tuple[float, ...]
-    """C_i: how many times as long as the central node a device takes; the first stage's is 1 while nothing slows it."""
+    """C_i: how many times as long as the coordinator a device takes; the first stage's is 1 while nothing slows it."""
     momentum: bool = False
     window: int | None = None
     """Batches in the pipeline at once; None, and never more than: as many as there are stages."""
@@ -98,11 +98,11 @@ class AsynchronousPipeline(Chain):
         return self.capacities[stage] * (sums[last] - sums[first])
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
-        """Return the seconds of a forward of so many samples."""
+        """Return the seconds of a forward of ``samples`` samples."""
         return self.seconds("forward", stage, first, last) * samples / self.batch_size
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
-        """Return the seconds of a backward of so many samples."""
+        """Return the seconds of a backward of ``samples`` samples."""
         return self.seconds("backward", stage, first, last) * samples / self.batch_size
 
     def stage_time(self, stage: int, first: int, last: int) -> float:
@@ -147,7 +147,7 @@ class AsynchronousPipeline(Chain):
         return self._chosen(cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs))
 
     def homogeneous(self) -> Cuts:
-        """Return PipeDream's partition: the least bottleneck if all devices were as fast as the central node.
+        """Return PipeDream's partition: the least bottleneck if all devices were as fast as the coordinator.
 
         The links are as they are, and so is each device's memory. Raises `InputError` where none fits.
         """
@@ -158,7 +158,7 @@ class AsynchronousPipeline(Chain):
         return replace(self, links={pair: Link() for pair in self.links})
 
     def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
-        """Return when each stage does what in a run of so many batches, in seconds."""
+        """Return when each stage does what in a run of ``batches`` batches, in seconds."""
         count = len(self.devices)
         stages = [tuple(asynchronous_1f1b(count, stage, batches, self.window)) for stage in range(count)]
 

@@ -4,7 +4,7 @@ Training, for P parameters and S samples in flight::
 
     4 P (weights) + 4 P (gradients) + 4 P (momentum, if any) + S x (bytes of what enters and of every layer's output)
 
-S is the number of micro-batches the schedule has forwarded and not yet backwarded on this stage, times their size.
+S is the number of micro-batches the schedule has forwarded and not yet done backward on this stage, times their size.
 Asynchronous training the same with 4 P for each of the versions of the weights that are kept.
 
 Inference, for a batch of S samples: 4 P + S x the most that one unit reads, passes by for later ones and makes.

@@ -2,10 +2,10 @@
 
 Devices go by their names, so nothing has to be renumbered: the paper's correction of an index by the failed ones is
 what taking names out of a list does. Everything here speaks of one state of the model, such as that after batch 200:
-whoever calls has made sure that all that is held belongs to it (`testbed.methods.asynchronous.replication`).
+the caller has made sure that all that is held belongs to it (`testbed.methods.asynchronous.replication`).
 
 Held are, after a chain replication, each stage's own units and those of the stage before it; the last stage's are at
-the central node. After a global replication all units are at the central node too. The central node is the first
+the coordinator. After a global replication all units are at the coordinator too. The coordinator is the first
 stage's device.
 """
 
@@ -22,11 +22,11 @@ HeldUnits = Mapping[str, Collection[int]]
 
 
 @dataclass(frozen=True)
-class Partition:
+class StagePartition:
     """Who holds which units: device ``devices[i]`` units ``cuts[i]`` up to but without ``cuts[i + 1]``."""
 
     devices: tuple[str, ...]
-    """In the order of the stages; the first is the central node."""
+    """In the order of the stages; the first is the coordinator."""
     cuts: Cuts
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class Partition:
             raise ValueError(f"{self.cuts} does not cut a chain over {len(self.devices)} devices")
 
     @property
-    def central(self) -> str:
+    def coordinator(self) -> str:
         """The device of the first stage."""
         return self.devices[0]
 
@@ -57,7 +57,7 @@ class Partition:
         return next(device for device in self.devices if unit in self.of(device))
 
     def successor(self, device: str) -> str:
-        """Return who keeps a stage's chain replica: the next stage's device, for the last one the central node."""
+        """Return who keeps a stage's chain replica: the next stage's device, for the last one the coordinator."""
         return self.devices[(self.devices.index(device) + 1) % len(self.devices)]
 
 
@@ -71,26 +71,26 @@ class Need:
 
 
 class UnitsLostError(Exception):
-    """Units that nobody has any more in this state."""
+    """Units that no device has any more in this state."""
 
     def __init__(self, units: Collection[int]) -> None:
-        super().__init__(f"nobody has the units {', '.join(map(str, sorted(units)))} of this state")
+        super().__init__(f"no device has the units {', '.join(map(str, sorted(units)))} of this state")
         self.units = frozenset(units)
 
 
 def missing(held: HeldUnits, units: int) -> set[int]:
-    """Return the units of a model of so many that nobody has."""
+    """Return the units, of all of a model, that no device has."""
     return set(range(units)).difference(*held.values())
 
 
-def needs(old: Partition, new: Partition, held: HeldUnits) -> dict[str, Need]:
+def needs(old: StagePartition, new: StagePartition, held: HeldUnits) -> dict[str, Need]:
     """Return for each device of the new partition where it finds its units.
 
     ``old`` is the partition under which the state was replicated.
 
     What a device has itself it does not fetch. Anything else comes from the unit's device in the old partition; from
-    that one's successor, which has the chain replica, if it has it no more; from the central node if both have not;
-    and else from whoever has it. Raises `UnitsLostError` where nobody has.
+    that one's successor, which has the chain replica, if it has it no more; from the coordinator if both have not;
+    and else from any that has it. Raises `UnitsLostError` where none has.
     """
     lost = missing(held, new.units)
     if lost:
@@ -98,20 +98,20 @@ def needs(old: Partition, new: Partition, held: HeldUnits) -> dict[str, Need]:
     return {device: _need(device, old, new, held) for device in new.devices}
 
 
-def take_over(old: Partition, lost: Collection[str]) -> Partition:
+def take_over(old: StagePartition, lost: Collection[str]) -> StagePartition:
     """Return ResPipe's partition: the next stage that is left takes all units of a lost one.
 
-    The last one's replica is at the central node, but a pipeline that ends where it begins would be no pipeline: its
+    The last one's replica is at the coordinator, but a pipeline that ends where it begins would be no pipeline: its
     units go to the stage before it, which fetches them there. Raises ValueError when no device is left.
     """
     left = tuple(device for device in old.devices if device not in lost)
     if not left:
         raise ValueError("no device is left to take over")
     ends = [old.of(device).stop for device in left]
-    return Partition(left, (0, *ends[:-1], old.units))
+    return StagePartition(left, (0, *ends[:-1], old.units))
 
 
-def _need(device: str, old: Partition, new: Partition, held: HeldUnits) -> Need:
+def _need(device: str, old: StagePartition, new: StagePartition, held: HeldUnits) -> Need:
     local: list[int] = []
     fetch: dict[str, list[int]] = {}
     for unit in new.of(device):
@@ -123,7 +123,7 @@ def _need(device: str, old: Partition, new: Partition, held: HeldUnits) -> Need:
     return Need(tuple(local), {source: tuple(units) for source, units in fetch.items()})
 
 
-def _candidates(unit: int, old: Partition, held: HeldUnits) -> Iterable[str]:
+def _candidates(unit: int, old: StagePartition, held: HeldUnits) -> Iterable[str]:
     """Whom to ask for a unit, best first."""
     holder = old.holder(unit)
-    return (holder, old.successor(holder), old.central, *sorted(held))
+    return (holder, old.successor(holder), old.coordinator, *sorted(held))

@@ -31,7 +31,7 @@ def written(actions: Iterable[Action]) -> str:
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """Return the largest number of micro-batches forwarded and not yet backwarded: whose activations are kept."""
+    """Return the largest number of micro-batches forwarded and not yet done backward: whose activations are kept."""
     kept = most = 0
     for action in actions:
         kept += {"forward": 1, "backward": -1, "update": 0}[action.kind]

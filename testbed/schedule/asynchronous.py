@@ -15,7 +15,7 @@ def asynchronous_1f1b(
     """As many forwards as there are stages from here on, then a backward with its update and a forward in turn.
 
     ``window`` is how many batches are in the pipeline at once; None, and never more than: one a stage. Without
-    ``batches`` it goes on for ever: whoever executes it stops when no more batches come. Three stages, four batches,
+    ``batches`` it goes on for ever: its executor stops when no more batches come. Three stages, four batches,
     updates taking no time (PipeDream, figure 4)::
 
         stage 0  F0 F1 F2  .  . B0 F3 B1  . B2  . B3

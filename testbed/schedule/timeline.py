@@ -100,7 +100,7 @@ def _send(
 
 
 def check(schedule: Schedule, stages: int, micro_batches: int) -> None:
-    """Raise `ScheduleError` unless every stage forwards and backwards each micro-batch once, in a possible order."""
+    """Raise `ScheduleError` unless every stage does each micro-batch once each way, in a possible order."""
     lists = orders(schedule, stages, micro_batches)
     for stage, actions in enumerate(lists):
         expected = {Action(kind, micro) for kind in ("forward", "backward") for micro in range(micro_batches)}
@@ -108,7 +108,7 @@ def check(schedule: Schedule, stages: int, micro_batches: int) -> None:
             raise ScheduleError(f"stage {stage} does not do each of {micro_batches} once: {written(actions)}")
         for micro in range(micro_batches):
             if actions.index(Action("backward", micro)) < actions.index(Action("forward", micro)):
-                raise ScheduleError(f"stage {stage} backwards {micro} before it forwards it: {written(actions)}")
+                raise ScheduleError(f"stage {stage} does B{micro} before F{micro}: {written(actions)}")
     play(lists, lambda stage, action: 1.0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def in_flight(stages: int, stage: int, window: int | None = None) -> int:
-    """Return how many batches a stage has forwarded and not yet backwarded at most: n - i, each with its version.
+    """Return how many batches a stage has forwarded and not yet done backward at most: n - i, each with its version.
 
     Fewer where ``window``, how many are anywhere in the pipeline at once, is smaller.
     """
@@ -17,7 +17,7 @@ def in_flight(stages: int, stage: int, window: int | None = None) -> int:
 
 
 def used(batch: int, stages: int, stage: int = 0) -> int:
-    """Return the version that a stage forwards and backwards a batch with.
+    """Return the version that a stage does a batch with, forward and backward.
 
     With vertical sync all stages use the first one's, the default. Without, stage i uses its newest, which the batch
     n - i before made.

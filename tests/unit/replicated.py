@@ -2,15 +2,15 @@
 
 from collections.abc import Collection, Mapping
 
-from testbed.partition.redistribution import HeldUnits, Need, Partition, needs
+from testbed.partition.redistribution import HeldUnits, Need, StagePartition, needs
 
 
-def own(partition: Partition) -> dict[str, set[int]]:
+def own(partition: StagePartition) -> dict[str, set[int]]:
     """Nothing replicated: each stage has its own units."""
     return {device: set(partition.of(device)) for device in partition.devices}
 
 
-def chained(partition: Partition) -> dict[str, set[int]]:
+def chained(partition: StagePartition) -> dict[str, set[int]]:
     """Each stage's units at the next one too, the last one's at the central node."""
     held = own(partition)
     for device in partition.devices:
@@ -18,9 +18,9 @@ def chained(partition: Partition) -> dict[str, set[int]]:
     return held
 
 
-def gathered(partition: Partition) -> dict[str, set[int]]:
+def gathered(partition: StagePartition) -> dict[str, set[int]]:
     """Everything at the central node too."""
-    return own(partition) | {partition.central: set(range(partition.units))}
+    return own(partition) | {partition.coordinator: set(range(partition.units))}
 
 
 def without(held: HeldUnits, lost: Collection[str]) -> dict[str, set[int]]:
@@ -29,12 +29,12 @@ def without(held: HeldUnits, lost: Collection[str]) -> dict[str, set[int]]:
 
 
 def redistribution(
-    old: Partition, new: Partition, lost: Collection[str] = (), everything: bool = True
+    old: StagePartition, new: StagePartition, lost: Collection[str] = (), everything: bool = True
 ) -> dict[str, Need]:
     """Who fetches what after a chain replication, and a global one if ``everything``; without a loss after none."""
     held = chained(old) if lost else own(old)
     if lost and everything:
-        held[old.central] |= set(range(old.units))
+        held[old.coordinator] |= set(range(old.units))
     return needs(old, new, without(held, lost))
 
 

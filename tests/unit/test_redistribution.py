@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replicated import chained, moved, own, redistribution, without
 
-from testbed.partition.redistribution import Partition, UnitsLostError, missing, needs, take_over
+from testbed.partition.redistribution import StagePartition, UnitsLostError, missing, needs, take_over
 
 NAMES = ("centre", "one", "two", "three", "four")
 
 
-def partitions(units: int, devices: tuple[str, ...]) -> Iterator[Partition]:
+def partitions(units: int, devices: tuple[str, ...]) -> Iterator[StagePartition]:
     for inner in combinations(range(1, units), len(devices) - 1):
-        yield Partition(devices, (0, *inner, units))
+        yield StagePartition(devices, (0, *inner, units))
 
 
 def failures(devices: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -25,7 +25,7 @@ def failures(devices: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield from combinations(devices[1:], count)
 
 
-def small_cases(most_units: int, most_devices: int) -> Iterator[tuple[Partition, Partition, tuple[str, ...]]]:
+def small_cases(most_units: int, most_devices: int) -> Iterator[tuple[StagePartition, StagePartition, tuple[str, ...]]]:
     for units in range(1, most_units + 1):
         for count in range(1, min(units, most_devices) + 1):
             for lost in failures(NAMES[:count]):
@@ -115,22 +115,22 @@ def test_a_repartition_moves_what_is_missing_and_nothing_else(data: st.DataObjec
 
 
 def test_after_a_replication_of_the_same_state_a_replica_need_not_be_fetched_again() -> None:
-    old = Partition(NAMES[:3], (0, 2, 4, 6))
-    new = Partition(NAMES[:3], (0, 1, 4, 6))
+    old = StagePartition(NAMES[:3], (0, 2, 4, 6))
+    new = StagePartition(NAMES[:3], (0, 1, 4, 6))
     assert moved(needs(old, new, own(old))) == [("centre", "one", 1)]
     assert moved(needs(old, new, chained(old))) == []
 
 
 def test_the_last_ones_backup_is_at_the_central_node() -> None:
-    old = Partition(NAMES[:3], (0, 2, 4, 6))
-    plan = redistribution(old, Partition(NAMES[:2], (0, 3, 6)), ["two"], everything=False)
+    old = StagePartition(NAMES[:3], (0, 2, 4, 6))
+    plan = redistribution(old, StagePartition(NAMES[:2], (0, 3, 6)), ["two"], everything=False)
     assert plan["one"].fetch == {"centre": (4, 5)}
     assert plan["centre"].local == (0, 1)
     assert plan["centre"].fetch == {"one": (2,)}
 
 
 def test_one_that_came_back_empty_fetches_its_units_from_its_neighbour() -> None:
-    old = Partition(NAMES[:3], (0, 2, 4, 6))
+    old = StagePartition(NAMES[:3], (0, 2, 4, 6))
     plan = redistribution(old, old, ["one"], everything=False)
     assert plan["one"].local == ()
     assert plan["one"].fetch == {"two": (2, 3)}
@@ -138,16 +138,16 @@ def test_one_that_came_back_empty_fetches_its_units_from_its_neighbour() -> None
 
 
 def test_a_device_that_joins_fetches_everything() -> None:
-    old = Partition(NAMES[:2], (0, 2, 4))
-    plan = redistribution(old, Partition(NAMES[:3], (0, 1, 2, 4)))
+    old = StagePartition(NAMES[:2], (0, 2, 4))
+    plan = redistribution(old, StagePartition(NAMES[:3], (0, 1, 2, 4)))
     assert plan["two"].fetch == {"one": (2, 3)}
     assert plan["one"].fetch == {"centre": (1,)}
 
 
 def test_two_neighbours_lost_need_the_central_nodes_replica() -> None:
-    old = Partition(NAMES[:4], (0, 1, 2, 3, 4))
-    new = Partition(("centre", "three"), (0, 2, 4))
-    with pytest.raises(UnitsLostError, match="nobody has the units 1 of") as caught:
+    old = StagePartition(NAMES[:4], (0, 1, 2, 3, 4))
+    new = StagePartition(("centre", "three"), (0, 2, 4))
+    with pytest.raises(UnitsLostError, match="no device has the units 1 of") as caught:
         redistribution(old, new, ["one", "two"], everything=False)
     assert caught.value.units == {1} == missing(without(chained(old), ["one", "two"]), 4)
     plan = redistribution(old, new, ["one", "two"])
@@ -156,11 +156,11 @@ def test_two_neighbours_lost_need_the_central_nodes_replica() -> None:
 
 
 def test_respipe_hands_everything_to_the_next() -> None:
-    old = Partition(NAMES[:4], (0, 1, 3, 4, 6))
-    assert take_over(old, ["one"]) == Partition(("centre", "two", "three"), (0, 1, 4, 6))
-    assert take_over(old, ["one", "two"]) == Partition(("centre", "three"), (0, 1, 6))
-    assert take_over(old, ["three"]) == Partition(("centre", "one", "two"), (0, 1, 3, 6))
-    assert take_over(old, NAMES[1:4]) == Partition(("centre",), (0, 6))
+    old = StagePartition(NAMES[:4], (0, 1, 3, 4, 6))
+    assert take_over(old, ["one"]) == StagePartition(("centre", "two", "three"), (0, 1, 4, 6))
+    assert take_over(old, ["one", "two"]) == StagePartition(("centre", "three"), (0, 1, 6))
+    assert take_over(old, ["three"]) == StagePartition(("centre", "one", "two"), (0, 1, 3, 6))
+    assert take_over(old, NAMES[1:4]) == StagePartition(("centre",), (0, 6))
     with pytest.raises(ValueError, match="no device is left"):
         take_over(old, NAMES)
     # Its point: a single failure moves nothing, unless the last one's replica has to come from the central node.
@@ -176,4 +176,4 @@ def test_respipe_hands_everything_to_the_next() -> None:
 )
 def test_what_is_no_partition(devices: tuple[str, ...], cuts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"partition is over|does not cut"):
-        Partition(devices, cuts)
+        StagePartition(devices, cuts)

@@ -1,4 +1,4 @@
-"""What the central node concludes from the answers to its question, once no gradients came in time: three cases."""
+"""What the coordinator concludes from the answers to its question, once no gradients came in time: three cases."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class FailureCase:
 
     case: Case
     """``restart``: all are there as they were. ``refill``: one came back empty, its partition stays. ``redistribute``:
-    some are gone, or more than one is empty; the model is cut anew over those that are there."""
+    some are gone, or more than one is empty; the model is cut again, over those that are there."""
     gone: tuple[str, ...]
     """Stages that did not answer, in the order of the stages."""
     empty: tuple[str, ...]
-    """Stages that answered, but have started anew and hold nothing."""
+    """Stages that answered, but have started again and hold nothing."""
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ class FailureCase:
 
 
 def classify_failure(stages: Mapping[str, float], answers: Mapping[str, float]) -> FailureCase:
-    """Judge by incarnations: what each stage's device had when it was configured, and what it answered with.
+    """Compare incarnations: what each stage's device had when it was configured, and what it answered with.
 
     A device that has another incarnation than it was configured with has lost its memory, whatever it says. Who answers
     without being a stage does not matter here.

@@ -40,7 +40,7 @@ class Prepare(Typed, kind="configure", opens=True):
 
 @dataclass(frozen=True)
 class Commit(Typed, kind="commit"):
-    """From the coordinator: everybody has what it needs. Begin, and free all points but these."""
+    """From the coordinator: all stages have what they need. Begin, and free all points but these."""
 
     configuration: int
     keep: Points

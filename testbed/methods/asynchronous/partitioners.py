@@ -16,7 +16,7 @@ from testbed.network.link import Pair
 from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, divisible_limit
 from testbed.partition.asynchronous import capacities as of_speeds
 from testbed.partition.cuts import even
-from testbed.partition.redistribution import Partition, take_over
+from testbed.partition.redistribution import StagePartition, take_over
 from testbed.plan import Details, Piece, Plan
 from testbed.quantities import Duration
 
@@ -98,58 +98,58 @@ class HomogeneousPartitioner:
     def __init__(self, problem: Problem[AsynchronousOptions]) -> None:
         self.problem = problem
 
-    def initial(self) -> Partition:
+    def initial(self) -> StagePartition:
         """Return the partition to begin with."""
         names = [device.name for device in all_devices(self.problem)]
         return self.over(names)
 
-    def over(self, names: Sequence[str]) -> Partition:
+    def over(self, names: Sequence[str]) -> StagePartition:
         """Return the partition over these devices; raises `InputError` where none fits."""
         names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
-        return Partition(tuple(names), self.pipeline(names).least_bottleneck())
+        return StagePartition(tuple(names), self.pipeline(names).least_bottleneck())
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return what is known of the pipeline over these devices."""
         return pipeline_over(self.problem, names)
 
-    def after_loss(self, old: Partition, there: Sequence[str]) -> Partition:
+    def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
         """Return the partition over the devices that are there; raises `InputError` where there is none."""
         return self.over(there)
 
     def due(self, done: int) -> bool:
-        """Say whether a better partition is looked for after so many batches."""
+        """Say whether a better partition is looked for after ``done`` batches."""
         options = self.problem.options
         every = options.chain_every or options.global_every
         return bool(every) and done % every == 0
 
-    def observe(self, partition: Partition, times: Sequence[float | None]) -> None:
+    def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
         """Take in the mean seconds of a batch of each stage."""
 
-    def unknown(self, partition: Partition) -> list[Pair]:
+    def unknown(self, partition: StagePartition) -> list[Pair]:
         """Return the neighbours, both ways, whose link is yet to be measured."""
         return []
 
     def learn(self, profile: UnitTimes | None, rates: Mapping[Pair, float]) -> None:
         """Take in what was measured: seconds of each unit on the first device, bit/s between devices."""
 
-    def better(self, old: Partition, there: Sequence[str]) -> Partition | None:
+    def better(self, old: StagePartition, there: Sequence[str]) -> StagePartition | None:
         """Return a partition that is worth changing to, or None: only for devices that have come."""
         if set(there) == set(old.devices):
             return None
         found = self.over(there)
         return None if len(found.devices) <= len(old.devices) else found
 
-    def pieces(self, partition: Partition) -> tuple[Piece, ...]:
+    def pieces(self, partition: StagePartition) -> tuple[Piece, ...]:
         """Return the partition with the memory that each stage needs."""
         return pieces(self.pipeline(partition.devices), partition.cuts)
 
 
 class TakeOverPartitioner(HomogeneousPartitioner):
-    """ResPipe's choice: who has a lost stage's replica takes its units; nobody is taken in again."""
+    """ResPipe's choice: the device that has a lost stage's replica takes its units; none joins again."""
 
     admits = False
 
-    def after_loss(self, old: Partition, there: Sequence[str]) -> Partition:
+    def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
         """Return the partition over the devices that are left."""
         return take_over(old, set(old.devices).difference(there))
 
@@ -161,13 +161,13 @@ class TakeOverPartitioner(HomogeneousPartitioner):
 class EvenPartitioner(HomogeneousPartitioner):
     """Parts of as many units each, whatever they cost."""
 
-    def over(self, names: Sequence[str]) -> Partition:
+    def over(self, names: Sequence[str]) -> StagePartition:
         """Return even cuts over these devices; raises `InputError` where they do not fit."""
         names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
         pipeline = self.pipeline(names)
         cuts = even(len(self.problem.model.units), len(names))
         pipeline.check(cuts)
-        return Partition(tuple(names), cuts)
+        return StagePartition(tuple(names), cuts)
 
 
 class AsynchronousDetails(Details):

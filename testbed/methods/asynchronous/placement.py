@@ -1,4 +1,4 @@
-"""Which state training goes on from, and who fetches what of it: decided from what everybody says he has. Pure."""
+"""Which state training goes on from, and who fetches what of it: decided from what all devices say they have. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from testbed.methods.asynchronous.replication import held_at, resume_point
 from testbed.methods.parts import costs
 from testbed.methods.parts.membership import Held
 from testbed.models.chain import Unit
-from testbed.partition.redistribution import Need, Partition, needs
+from testbed.partition.redistribution import Need, StagePartition, needs
 from testbed.workload import OptimizerPart
 
 
@@ -33,29 +33,29 @@ class Placement:
 
 
 def place(
-    lineage: Lineage, inventory: Mapping[str, Held], old: Partition, new: Partition, seeded: bool, steps: int
+    lineage: Lineage, inventory: Mapping[str, Held], old: StagePartition, new: StagePartition, seeded: bool, steps: int
 ) -> Placement:
     """Choose the newest state of which every unit is somewhere, and for each device of the new partition its sources.
 
-    ``inventory`` is of the devices that are there, the central node among them; with ``seeded`` the state that the run
-    began with is to be had without anybody. After the last of all ``steps`` the central node needs every unit: the
+    ``inventory`` is of the devices that are there, the coordinator among them; with ``seeded`` the state that the run
+    began with comes from no device. After the last of all ``steps`` the coordinator needs every unit: the
     trained model is what it is there for.
     """
     held = lineage.held(inventory)
     if seeded:
-        held.setdefault(old.central, {})[0] = list(range(old.units))
+        held.setdefault(old.coordinator, {})[0] = list(range(old.units))
     step = resume_point(held, old.units)
     if step is None:
-        raise ValueError("nobody has what the run began with")
+        raise ValueError("no device has what the run began with")
     if seeded and step == 0:
         return Placement(lineage.point(0), {})
     having = held_at(held, step)
     found = needs(old, new, having)
     if step == steps:
-        found = {**found, old.central: _everything(old, having)}
+        found = {**found, old.coordinator: _everything(old, having)}
     return Placement(lineage.point(step), found)
 
 
-def _everything(old: Partition, having: Mapping[str, Collection[int]]) -> Need:
-    whole = Partition((old.central,), (0, old.units))
-    return needs(old, whole, having)[old.central]
+def _everything(old: StagePartition, having: Mapping[str, Collection[int]]) -> Need:
+    whole = StagePartition((old.coordinator,), (0, old.units))
+    return needs(old, whole, having)[old.coordinator]

@@ -10,7 +10,7 @@ from testbed.methods.asynchronous.replicas import BEGINNING, Lineage, Point, dum
 from testbed.methods.asynchronous.store import ReplicaStore
 from testbed.methods.parts.shard import weights_of
 from testbed.methods.parts.supervision import Supervisor
-from testbed.partition.redistribution import Partition
+from testbed.partition.redistribution import StagePartition
 
 if TYPE_CHECKING:
     import torch
@@ -54,11 +54,11 @@ class KnownPoints:
         point = self._newest_whole()
         return {} if point is None else weights_of(self._replicas.state(point, range(self._units)))
 
-    async def save(self, partition: Partition) -> None:
+    async def save(self, partition: StagePartition) -> None:
         """Write to the disk how training stands, beside the replicas."""
         await self._device.save("training", written(self.lineage, partition))
 
-    def remember(self) -> Partition | None:
+    def remember(self) -> StagePartition | None:
         """Read what a former program of this device has left on the disk; return the partition, if there is any."""
         training, replicas = self._device.saved("training"), self._device.saved("replicas")
         if training is None:

@@ -29,7 +29,7 @@ ENOUGH = 0.1
 
 
 async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> UnitTimes:
-    """Train every unit by itself on one batch, so many times; return the mean seconds.
+    """Train every unit by itself on one batch, ``runs`` times; return the mean seconds.
 
     ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
     """

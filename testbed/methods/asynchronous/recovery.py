@@ -22,7 +22,7 @@ from testbed.methods.asynchronous.store import ReplicaStore
 from testbed.methods.base import Job
 from testbed.methods.parts.membership import Held, Presence
 from testbed.methods.parts.supervision import Lost, Supervisor
-from testbed.partition.redistribution import Partition
+from testbed.partition.redistribution import StagePartition
 
 
 class FromReplicas:
@@ -40,7 +40,7 @@ class FromReplicas:
         """``steps`` are those of the whole training."""
         problem, pieces = job.problem, job.plan.pieces
         units = len(problem.model.units)
-        self.partition = Partition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
+        self.partition = StagePartition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
         self.points = KnownPoints(supervisor, store, units)
         self.recovering = False
         """Whether the next batch done is the first one after a recovery."""
@@ -133,7 +133,7 @@ class FromReplicas:
             raise Lost(failure.lost, back=failure.empty)
         return there
 
-    def take_up(self, partition: Partition) -> None:
+    def take_up(self, partition: StagePartition) -> None:
         """Make a partition the one to be established, from the newest state of which every unit is somewhere."""
         members = self._members
         inventory: dict[str, Held] = {self._device.name: self._replicas.inventory()}
@@ -183,7 +183,7 @@ class FromReplicas:
         """Return the incarnations of devices that are there."""
         return {name: self._members.present.get(name, self._presence.incarnation) for name in names}
 
-    def _after_loss(self, there: Sequence[str]) -> Partition:
+    def _after_loss(self, there: Sequence[str]) -> StagePartition:
         """Return the stages to go on with: the same if all are there, else what the method makes of those that are."""
         if set(self.partition.devices) <= set(there):
             return self.partition

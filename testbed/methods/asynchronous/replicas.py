@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from testbed.methods.parts.membership import Held
 from testbed.methods.parts.shard import State, restrict
-from testbed.partition.redistribution import Partition
+from testbed.partition.redistribution import StagePartition
 from testbed.wire import Message
 
 if TYPE_CHECKING:
@@ -136,12 +136,12 @@ def load(replicas: Replicas, written: Message) -> None:
         replicas.put(point, states.get(point, {}), units)
 
 
-def written(lineage: Lineage, partition: Partition) -> Message:
+def written(lineage: Lineage, partition: StagePartition) -> Message:
     """Return how training stands, beside the replicas, for the disk."""
     return Message("training", {"begun": lineage.begun, "devices": partition.devices, "cuts": partition.cuts})
 
 
-def read(training: Message) -> tuple[Lineage, Partition]:
+def read(training: Message) -> tuple[Lineage, StagePartition]:
     """Return what `written` has put down."""
     begun = tuple((made, begin) for made, begin in training["begun"])
-    return Lineage(begun), Partition(tuple(training["devices"]), tuple(training["cuts"]))
+    return Lineage(begun), StagePartition(tuple(training["devices"]), tuple(training["cuts"]))

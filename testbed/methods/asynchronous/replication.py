@@ -19,12 +19,12 @@ StepInventory = Mapping[str, Mapping[int, Collection[int]]]
 
 @dataclass(frozen=True)
 class Replication:
-    """Replicates after every so many batches; 0 is never."""
+    """After how many batches what is replicated; 0 is never."""
 
     chain_every: int = 50
-    """Each stage's units to the next stage's device, the last stage's to the central node."""
+    """Each stage's units to the next stage's device, the last stage's to the coordinator."""
     global_every: int = 100
-    """All units to the central node."""
+    """All units to the coordinator."""
 
     def chain(self, done: int) -> bool:
         """Say whether a chain replication is due after ``done`` batches."""
@@ -39,8 +39,8 @@ def resume_point(inventory: StepInventory, units: int) -> int | None:
     """Return the newest state of which every unit is somewhere, as its number of batches done; None if there is none.
 
     It is also the number of the batch to go on with: batches from there on have been undone, wherever they were done.
-    Leave devices out that are lost. The state of 0 batches is the one the run began with; who can make it anew
-    (from the seed or the central node's disk) says so by an entry.
+    Leave devices out that are lost. The state of 0 batches is the one the run began with; a device that
+    can make it (from the seed or the coordinator's disk) says so by an entry.
     """
     states = {done for held in inventory.values() for done in held}
     for done in sorted(states, reverse=True):

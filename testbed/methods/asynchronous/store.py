@@ -1,4 +1,4 @@
-"""The replica store of a device: what it keeps for restarts, and hands out to whoever lacks it."""
+"""The replica store of a device: what it keeps for restarts, and hands out to those that lack it."""
 
 from __future__ import annotations
 

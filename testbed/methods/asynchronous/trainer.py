@@ -14,7 +14,7 @@ from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.forwarding import evaluate
 from testbed.methods.parts.stage import Labels
 from testbed.methods.parts.supervision import Supervisor
-from testbed.partition.redistribution import Partition
+from testbed.partition.redistribution import StagePartition
 
 
 class AsynchronousTrainer:
@@ -63,7 +63,7 @@ class AsynchronousTrainer:
         await self._supervisor.until(lambda: self._recovery.points.has_all(self._steps))
         await evaluate(self._supervisor, self._steps, self._tests)
 
-    async def _stretch(self, first: int) -> tuple[int, Partition | None]:
+    async def _stretch(self, first: int) -> tuple[int, StagePartition | None]:
         """Train from a batch on until all are done or something else is to be done.
 
         Return the batch to go on with, and the partition to change to, if there is a better one.
@@ -81,7 +81,7 @@ class AsynchronousTrainer:
         )
         fed = done = first
         ending = False
-        wanted: Partition | None = None
+        wanted: StagePartition | None = None
         while not ending or done < fed:
             while not ending and fed - done < window:
                 if fed == self._steps or (fed > first and self._evaluates(fed)):
@@ -129,7 +129,7 @@ class AsynchronousTrainer:
         every = self._problem.options.evaluate_every
         return every is not None and step % every == 0 and step not in (self._evaluated, self._steps)
 
-    def _better(self, done: int) -> Partition | None:
+    def _better(self, done: int) -> StagePartition | None:
         """Return the partition that the pipeline is to run empty for now; None where there is none."""
         if not self._partitioner.due(done):
             return None
@@ -137,7 +137,7 @@ class AsynchronousTrainer:
         coming = self._supervisor.membership.joiners if self._partitioner.admits else set()
         return self._partitioner.better(partition, self._recovery.ordered({*partition.devices, *coming}))
 
-    async def _change(self, step: int, wanted: Partition) -> None:
+    async def _change(self, step: int, wanted: StagePartition) -> None:
         """Change to another partition, the pipeline being empty; raises `Lost` when a stage is not there any more."""
         recovery = self._recovery
         before = recovery.partition
@@ -155,7 +155,7 @@ class AsynchronousTrainer:
         )
 
     async def _learn(self) -> None:
-        """Measure, while nothing else goes on, what the choice of partitions needs and nobody knows yet."""
+        """Measure, while nothing else goes on, what the choice of partitions needs and is not known yet."""
         found, runs = None, self._partitioner.profile_runs
         if runs and not self._profiled:
             images, labels = self._training.batch(0)

@@ -118,7 +118,7 @@ class AsynchronousUpdates:
         """Return the version that a batch is forwarded and done backward with."""
         return self._base + versions.used(batch - self._base, self._span)
 
-    def forwarded(self, passage: Passage) -> None:
+    def forward_done(self, passage: Passage) -> None:
         """Count the versions in use."""
         self._under_way.add(passage.batch)
         self._in_use = max(self._in_use, len(set(map(self.version, self._under_way))))
@@ -129,7 +129,7 @@ class AsynchronousUpdates:
         times = [self._mean(), *later]
         return Gradient(self._stage.position.configuration, *passage.key, tensor, times=times, loss=loss)
 
-    def backwarded(self, passage: Passage, seconds: float, given: stages.Gradient | None) -> None:
+    def backward_done(self, passage: Passage, seconds: float, given: stages.Gradient | None) -> None:
         """Take note of what the update is to tell."""
         self._under_way.remove(passage.batch)
         self._last = (passage.seconds + seconds, *_known(passage, given))

@@ -1,4 +1,4 @@
-"""What is learnt of the devices from the run itself, and when the model is cut anew for it."""
+"""What is learnt of the devices from the run itself, and when the model is cut again for it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Repartition:
 def estimate(execution: Sequence[float], cuts: Cuts, observed: Sequence[float | None]) -> tuple[float, ...]:
     """Return the capacities by equations (1) and (2): observed over profiled seconds of each stage's units.
 
-    ``execution`` are the central node's profiled seconds of each unit for one batch, ``observed`` the mean seconds of
-    each stage for one batch; None, nothing observed yet, gives 1. The paper sets the central node's to 1; where its
+    ``execution`` are the coordinator's profiled seconds of each unit for one batch, ``observed`` the mean seconds of
+    each stage for one batch; None, nothing observed yet, gives 1. The paper sets the coordinator's to 1; where its
     time is observed, it is estimated like any other, and is 1 as long as nothing slows it.
     """
     return tuple(

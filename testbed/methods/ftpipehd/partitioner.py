@@ -16,7 +16,7 @@ from testbed.methods.base import Problem
 from testbed.methods.ftpipehd.adaptation import Repartition, estimate, worthwhile
 from testbed.network.link import Link, Pair
 from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, measured
-from testbed.partition.redistribution import Partition
+from testbed.partition.redistribution import StagePartition
 
 
 class FTPipeHDOptions(AsynchronousOptions):
@@ -49,7 +49,7 @@ class AdaptivePartitioner(HomogeneousPartitioner):
         self._profile = profile or self._profile
         self._rates.update(rates)
 
-    def unknown(self, partition: Partition) -> list[Pair]:
+    def unknown(self, partition: StagePartition) -> list[Pair]:
         """Return the neighbours, both ways, whose link was not measured."""
         pairs = [pair for one, other in pairwise(partition.devices) for pair in ((one, other), (other, one))]
         return [pair for pair in pairs if pair not in self._rates]
@@ -70,10 +70,10 @@ class AdaptivePartitioner(HomogeneousPartitioner):
         return measured({pair: self._rates.get(pair, unknown) for pair in pairs if pair in self.problem.links})
 
     def due(self, done: int) -> bool:
-        """Say whether a better partition is looked for after so many batches."""
+        """Say whether a better partition is looked for after ``done`` batches."""
         return self._when.due(done)
 
-    def observe(self, partition: Partition, times: Sequence[float | None]) -> None:
+    def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
         """Estimate capacities from the mean seconds of a batch of each stage."""
         profile = self.pipeline(partition.devices).profile
         found = estimate(profile.execution, partition.cuts, times)
@@ -81,7 +81,7 @@ class AdaptivePartitioner(HomogeneousPartitioner):
             if seconds is not None:
                 self._capacities[device] = capacity
 
-    def better(self, old: Partition, there: Sequence[str]) -> Partition | None:
+    def better(self, old: StagePartition, there: Sequence[str]) -> StagePartition | None:
         """Return a partition that is worth changing to, or None."""
         try:
             new = self.over(there)

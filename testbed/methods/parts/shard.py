@@ -46,8 +46,8 @@ class Shard:
 
     Synchronous training computes with the newest weights: gradients add up until `update`, in the order of the
     backwards. Asynchronous training names a version in each forward, and each backward is followed by an `advance`, its
-    own update. Then the running statistics of batch normalisation, too, are those of the batches that were
-    backwarded: a batch that was only forwarded, and may have to be forwarded again, has left no trace.
+    own update. Then the running statistics of batch normalisation, too, are those of the batches whose
+    backward is done: a batch that was only forwarded, and may have to be forwarded again, has left no trace.
     """
 
     def __init__(self, model: Model, first: int, last: int, seed: int, optimizer: OptimizerPart) -> None:
@@ -129,8 +129,8 @@ class Shard:
     def advance(self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0) -> None:
         """Make the next version from the newest one with the gradients that were computed with ``version``.
 
-        ``key`` is that of the batch just backwarded. ``aggregate`` versions, if more than one, are then averaged in the
-        new one; those before ``oldest_needed`` are freed.
+        ``key`` is that of the batch just done backward. ``aggregate`` versions, if more than one, are then averaged in
+        the new one; those before ``oldest_needed`` are freed.
         """
         gradients = _taken(self.versions[version])
         # What is to be averaged has to be there, the newest so far among it.

@@ -56,13 +56,13 @@ class UpdatePolicy(Protocol):
     def version(self, batch: int) -> int | None:
         """Return which version of the weights a batch meets; None: the newest, there being no other."""
 
-    def forwarded(self, passage: Passage) -> None:
+    def forward_done(self, passage: Passage) -> None:
         """Take note of a forward that is done and handed on."""
 
     def gradient(self, passage: Passage, tensor: torch.Tensor, given: Gradient | None) -> Gradient:
         """Return the message to the stage before; ``given`` is the one of the stage after, if there is one."""
 
-    def backwarded(self, passage: Passage, seconds: float, given: Gradient | None) -> None:
+    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> None:
         """Take note of a backward that is done and handed on."""
 
     async def update(self, number: int) -> None:
@@ -110,7 +110,7 @@ class StageLoop:
             outputs, seconds = await self._timed(partial(forward, key, inputs), cost, span)
             stage.post(stage.position.after, replace(given, tensor=outputs))
         self._under_way[number] = passage = Passage(*key, len(inputs), loss, seconds)
-        policy.forwarded(passage)
+        policy.forward_done(passage)
         return True
 
     async def _timed(self, work: Callable[[], T], cost: Cost, span: Span) -> tuple[T, float]:
@@ -139,4 +139,4 @@ class StageLoop:
         if stage.position.before is not None:
             assert gradient is not None
             stage.post(stage.position.before, policy.gradient(passage, gradient, given))
-        policy.backwarded(passage, seconds, given)
+        policy.backward_done(passage, seconds, given)

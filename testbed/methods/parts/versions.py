@@ -1,4 +1,4 @@
-"""The trained weights of a module as they were after one update and another, as long as somebody needs them."""
+"""The trained weights of a module after each of the last updates, as long as they are needed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Versions:
             del self._sets[version]
 
     def aggregate(self, count: int) -> None:
-        """Put the mean of the last so many versions in the newest one's place."""
+        """Put the mean of the last ``count`` versions in the newest one's place."""
         import torch
 
         means = aggregation.mean([self._sets[self.newest - back] for back in range(count)])

@@ -46,7 +46,7 @@ class Routine:
 
     schedule: Schedule
     micro_batches: int
-    """Of a batch, if it has so many samples."""
+    """Of a batch; fewer where it has fewer samples."""
     checkpoint_every: int
     """Steps after which each stage sends its state to the coordinator; it does so after the last step in any case."""
     evaluate_every: int | None = None
@@ -89,7 +89,7 @@ class SynchronousUpdates:
     def version(self, batch: int) -> None:
         """All micro-batches meet the newest weights."""
 
-    def forwarded(self, passage: Passage) -> None:
+    def forward_done(self, passage: Passage) -> None:
         """Add to the loss of the batch."""
         self._loss += passage.loss
 
@@ -97,7 +97,7 @@ class SynchronousUpdates:
         """Return the message to the stage before."""
         return Gradient(self._stage.position.configuration, *passage.key, tensor)
 
-    def backwarded(self, passage: Passage, seconds: float, given: Gradient | None) -> None:
+    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> None:
         """The gradient is added up in the shard; there is nothing else to do."""
 
     async def update(self, number: int) -> None:

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from testbed.methods.asynchronous.placement import place
 from testbed.methods.asynchronous.replicas import BEGINNING, Lineage, Point
 from testbed.models import create
-from testbed.partition.redistribution import Partition
+from testbed.partition.redistribution import StagePartition
 from testbed.workload import OptimizerPart
 
-OLD = Partition(("a", "b", "c"), (0, 2, 4, 6))
-NEW = Partition(("a", "c"), (0, 3, 6))
+OLD = StagePartition(("a", "b", "c"), (0, 2, 4, 6))
+NEW = StagePartition(("a", "c"), (0, 3, 6))
 LINEAGE = Lineage().branch(0, 1)
 
 

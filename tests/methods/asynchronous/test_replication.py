@@ -8,9 +8,9 @@ from replicated import chained, gathered, without
 from testbed.methods.asynchronous.failure import FailureCase, classify_failure
 from testbed.methods.asynchronous.replication import Replication, held_at, resume_point
 from testbed.methods.ftpipehd.adaptation import Repartition, estimate, worthwhile
-from testbed.partition.redistribution import Partition, needs
+from testbed.partition.redistribution import StagePartition, needs
 
-ROW = Partition(("centre", "one", "two", "three"), (0, 2, 4, 6, 8))
+ROW = StagePartition(("centre", "one", "two", "three"), (0, 2, 4, 6, 8))
 
 
 def test_the_papers_schedule() -> None:
@@ -51,7 +51,7 @@ def test_what_training_resumes_from() -> None:
 
 def test_a_state_older_than_the_partition_is_found_under_the_one_that_replicated_it() -> None:
     """Replicated after 200 batches, repartitioned after 210, a death after 230."""
-    now = Partition(("centre", "one", "three"), (0, 1, 3, 8))
+    now = StagePartition(("centre", "one", "three"), (0, 1, 3, 8))
     plan = needs(ROW, now, without(chained(ROW), ["two"]))
     assert plan["three"].local == (4, 5, 6, 7)
     assert plan["three"].fetch == {"one": (3,)}

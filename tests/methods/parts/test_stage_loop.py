@@ -44,14 +44,14 @@ class Plain:
     def version(self, batch):
         return None
 
-    def forwarded(self, passage):
+    def forward_done(self, passage):
         self.done.append(f"F{passage.micro}")
         self.loss += passage.loss
 
     def gradient(self, passage, tensor, given):
         return Gradient(0, *passage.key, tensor)
 
-    def backwarded(self, passage, seconds, given):
+    def backward_done(self, passage, seconds, given):
         assert seconds > 0
         self.done.append(f"B{passage.micro}")
 
