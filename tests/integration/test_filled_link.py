@@ -13,7 +13,7 @@ from agent.http import serve
 from agent.receiving import Arrival, DataApplication, Inbox
 from agent.sending import Delivery, Lane
 from agent.settings import Settings
-from controller.bench.conformance import Lab
+from controller.bench.conformance import NamespaceLab
 from testbed.framing import wire_bytes
 from testbed.network.link import Link
 from testbed.wire import Message, encode
@@ -26,12 +26,12 @@ LONG = Link(rate=50e6, delay=0.02)
 
 
 @pytest.fixture
-def lab() -> Iterator[Lab]:
-    with Lab("userspace", devices=2) as made:
+def lab() -> Iterator[NamespaceLab]:
+    with NamespaceLab("userspace", devices=2) as made:
         yield made
 
 
-def transmit(lab: Lab, count: int, size: int) -> tuple[list[Delivery], list[Arrival]]:
+def transmit(lab: NamespaceLab, count: int, size: int) -> tuple[list[Delivery], list[Arrival]]:
     """Send so many messages at once from the first device to the second; return when each was acknowledged."""
     arrivals: list[Arrival] = []
     here, there = lab.names
@@ -59,7 +59,7 @@ def transmit(lab: Lab, count: int, size: int) -> tuple[list[Delivery], list[Arri
         server.stop()
 
 
-def test_messages_of_100_kb_fill_50_mbit_over_20_ms(lab: Lab) -> None:
+def test_messages_of_100_kb_fill_50_mbit_over_20_ms(lab: NamespaceLab) -> None:
     shares = []
     for _ in range(3):  # the machine may be busy with something else meanwhile
         with_back = dict.fromkeys(lab.pairs, LONG)
