@@ -15,7 +15,7 @@ from agent.events import EventLog
 from agent.pacing import Charge, DeviceTime, Measured, Pace, Processors, fixed, slowed
 from agent.receiving import Arrival, Inbox
 from agent.sending import Lane
-from agent.settings import Address, Settings
+from agent.settings import Settings
 from testbed.device import Cost, Span
 from testbed.trace.events import Event
 from testbed.wire import Message, encode
@@ -23,8 +23,7 @@ from testbed.wire import Message, encode
 if TYPE_CHECKING:
     import torch
 
-    from agent.deployment import Peer
-    from testbed.hardware import DeviceSpec
+    from agent.deployment import Deployment
 
 T = TypeVar("T")
 
@@ -40,14 +39,13 @@ class RealDevice:
     def __init__(
         self,
         settings: Settings,
-        spec: DeviceSpec,
-        peers: Mapping[str, Peer],
-        broadcast: Address | None,
+        deployment: Deployment,
         origin: float,
         log: EventLog,
         pace: Pace | None = None,
         lost: Lost = lambda _sender, _number: False,
     ) -> None:
+        spec, peers = deployment.problem.device(settings.device), deployment.peers
         self.name = settings.device
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.processors = Processors(spec.processors, pace)
@@ -70,7 +68,7 @@ class RealDevice:
         self._writing = asyncio.Lock()
         self._casts = asyncio.Lock()
         self._cast_number = count()
-        self._caster = Caster(self.name, settings.cast, broadcast, self._token, settings.message_limit, lost)
+        self._caster = Caster(self.name, settings.cast, deployment.broadcast, self._token, settings.message_limit, lost)
         self._caster.start(self.inbox)
         self._closed = False
 

@@ -184,12 +184,10 @@ class Runner:
         from testbed.methods.base import Job
 
         settings, problem = self.settings, deployment.problem
-        spec = problem.device(settings.device)
-        lost = self._loses(deployment)
-        device = RealDevice(settings, spec, deployment.peers, deployment.broadcast, origin, self.log, self.pace, lost)
+        device = RealDevice(settings, deployment, origin, self.log, self.pace, self._loses(deployment))
         loop = asyncio.get_running_loop()
         assert isinstance(loop, _Loop)
-        loop.went_off = device.hear
+        loop.on_timer = device.hear
         job = Job(problem, deployment.plan, self._dataset, self._weights)
         with self._lock:
             self.device = device
@@ -259,7 +257,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         # Timers as fine as the kernel's: epoll would round every wait up to a millisecond.
         super().__init__(selectors.SelectSelector())
-        self.went_off: Callable[[float], None] = lambda _: None
+        self.on_timer: Callable[[float], None] = lambda _: None
 
     def call_at(
         self, when: float, callback: Callable[[*_Arguments], object], *args: *_Arguments, context: Context | None = None
@@ -267,7 +265,7 @@ class _Loop(asyncio.SelectorEventLoop):
         """Like the loop's own, whose clock is the monotonic one."""
 
         def go_off(*args: *_Arguments) -> None:
-            self.went_off(when)
+            self.on_timer(when)
             callback(*args)
 
         return super().call_at(when, go_off, *args, context=context)

@@ -83,7 +83,6 @@ def run(
     console = Console(stderr=as_json, highlight=False)
     if len(prepared) > 1:
         from controller.results.publishing import fresh
-        from controller.results.run import value_text
 
         # Runs of one sweep lie together, and never among those of an earlier one.
         out = fresh(out or Path("results") / loaded.name)
@@ -91,8 +90,7 @@ def run(
     runs = []
     for number, each in enumerate(prepared):
         if len(prepared) > 1:
-            point = ", ".join(f"{key}={value_text(value)}" for key, value in each.trial.point.items())
-            console.print(f"[bold]run {number + 1} of {len(prepared)}[/] {point} repetition {each.trial.repetition}")
+            console.print(f"[bold]run {number + 1} of {len(prepared)}[/] {_point(each)}")
         try:
             outcome = _run_one(each, runtime, initial, console, links=links, accept_links=accept_links, keep=keep)
         except TestbedError as error:
@@ -110,6 +108,15 @@ def run(
         shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
         click.echo(json.dumps(shown[0] if len(prepared) == 1 else shown, indent=2, default=str))
     _judge(runs, table)
+
+
+def _point(prepared: Prepared) -> str:
+    """Say which run of a sweep or of repetitions this is."""
+    from controller.results.run import value_text
+
+    parts = [f"{key}={value_text(value)}" for key, value in prepared.trial.point.items()]
+    again = [f"repetition {prepared.trial.repetition + 1}"] if prepared.scenario.repetitions > 1 else []
+    return ", ".join([*parts, *again])
 
 
 def _run_one(
