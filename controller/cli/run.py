@@ -115,7 +115,7 @@ def _point(prepared: Prepared) -> str:
     from controller.results.run import value_text
 
     parts = [f"{key}={value_text(value)}" for key, value in prepared.trial.point.items()]
-    again = [f"repetition {prepared.trial.repetition + 1}"] if prepared.scenario.repetitions > 1 else []
+    again = [f"repetition {prepared.trial.repetition + 1}"] if prepared.trial.repetition else []
     return ", ".join([*parts, *again])
 
 
