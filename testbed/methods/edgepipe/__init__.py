@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from testbed.device import Device
 from testbed.methods.base import Job, Method, Problem
+from testbed.methods.edgepipe.figures import DECLARED
 from testbed.methods.edgepipe.planner import EdgePipeDetails, EdgePipeOptions, plan, timetable_of
 from testbed.methods.edgepipe.timeslots import draw
 from testbed.plan import Plan
@@ -26,6 +27,7 @@ class EdgePipe(Method[EdgePipeOptions, EdgePipeDetails]):
     Options = EdgePipeOptions
     Details = EdgePipeDetails
     samples_everywhere = True
+    declared = DECLARED
 
     def plan(self, problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
         """Divide the layers, map the super neurons, time the slots. Raises `InputError` where that cannot be."""

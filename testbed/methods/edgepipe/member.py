@@ -177,7 +177,8 @@ class Member:
             self._mailbox.post(self._device.name, message)
         others = [name for name in receivers if name != self._device.name]
         if others:
-            await self._mailbox.cast(others, message)
+            for _ in range(self._problem.options.transmissions):
+                await self._mailbox.cast(others, message)
 
     def _forget(self, layer: int, batch: int) -> None:
         self._forwarded.discard((layer, batch))

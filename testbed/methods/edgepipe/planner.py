@@ -35,6 +35,10 @@ class EdgePipeOptions(Options):
     """M_layers, the most layers of a group, instead of what `allocation` says."""
     mapping: Literal["genetic", "random", "upper"] = "genetic"
     """Who takes which super neuron: Algorithm 2, by chance, or the best of all orders."""
+    pipelined: bool = True
+    """False: a batch begins when the one before it is through (the paper's Model)."""
+    transmissions: int = Field(1, ge=1, le=100)
+    """How often each message is cast, all in one timeslot; 2 is the paper's r-TX."""
     slot: Duration | None = Field(None, gt=0)
     """Length of a timeslot; None: the longest computation, the longest transmission, and `margin`."""
     margin: Duration = MARGIN
@@ -52,13 +56,14 @@ class EdgePipeDetails(Details):
     """Of the highest closeness centrality on expected transmissions; it would plan."""
     score: float
     """Sum of the Hadamard product of connectivity and reception ratios."""
+    pipelined: bool
     slot: float
     """Seconds."""
 
 
 def timetable_of(details: EdgePipeDetails) -> Timetable:
     """Return when each layer of a plan works on each batch."""
-    return timetable([range(first, stop) for first, stop in details.groups])
+    return timetable([range(first, stop) for first, stop in details.groups], details.pipelined)
 
 
 def division_of(problem: Problem[EdgePipeOptions]) -> Partition:
@@ -101,7 +106,7 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
     order, reached = _mapped(problem, division, mapping.matrix(names, lambda a, b: ratios.get((a, b), 0.0)))
     devices = tuple(names[index] for index in order)
     _check_links(division, devices, ratios)
-    table = timetable(division.groups)
+    table = timetable(division.groups, problem.options.pipelined)
     slot = _slot(problem, division, devices)
     last = division.holders(len(division.neurons) - 1)
     return Plan(
@@ -117,6 +122,7 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
             devices=devices,
             coordinator=coordinator(names, ratios),
             score=reached,
+            pipelined=problem.options.pipelined,
             slot=slot,
         ),
     )
@@ -177,14 +183,15 @@ def _longest_computation(problem: Problem[EdgePipeOptions], part: SuperNeuron, d
 def _longest_transmission(
     problem: Problem[EdgePipeOptions], division: Partition, part: SuperNeuron, name: str
 ) -> float:
-    """Return the seconds until a device's longest message of a batch has arrived everywhere."""
+    """Return the seconds until a device's longest message of a batch has arrived everywhere, as often as it is cast."""
     outputs = [len(part.of(layer)) for layer in part.layers]
     losses = [division.neurons[layer - 1] for layer in part.layers if layer > 1]
     values = max(outputs + losses) * problem.workload.batch_size
     leaving = [link for pair, link in problem.links.items() if pair[0] == name]
     rate = broadcast_rate(leaving)
     delay = max((link.delay + 4 * link.jitter for link in leaving), default=0.0)
-    return delay + (0.0 if rate is None else 8 * wire.size_around(BYTES_PER_VALUE * values) / rate)
+    times = problem.options.transmissions
+    return delay + (0.0 if rate is None else times * 8 * wire.size_around(BYTES_PER_VALUE * values) / rate)
 
 
 def _parameters(layer: GraphLayer, neurons: range) -> int:

@@ -73,14 +73,15 @@ class Timetable:
         return 0 if backward is None else (backward - self.forward[layer]) // self.period + 1
 
 
-def timetable(groups: Sequence[range]) -> Timetable:
+def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
     """Return the timetable of groups of adjacent layers, from the input layer on.
 
     Every layer is forwarded in the slot after the layer before. A group goes backward as soon as the group behind it is
-    done, or, where groups are of unequal length, in the first slots after that in which it is never forwarding.
+    done, or, where groups are of unequal length, in the first slots after that in which it is never forwarding. Not
+    ``pipelined``, a batch begins when the one before it is through (the paper's Model).
     """
     layers = groups[-1].stop
-    period = max(len(group) + len(_learning(group)) for group in groups)
+    period = max(len(group) + len(_learning(group)) for group in groups) if pipelined else naive_slots(layers, 1)
     backward: list[int | None] = [None] * layers
     free = layers
     for group in reversed(groups):

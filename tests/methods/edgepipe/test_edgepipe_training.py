@@ -12,7 +12,10 @@ from torch.nn import functional
 
 from testbed.data.batches import batch
 from testbed.errors import InputError
+from testbed.methods.edgepipe import EdgePipe
 from testbed.methods.edgepipe.planner import division_of, plan, timetable_of
+from testbed.scenario.expand import trials
+from testbed.trace.metrics import metrics
 
 SIX = {"workers": 5, "workload": {"optimizer": {"learning_rate": 0.1}}}
 
@@ -43,6 +46,8 @@ def reference(scenario):
         ({"allocation": "horizontal"}, [1] * 5),
         ({"layers": 4}, [2, 1, 1, 1, 1]),
         ({"mapping": "random"}, [3, 2, 2, 1, 1]),
+        ({"transmissions": 2}, [3, 2, 2, 1, 1]),
+        ({"pipelined": False}, [1] * 5),
     ],
 )
 def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(method, spans):
@@ -74,6 +79,23 @@ def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_s
     assert chosen.step_time == 4 * slot
 
 
+def test_without_a_pipeline_batches_take_as_many_slots_as_passes():
+    _, chosen = planned(six({"pipelined": False}))
+    assert timetable_of(chosen.details).slots(12) == 11 * 12
+
+
+def test_repeated_transmissions_are_casts_more_and_are_heard_more_often():
+    network = {"link": {"message_loss": "50%"}}
+    casts, learned = [], []
+    for times in (1, 2, 6):
+        outcome = run(six({"transmissions": times, "allocation": "vertical"}, network=network))
+        casts.append(len(of(outcome, "cast")))
+        learned.append(sum(each["span"] == "backward" for each in of(outcome, "compute")))
+    assert learned[0] < learned[1] < learned[2] <= 12 * 5
+    # The output layer's losses always go out; what is not learnt is not cast on.
+    assert casts[0] < casts[1] < casts[2]
+
+
 def lossy(scenario_keys, *pairs):
     links = [{"from": a, "to": b, "message_loss": "99.9999999%"} for a, b in pairs]
     network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
@@ -94,6 +116,9 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
         name: sum(event.fields["span"] == "backward" for event in outcome.events if named(event, "compute", name))
         for name in devices
     }
+    (trial,) = trials(written)
+    figures = metrics(outcome, trial.experiment, chosen, EdgePipe.declared)
+    assert figures["learned"] == pytest.approx(1 - 1 / 10)
     # Of layers 0 and 1 only layer 1 learns: never on the device that misses a loss.
     assert updated == {devices[0]: 0, devices[1]: 12, **dict.fromkeys(devices[2:], 24)}
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(frozen(written, division), rel=1e-5)
