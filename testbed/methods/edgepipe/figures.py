@@ -13,6 +13,11 @@ def _learned(record: Record) -> float | None:
     return made / due if due else None
 
 
+def _deviation(record: Record) -> float | None:
+    found = [event.fields.get("deviation") for event in record.of("evaluate")]
+    return found[-1] if found else None
+
+
 DECLARED = Declared(
     figures=(
         Figure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from statistics import fmean, pstdev
 
 import torch
 from torch.nn import functional
@@ -52,6 +53,7 @@ class Member:
         self._output = len(self._division.neurons) - 1
         self._leads = job.plan.lead == self._device.name
         self._layers = dense_layers(problem)
+        self._scores = [Score() for _ in range(problem.options.test_runs)]
         self._forwarded: set[tuple[int, int]] = set()
         """Layers and batches that wait for their losses."""
         self.shards = {layer: self._shard(layer) for layer in self._part.layers if layer}
@@ -73,17 +75,29 @@ class Member:
         await self._test(count, testing(self._table))
 
     async def _test(self, first: int, table: Timetable) -> None:
-        steps, tests = self._training.steps, len(self._tests)
-        for slot in range(table.slots(tests)):
+        count = self._problem.options.test_runs * len(self._tests)
+        scored = 0
+        for slot in range(table.slots(count)):
             action = table.action(self._part.group, slot)
-            if await self._begins(first + slot) and action is not None and action.batch < tests:
-                await self._forward(action.layer, steps + action.batch)
-        await self._device.sleep(max(0.0, (first + table.slots(tests)) * self._slot - self._device.now()))
+            if await self._begins(first + slot) and action is not None and action.batch < count:
+                if self._leads and action.layer == self._output:
+                    # The results of the batch before were shared in a slot that is over.
+                    scored = self._score(scored, action.batch)
+                await self._forward(action.layer, self._training.steps + action.batch)
+        await self._device.sleep(max(0.0, (first + table.slots(count)) * self._slot - self._device.now()))
         if self._leads:
-            score = Score()
-            for test in range(tests):
-                score.add(self._arrived(self._output, steps + test), self._tests.labels(test))
-            self._device.record("evaluate", step=steps, **score.fields())
+            self._score(scored, count)
+            accuracies = [run.accuracy for run in self._scores]
+            told = {"accuracy": fmean(accuracies), "loss": fmean(run.loss for run in self._scores)}
+            self._device.record("evaluate", step=self._training.steps, **told, deviation=pstdev(accuracies))
+
+    def _score(self, begin: int, end: int) -> int:
+        """Count the results of test batches from ``begin`` up to but without ``end``, which is returned."""
+        each = len(self._tests)
+        for test in range(begin, end):
+            results = self._arrived(self._output, self._training.steps + test)
+            self._scores[test // each].add(results, self._tests.labels(test % each))
+        return end
 
     async def _begins(self, slot: int) -> bool:
         """Sleep until a slot begins; False where it is over, since the device stood still."""
@@ -166,8 +180,7 @@ class Member:
             if message is not None:
                 neurons = self._division.super_neurons[index].of(layer)
                 found[:, neurons.start : neurons.stop] = message.tensor
-        if batch < self._training.steps:
-            self._mailbox.expire(Outputs, (batch - self._table.staleness(1) - 1,))
+        self._mailbox.expire(Outputs, (batch - self._table.staleness(1) - 1,))
         return found
 
     async def _cast(self, layer: int, message: Outputs | Losses) -> None:
@@ -186,12 +199,14 @@ class Member:
 
     def _images(self, batch: int) -> torch.Tensor:
         steps = self._training.steps
-        images = self._training.batch(batch)[0] if batch < steps else self._tests.images(batch - steps)
+        images = (
+            self._training.batch(batch)[0] if batch < steps else self._tests.images((batch - steps) % len(self._tests))
+        )
         return images.flatten(1)
 
     def _samples(self, batch: int) -> int:
         steps = self._training.steps
-        return self._training.samples if batch < steps else len(self._tests.samples(batch - steps))
+        return self._training.samples if batch < steps else len(self._tests.samples((batch - steps) % len(self._tests)))
 
 
 def testing(table: Timetable) -> Timetable:

@@ -39,6 +39,8 @@ class EdgePipeOptions(Options):
     """False: a batch begins when the one before it is through (the paper's Model)."""
     transmissions: int = Field(1, ge=1, le=100)
     """How often each message is cast, all in one timeslot; 2 is the paper's r-TX."""
+    test_runs: int = Field(1, ge=1, le=1000)
+    """How often all test samples pass after training, each time over the links as they are."""
     slot: Duration | None = Field(None, gt=0)
     """Length of a timeslot; None: the longest computation, the longest transmission, and `margin`."""
     margin: Duration = MARGIN

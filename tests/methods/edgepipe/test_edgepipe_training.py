@@ -96,6 +96,20 @@ def test_repeated_transmissions_are_casts_more_and_are_heard_more_often():
     assert casts[0] < casts[1] < casts[2]
 
 
+def test_test_runs_pass_over_the_lossy_links_each_by_itself():
+    network = {"link": {"message_loss": "20%"}}
+    workload = {"optimizer": {"learning_rate": 0.1}, "steps": 60}
+    method = {"name": "edgepipe", "test_runs": 20}
+    written = scenario(5, workload=workload, method=method, network=network)
+    (tested,) = of(run(written), "evaluate")
+    assert tested["deviation"] > 0
+    (same,) = of(run(six({"test_runs": 3})), "evaluate")
+    (once,) = of(run(six()), "evaluate")
+    assert same["deviation"] == once["deviation"] == 0
+    assert same["accuracy"] == pytest.approx(once["accuracy"])
+    assert same["loss"] == pytest.approx(once["loss"])
+
+
 def lossy(scenario_keys, *pairs):
     links = [{"from": a, "to": b, "message_loss": "99.9999999%"} for a, b in pairs]
     network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
