@@ -84,16 +84,16 @@ class Profile:
             "server forward": samples * sum(layer.forward for layer in theirs),  # (6)
             "backward": samples * sum(layer.backward for layer in mine),  # (7)
             "server backward": samples * sum(layer.backward for layer in theirs),  # (8)
-            "upload": transfer(self.up, activation),  # (9), with the labels
-            "download": transfer(self.down, gradient),  # (10)
+            "upload": self.up.transmission_time(size_around(activation)),  # (9), with the labels
+            "download": self.down.transmission_time(size_around(gradient)),  # (10)
         }
 
     def iteration(self, choice: Choice, batch_size: int) -> float:
         """Return the seconds of one iteration: T(b_N) and the device's update. The server's goes on meanwhile."""
         durations = self.durations(choice.split, mini_batch(batch_size, choice.parallel))
-        answers: dict[Kind, float] = {"upload": self.down.delay, "download": self.up.delay}
+        delays: dict[Kind, float] = {"upload": self.up.delay, "download": self.down.delay}
         update = sum(layer.update for layer in self.device[: choice.split])
-        return iteration_time(durations, choice.parallel, answers) + update
+        return iteration_time(durations, choice.parallel, delays) + update
 
     def training(self, choice: Choice, samples: int, batch_size: int) -> float:
         """Return the seconds that a device with so many samples trains in an epoch, without exchanging models."""

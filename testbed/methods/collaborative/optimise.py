@@ -16,6 +16,7 @@ def parallel_batches(profile: Profile, split: int, batch_size: int) -> int:
     """
     whole = profile.durations(split, batch_size)
     idle = whole["upload"] + whole["server forward"] + whole["server backward"] + whole["download"]
+    idle += profile.up.delay + profile.down.delay
     shorter = min(whole["forward"], whole["backward"])
     wanted = 1 + math.ceil(idle / shorter) if shorter > 0 else batch_size
     return min(wanted, batch_size)

@@ -49,28 +49,27 @@ def stages(count: int) -> Iterator[Stage]:
         yield "backward", n
 
 
-def ends(
-    durations: Mapping[Kind, float], count: int, answers: Mapping[Kind, float] | None = None
-) -> dict[Stage, float]:
+def ends(durations: Mapping[Kind, float], count: int, delays: Mapping[Kind, float] | None = None) -> dict[Stage, float]:
     """Return T(r) of every stage r, the seconds from the iteration's begin to its end: equations (11) to (13).
 
     Args:
         durations: t(r) in seconds, the same for all mini-batches.
         count: N, at least 1.
-        answers: seconds that pass between the end of a stage and the begin of the next of its kind: a message leaves
-            once the one before it is acknowledged. The paper knows none.
+        delays: seconds until the end of a stage is known to stages of other kinds: a message arrives a link's delay
+            after its last byte has left, when the next one is under way. The paper knows none.
     """
-    answers = answers or {}
+    delays = delays or {}
     found: dict[Stage, float] = {}
     for stage in stages(count):
         kind, _ = stage
         waits = (
-            found[before] + (answers.get(kind, 0.0) if before[0] == kind else 0.0) for before in previous(stage, count)
+            found[before] + (delays.get(before[0], 0.0) if before[0] != kind else 0.0)
+            for before in previous(stage, count)
         )
         found[stage] = durations[kind] + max(waits, default=0.0)
     return found
 
 
-def iteration_time(durations: Mapping[Kind, float], count: int, answers: Mapping[Kind, float] | None = None) -> float:
+def iteration_time(durations: Mapping[Kind, float], count: int, delays: Mapping[Kind, float] | None = None) -> float:
     """Return T(b_N), the seconds of an iteration of ``count`` mini-batches; arguments as of `ends`."""
-    return ends(durations, count, answers)["backward", count]
+    return ends(durations, count, delays)["backward", count]
