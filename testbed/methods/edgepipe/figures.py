@@ -27,5 +27,6 @@ DECLARED = Declared(
             _learned,
             brief=True,
         ),
+        Figure("accuracy_deviation", "share", "standard deviation of the accuracy over the test runs", _deviation),
     )
 )

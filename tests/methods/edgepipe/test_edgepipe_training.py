@@ -101,8 +101,13 @@ def test_test_runs_pass_over_the_lossy_links_each_by_itself():
     workload = {"optimizer": {"learning_rate": 0.1}, "steps": 60}
     method = {"name": "edgepipe", "test_runs": 20}
     written = scenario(5, workload=workload, method=method, network=network)
-    (tested,) = of(run(written), "evaluate")
+    outcome = run(written)
+    (tested,) = of(outcome, "evaluate")
     assert tested["deviation"] > 0
+    (trial,) = trials(written)
+    figures = metrics(outcome, trial.experiment, planned(written)[1], EdgePipe.declared)
+    assert figures["accuracy_deviation"] == tested["deviation"]
+    assert figures["accuracy"] == tested["accuracy"]
     (same,) = of(run(six({"test_runs": 3})), "evaluate")
     (once,) = of(run(six()), "evaluate")
     assert same["deviation"] == once["deviation"] == 0
