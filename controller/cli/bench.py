@@ -16,7 +16,7 @@ from controller.report import tables
 if TYPE_CHECKING:
     from controller.bench.figure import Measurement
 
-PARTS = ("clocks", "pacing", "transfer", "memory", "startup", "conformance")
+PARTS = ("clocks", "pacing", "transfer", "gloo", "memory", "startup", "conformance")
 
 
 def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
@@ -35,7 +35,8 @@ def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
 
     clocks: speed of the simulator; the quickstart emulated against simulated. pacing: whether work takes what it is
     charged, on an idle and on a loaded host. transfer: tensors and small messages on
-    real links. memory: of idle and working devices. startup: devices up and shaped against bare containers.
+    real links. gloo: a step of our pipeline against torch's own over gloo and against the plan. memory: of idle and
+    working devices. startup: devices up and shaped against bare containers.
     conformance: links requested and achieved, by backend. All of them by default, a quarter of an hour. Run it on an
     idle machine: what else runs here is in the figures.
 

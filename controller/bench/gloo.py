@@ -1,0 +1,160 @@
+"""Our pipeline beside torch's own over gloo: the same model, cuts, devices and links; links decide, not computing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import docker
+
+from controller.bench import gloo_program
+from controller.bench.figure import Measurement
+from controller.lab.containers import DeviceContainer
+from controller.lab.engine import connect
+from controller.lab.lab import Lab
+from controller.running.emulation import emulate
+from testbed.data import load as load_data
+from testbed.errors import TestbedError
+from testbed.plan import Plan
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+from testbed.trace.host import added
+from testbed.trace.record import Record, Step
+
+SCHEDULES = ("1f1b", "gpipe")
+DEVICES = 4
+INPUTS, CLASSES = 64, 10
+"""Of the data set digits."""
+HIDDEN = (8, 512, 8, 512, 8, 512, 8)
+"""512 values a sample cross each cut, as in a perceptron of seven times 512. Layers of 8 between them make computing
+so light that no host of few cores is late, which would be the host's time and not the transport's."""
+BATCH = 256
+MICRO_BATCHES = 4
+WARM_UP = 3
+"""Steps left out at the beginning: connections are made and their windows open."""
+STEPS = 10
+SHARE = 0.8
+"""Of the time of gloo that ours may take."""
+AWAY = 0.05
+"""Share of the plan by which ours may differ from it."""
+INTERFACE = "eth1"
+"""Of a device, on the data network."""
+PORT = 29500
+_TAIL = 2000
+"""Characters of a failed program's output that are shown."""
+
+
+def scenario(schedule: str) -> Scenario:
+    """Return the comparison's scenario by one of our schedules, two layers a device."""
+    return Scenario.model_validate(
+        {
+            "name": "bench-gloo",
+            "devices": {"device": {"count": DEVICES, "speed": "40gflops"}},
+            "network": {"link": {"rate": "50mbit", "delay": "5ms"}},
+            "workload": {
+                "task": "train",
+                "model": {"name": "mlp", "hidden": list(HIDDEN)},
+                "data": {"name": "digits"},
+                "method": {
+                    "name": "pipeline",
+                    "schedule": schedule,
+                    "micro_batches": MICRO_BATCHES,
+                    # The optimal cuts would leave devices out: links, and not computing, take the time.
+                    "partition": "even",
+                },
+                "batch_size": BATCH,
+                "steps": WARM_UP + STEPS,
+            },
+        }
+    )
+
+
+def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
+    """Return what each device's gloo program is told: the plan's cuts, a rank for each stage."""
+    common = {
+        "world": len(plan.pieces),
+        "schedule": schedule,
+        "widths": [INPUTS, *HIDDEN, CLASSES],
+        "batch": BATCH,
+        "micro_batches": MICRO_BATCHES,
+        "steps": WARM_UP + STEPS,
+    }
+    return {
+        piece.device: {"rank": rank, "first": piece.first, "last": piece.last, **common}
+        for rank, piece in enumerate(plan.pieces)
+    }
+
+
+def _execute(client: docker.DockerClient, device: DeviceContainer, first: str, job: Mapping[str, Any]) -> list[float]:
+    """Run the program in a device's container and return the seconds of its steps."""
+    program = Path(gloo_program.__file__).read_text()
+    environment = {
+        # Its name is the control network's, which is closed to other devices.
+        "MASTER_ADDR": first,
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["python3", "-c", program, json.dumps(job)]
+    started = client.api.exec_create(device.id, command, environment=environment)["Id"]
+    output, errors = (part or b"" for part in client.api.exec_start(started, demux=True))
+    if client.api.exec_inspect(started)["ExitCode"] != 0:
+        said = (output + errors).decode(errors="replace")[-_TAIL:]
+        raise TestbedError(f"torch's pipelining failed on {device.name}: {said.strip()}")
+    seconds: list[float] = json.loads(output)
+    return seconds
+
+
+def gloo_times(lab: Lab, plan: Plan, schedule: str) -> list[float]:
+    """Return the seconds of the first stage's steps, without those to warm up."""
+    work = jobs(plan, schedule)
+    leader = lab.devices[plan.lead]
+    client = connect()
+    with ThreadPoolExecutor(len(work)) as pool:
+        running = {
+            name: pool.submit(_execute, client, lab.devices[name], leader.address, job) for name, job in work.items()
+        }
+    seconds = {name: future.result() for name, future in running.items()}
+    return seconds[plan.lead][WARM_UP:]
+
+
+def our_times(steps: Sequence[Step]) -> list[float]:
+    """Return the seconds of our undisturbed steps of whole batches, without those to warm up."""
+    return [step.seconds for step in steps if step.steady and step.step >= WARM_UP]
+
+
+def judge(schedule: str, ours: float, gloo: float, planned: float, detail: str = "") -> Iterator[Measurement]:
+    """Yield the three step times, in seconds, and the two ratios that have goals; ``detail`` is about ours."""
+    yield Measurement(f"step by {schedule}, torch's pipelining over gloo", gloo, "s")
+    yield Measurement(f"step by {schedule}, ours", ours, "s", detail=detail)
+    yield Measurement(f"step by {schedule}, the plan's", planned, "s")
+    yield Measurement(f"step by {schedule}, ours to gloo's", ours / gloo, "x", SHARE)
+    yield Measurement(f"step by {schedule}, ours away from the plan", abs(ours / planned - 1), "", AWAY)
+
+
+def _with_gloo(prepared: Mapping[str, Prepared]) -> dict[str, float]:
+    """Return the median step time of each schedule over gloo, all on one lab."""
+    lab = Lab.create(prepared[SCHEDULES[0]].trial)
+    try:
+        return {schedule: median(gloo_times(lab, each.plan, schedule)) for schedule, each in prepared.items()}
+    finally:
+        lab.down()
+
+
+def measure() -> Iterator[Measurement]:
+    """Yield for each schedule what a step takes over gloo, with ours and by the plan, and the ratios."""
+    prepared = {schedule: prepare(trials(scenario(schedule))[0]) for schedule in SCHEDULES}
+    gloo = _with_gloo(prepared)
+    for schedule, each in prepared.items():
+        outcome = emulate(each, load_data(each.scenario.workload.data), accept_links=True)
+        record = Record(outcome, each.experiment, each.plan)
+        host = added(record)
+        late = host.computing / host.seconds
+        detail = f"of this the host added {host.share:.1%}: {late:.1%} by computing late, the rest by late messages"
+        assert each.plan.step_time is not None
+        yield from judge(schedule, median(our_times(record.steps)), gloo[schedule], each.plan.step_time, detail)

@@ -1,0 +1,55 @@
+"""The bench's comparison with torch's pipelining over gloo, as far as it needs no containers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from controller.bench import gloo, gloo_program
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed.trace.record import Step
+
+
+@pytest.mark.parametrize("schedule", gloo.SCHEDULES)
+def test_its_stages_are_the_plans(schedule: str) -> None:
+    prepared = prepare(trials(gloo.scenario(schedule))[0])
+    jobs = gloo.jobs(prepared.plan, schedule)
+    assert [(job["rank"], job["first"], job["last"]) for job in jobs.values()] == [
+        (0, 0, 2),
+        (1, 2, 4),
+        (2, 4, 6),
+        (3, 6, 8),
+    ]
+    assert next(iter(jobs)) == prepared.plan.lead
+    values = torch.zeros(5, 64)
+    parameters, crossing = 0, []
+    for job in jobs.values():
+        stage = gloo_program.layers(job["widths"], job["first"], job["last"])
+        values = stage(values)
+        crossing.append(values.shape)
+        parameters += sum(each.numel() for each in stage.parameters())
+    assert crossing == [(5, 512), (5, 512), (5, 512), (5, 10)]
+    assert parameters == sum(unit.parameters for unit in prepared.problem.model.units)
+
+
+def test_only_the_models_last_layer_has_no_relu() -> None:
+    kinds = [type(layer).__name__ for layer in gloo_program.layers([4, 3, 2], 0, 2)]
+    assert kinds == ["Linear", "ReLU", "Linear"]
+
+
+def test_our_steps_are_whole_and_warm() -> None:
+    def step(number: int, seconds: float, steady: bool = True) -> Step:
+        return Step("device1", number, 1.0 * number, seconds, 0.1, 256, steady)
+
+    steps = [step(number, 9.0) for number in range(gloo.WARM_UP)]
+    steps += [step(gloo.WARM_UP, 0.3), step(gloo.WARM_UP + 1, 0.1, steady=False)]
+    assert gloo.our_times(steps) == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"), [(0.31, [True, True]), (0.4, [True, False]), (0.45, [False, False]), (0.2, [True, False])]
+)
+def test_the_goals(ours: float, expected: list[bool]) -> None:
+    figures = list(gloo.judge("1f1b", ours, 0.5, 0.3))
+    assert [figure.reached for figure in figures] == [None, None, None, *expected]
