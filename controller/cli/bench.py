@@ -27,11 +27,11 @@ def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
 
 
 @click.command()
-@click.argument("parts", nargs=-1, type=click.Choice(PARTS))
+@click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the JSON to this file.")
 def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
-    """Measure what the testbed costs here, each figure beside its target.
+    """Measure what the testbed costs here, in these parts, each figure beside its target.
 
     clocks: speed of the simulator; the quickstart emulated against simulated. pacing: whether work takes what it is
     charged, on an idle and on a loaded host. transfer: tensors and small messages on

@@ -8,6 +8,7 @@ import torch
 from controller.bench import gloo, gloo_program
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed.trace.host import HostTime
 from testbed.trace.record import Step
 
 
@@ -51,5 +52,14 @@ def test_our_steps_are_whole_and_warm() -> None:
     ("ours", "expected"), [(0.31, [True, True]), (0.4, [True, False]), (0.45, [False, False]), (0.2, [True, False])]
 )
 def test_the_goals(ours: float, expected: list[bool]) -> None:
-    figures = list(gloo.judge("1f1b", ours, 0.5, 0.3))
-    assert [figure.reached for figure in figures] == [None, None, None, *expected]
+    figures = list(gloo.judge("1f1b", ours, 0.5, 0.3, HostTime(1.0, 0.02, 0.01)))
+    assert [figure.reached for figure in figures if figure.reached is not None] == expected
+
+
+def test_what_the_host_added_is_told_beside() -> None:
+    figures = {figure.name: figure for figure in gloo.judge("gpipe", 0.4, 0.5, 0.3, HostTime(4.0, 0.8, 0.2))}
+    own = figures["step by gpipe, ours without what the host added, away from the plan"]
+    assert own.value == pytest.approx(0.0)
+    assert own.reached is None
+    assert figures["step by gpipe, ours away from the plan"].value == pytest.approx(1 / 3)
+    assert figures["step by gpipe, ours"].detail.startswith("of this the host added 25.0%: 20.0% by computing late")
