@@ -42,7 +42,7 @@ _REPORT = struct.pack("I", 1 << 4 | 1 << 11)
 _NOTE = [(socket.SOL_SOCKET, _SO_TIMESTAMPING, struct.pack("I", 1 << 1))]
 _STAMP = struct.Struct("@qq")
 
-Lost = Callable[[str, int], bool]
+CastLoss = Callable[[str, int], bool]
 """Whether this device loses a cast, by its sender and its number."""
 
 
@@ -62,7 +62,7 @@ class Caster:
     """Sends and receives casts; the receiving side is a thread."""
 
     def __init__(
-        self, name: str, listen: Address, broadcast: Address | None, token: str, limit: int, lost: Lost
+        self, name: str, listen: Address, broadcast: Address | None, token: str, limit: int, lost: CastLoss
     ) -> None:
         self._name = name
         self._lost = lost

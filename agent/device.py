@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent.casting import Caster, Lost
+from agent.casting import Caster, CastLoss
 from agent.disk import Disk
 from agent.events import EventLog
-from agent.pacing import Charge, DeviceTime, Measured, Pace, Processors, fixed, slowed
+from agent.pacing import Charge, DeviceTime, Pace, Processors, WorkTimes, fixed, slowed
 from agent.receiving import Arrival, Inbox
 from agent.sending import Lane
 from agent.settings import Settings
@@ -43,7 +43,7 @@ class RealDevice:
         origin: float,
         log: EventLog,
         pace: Pace | None = None,
-        lost: Lost = lambda _sender, _number: False,
+        lost: CastLoss = lambda _sender, _number: False,
     ) -> None:
         spec, peers = deployment.problem.device(settings.device), deployment.peers
         self.name = settings.device
@@ -124,7 +124,7 @@ class RealDevice:
             self._record_at(instant, "begin", **span.fields())
             return True
 
-        def end(result: T, failure: BaseException | None, measured: Measured) -> None:
+        def end(result: T, failure: BaseException | None, measured: WorkTimes) -> None:
             ended = measured.start + measured.duration
             if failure is None:
                 self.totals.compute_seconds += measured.duration

@@ -4,7 +4,7 @@ The host's own share, Python between a message and the work that it sets off or 
 differs from host to host and is no part of any device. It is kept out twice. Work is charged from the instant of what
 the program last heard of (`DeviceTime`), not from when this process got round to it. And a result is handed over
 ``LEAD_SECONDS`` before it is due: the program prepares its next message meanwhile, and the message leaves when the
-result was due. What the host cannot make up for in this way is late, and shows (`Measured.late`).
+result was due. What the host cannot make up for in this way is late, and shows (`WorkTimes.late`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Charge = Callable[[float], float]
 
 
 @dataclass(frozen=True)
-class Measured:
+class WorkTimes:
     """How one piece of work went; all in seconds, ``start`` being a monotonic instant."""
 
     start: float
@@ -136,7 +136,7 @@ class _Work:
     work: Callable[[], Any]
     charge: Charge
     begin: Callable[[float], bool]
-    end: Callable[[Any, BaseException | None, Measured], None]
+    end: Callable[[Any, BaseException | None, WorkTimes], None]
     ready: float
     """Monotonic instant from which it could begin."""
 
@@ -161,7 +161,7 @@ class Processors:
         work: Callable[[], Any],
         charge: Charge,
         begin: Callable[[float], bool],
-        end: Callable[[Any, BaseException | None, Measured], None],
+        end: Callable[[Any, BaseException | None, WorkTimes], None],
         ready: float | None = None,
     ) -> None:
         """Queue work that is to take what it is charged from the monotonic instant ``ready`` on (now, where None).
@@ -232,7 +232,7 @@ class Processors:
             failure = error
         busy = time.monotonic() - start
         if failure is not None:
-            item.end(None, failure, Measured(start, busy, busy, 0.0, late))
+            item.end(None, failure, WorkTimes(start, busy, busy, 0.0, late))
             return origin
         charge = item.charge(time.thread_time() - processor_time)
         due = self._wait(origin, charge, start + busy, changed)
@@ -240,7 +240,7 @@ class Processors:
         if not self._stop.is_set():
             duration = max(free, time.monotonic()) - origin
             late += max(0.0, origin + duration - due)
-            item.end(result, None, Measured(origin, duration, busy, max(0.0, busy - (due - origin)), late))
+            item.end(result, None, WorkTimes(origin, duration, busy, max(0.0, busy - (due - origin)), late))
         return free
 
     def _wait(self, origin: float, charge: float, busy_until: float, changed: threading.Event) -> float:

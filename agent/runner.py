@@ -27,7 +27,7 @@ from testbed.trace.events import Event
 if TYPE_CHECKING:
     import torch
 
-    from agent.casting import Lost
+    from agent.casting import CastLoss
     from agent.deployment import Deployment
     from agent.device import RealDevice
     from testbed.data.dataset import Dataset
@@ -112,7 +112,7 @@ class Runner:
                 raise Refused(409, "links come after a deployment")
             self._message_loss = {**self._message_loss, **_fractions(body, self._deployment.peers)}
 
-    def _loses(self, deployment: Deployment) -> Lost:
+    def _loses(self, deployment: Deployment) -> CastLoss:
         """Return what decides whether this device loses a cast, with the links as they are at that moment."""
         seed, name = deployment.problem.seed, self.settings.device
 

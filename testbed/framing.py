@@ -28,21 +28,21 @@ HTTP_HEADERS = 132
 
 
 def segments(content: float) -> int:
-    """Return how many TCP segments a message of so many bytes takes, HTTP headers included."""
+    """Return how many TCP segments a message of this many bytes takes, HTTP headers included."""
     return math.ceil((content + HTTP_HEADERS) / SEGMENT)
 
 
 def wire_bytes(content: float) -> float:
-    """Return the bytes on the wire of one message with so many bytes of content, sent over HTTP."""
+    """Return the bytes on the wire of one message with this many bytes of content, sent over HTTP."""
     stream = content + HTTP_HEADERS
     return stream + math.ceil(stream / SEGMENT) * (TCP_HEADERS + ETHERNET_HEADER)
 
 
 def chunks(content: float) -> int:
-    """Return in how many datagrams so many bytes are cast."""
+    """Return the number of datagrams in which this many bytes are cast."""
     return max(1, math.ceil(content / CAST_CHUNK))
 
 
 def cast_wire_bytes(content: float) -> float:
-    """Return the bytes on the wire of one cast with so many bytes of content, in as many datagrams as it takes."""
+    """Return the bytes on the wire of one cast with this many bytes of content, in as many datagrams as it takes."""
     return content + chunks(content) * (CAST_HEADERS + ETHERNET_HEADER)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Message:
     """What one device tells another.
 
-    ``fields`` hold small JSON values; ``tensors`` travel as safetensors. ``sender`` is set by whoever delivers
+    ``fields`` hold small JSON values; ``tensors`` travel as safetensors. ``sender`` is set by the runtime that delivers
     the message, never trusted from its maker. ``padding`` is a number of bytes charged beside the content, for
     programs that study timing without tensors.
     """
@@ -108,7 +108,7 @@ def size(message: Message, sender: str) -> float:
 
 
 def size_around(tensor: float) -> float:
-    """Return about how many bytes on the wire a message will have that carries one tensor of so many bytes.
+    """Return about how many bytes on the wire a message will have that carries one tensor of this many bytes.
 
     For planners: they know what a message will carry before there is one.
     """
@@ -132,7 +132,7 @@ def delivered(message: Message, sender: str) -> tuple[Message, int]:
 
 
 def _content_size(message: Message, sender: str, fields: int) -> int:
-    """Return the bytes of a message whose fields take so many."""
+    """Return the bytes of a message whose fields take this many."""
     padding = message.padding
     header = _SIZE_WITHOUT_TEXTS + len(quoted(message.kind)) + fields + len(quoted(sender)) + len(str(padding))
     _check_header(header, message.kind)

@@ -48,7 +48,7 @@ SPARE = {"device": 8, "shaper": 8, "runtime": 4, "base": 2, "stage": 0}
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageTags:
     """The tags that the current checkout needs."""
 
     base: str
@@ -66,19 +66,19 @@ class Images:
         return self.device if kind == "device" else self.shaper
 
 
-def names() -> Images:
+def names() -> ImageTags:
     """Return the tags for the files as they are now; needs no engine."""
     return _names({kind: _code_files(kind) for kind in CODE})
 
 
-def _names(code: Mapping[str, Mapping[str, bytes]]) -> Images:
+def _names(code: Mapping[str, Mapping[str, bytes]]) -> ImageTags:
     base = f"testbed/base:{_digest(_base_parts())}"
     runtimes = {kind: f"testbed/runtime:{_digest(_runtime_parts(kind, base))}" for kind in CODE}
     tags = {kind: f"testbed/{kind}:{_digest(_code_parts(kind, runtimes[kind], code[kind]))}" for kind in CODE}
-    return Images(base, runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
+    return ImageTags(base, runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
 
 
-def ensure_images(client: docker.DockerClient, say: Say) -> Images:
+def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
     """Return the tags of images that exist, building what does not.
 
     Raises:
@@ -113,7 +113,7 @@ def ensure_images(client: docker.DockerClient, say: Say) -> Images:
 
 
 def remove_images(
-    client: docker.DockerClient, keep: Images | None = None, spare: Mapping[str, int] | None = None
+    client: docker.DockerClient, keep: ImageTags | None = None, spare: Mapping[str, int] | None = None
 ) -> list[str]:
     """Remove the testbed's images but those to keep, and of each kind a number of the newest; return what went."""
     kept = set() if keep is None else set(vars(keep).values())

@@ -31,7 +31,7 @@ from controller.lab.containers import (
 )
 from controller.lab.engine import connect, ensure_engine, facts, is_local
 from controller.lab.health import Health
-from controller.lab.images import Images, ensure_images
+from controller.lab.images import ImageTags, ensure_images
 from controller.lab.links import Endpoint, Shaper
 from controller.lab.networks import make_networks, network_name
 from controller.lab.removal import DEVICE, RUN, remove_run
@@ -68,7 +68,7 @@ class Lab:
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
-        self.images: Images | None = None
+        self.images: ImageTags | None = None
         self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
 
     # Making and finding
@@ -281,7 +281,7 @@ class Lab:
         found = self.devices[device.name] = look(self._client, self.run_id, device.name, device.address)
         return found
 
-    def _populate(self, images: Images, links: LinkBackend, say: Progress) -> None:
+    def _populate(self, images: ImageTags, links: LinkBackend, say: Progress) -> None:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""
         specs = self.experiment.devices
         say(f"starting {len(specs)} devices and the shaper")

@@ -15,7 +15,7 @@ from testbed.scenario.trial import Trial
 from testbed.trace.figures import Declared, Figure
 from testbed.trace.gantt import run_end
 from testbed.trace.outcome import Outcome
-from testbed.trace.record import Pause, pauses
+from testbed.trace.record import Standstill, pauses
 from testbed.trace.registry import figures_of
 
 
@@ -52,7 +52,7 @@ class Run:
         return figures_of(self.declared)
 
     @property
-    def pauses(self) -> list[Pause]:
+    def pauses(self) -> list[Standstill]:
         """When work stood still without a fault, as the method tells."""
         end = run_end(self.outcome.events, self.plan.lead)
         return pauses([event for event in self.outcome.events if event.time <= end], self.declared.events)

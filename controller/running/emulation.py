@@ -195,7 +195,7 @@ class _Execution:
             ThreadPoolExecutor(1, "trace") as replayer,
             self._lab.watch_starts() as starts,
         ):
-            # Whoever started an absent one again before we listened did so unheard.
+            # A device that was started again before we listened was not heard.
             self._lab.refresh()
             back = [name for name in sorted(self._absent) if self._lab.devices[name].state == "running"]
             threading.Thread(target=self._adopt, args=(chain(back, starts),), name="starts", daemon=True).start()

@@ -32,7 +32,7 @@ class Bottleneck(Generic[T]):
         self._free = min(self._free, now + 8 * FRAME / rate)
 
     def enter(self, source: Hashable, now: float, size: int, item: T) -> bool:
-        """Let a packet of so many bytes wait for its turn; False when its source's queue is full."""
+        """Let a packet of this many bytes wait for its turn; False when its source's queue is full."""
         queue = self._waiting.setdefault(source, deque())
         if len(queue) >= self.limit:
             self.refused += 1

@@ -28,7 +28,7 @@ _IP_HEADER = 20
 _MOST_READ = 64
 
 
-class _Loop:
+class _GateLoop:
     """Waits for packets, for the end of transmissions, and for the server."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -158,4 +158,4 @@ def main(descriptor: int) -> None:
     control = socket.socket(fileno=descriptor)
     control.send(json.dumps({"priority": prioritise()}).encode())
     gc.disable()  # nothing here makes cycles
-    _Loop(control).run()
+    _GateLoop(control).run()

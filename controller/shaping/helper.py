@@ -38,7 +38,7 @@ def prioritise() -> str:
 def serve_request(
     control: socket.socket, carry_out: Callable[[dict[str, Any], list[int]], dict[str, Any] | None], descriptors: int
 ) -> bool:
-    """Answer one request of the server by what carries it out, given it and so many descriptors at most.
+    """Answer one request of the server by what carries it out, given it and at most this many file descriptors.
 
     Returns False when the server is gone. An OSError is the answer's ``error``.
     """

@@ -71,7 +71,7 @@ def delete(name: str) -> None:
 
 
 def bound_segments(name: str, segments: int) -> None:
-    """Let TCP hand down at most so many packets in one piece: a queue counts that as one and sends it at once."""
+    """Let TCP hand down at most this many packets in one piece: a queue counts that as one and sends it at once."""
     with _netlink(f"setting gso_max_segs of {name}") as route:
         route.link("set", index=socket.if_nametoindex(name), gso_max_segs=segments)
 

@@ -15,7 +15,7 @@ class LatenessHistogram:
         self._sum = 0.0
 
     def add(self, seconds: float, packets: int) -> None:
-        """Note that so many packets were so late."""
+        """Count packets that were this late."""
         index = int(seconds / self.BIN)
         self._counts[index if index < self.BINS else self.BINS] += packets
         self._sum += seconds * packets
@@ -23,7 +23,7 @@ class LatenessHistogram:
             self._worst = seconds
 
     def percentile(self, fraction: float) -> float:
-        """Return the lateness in seconds that so many packets stayed below (the worst, beyond the last bin)."""
+        """Return the lateness in seconds below which this fraction of packets stayed; in the last bin, the worst."""
         wanted = fraction * sum(self._counts)
         seen = 0
         for index, count in enumerate(self._counts[: self.BINS]):

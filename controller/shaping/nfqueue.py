@@ -75,7 +75,7 @@ def bind(queue: int, sequence: int) -> bytes:
 
 
 def configure(queue: int, limit: int, content: int, sequence: int) -> bytes:
-    """Return the message that bounds a queue's length, and asks for so many bytes of each packet's content."""
+    """Return the message that bounds a queue's length, and asks for this many bytes of each packet's content."""
     parameters = struct.pack(">IB", content, _COPY_PACKET if content else _COPY_META)
     attributes = _attribute(_CONFIG_PARAMETERS, parameters) + _attribute(_CONFIG_MAXLEN, struct.pack(">I", limit))
     return _message(_CONFIG, queue, _NLM_F_ACK, sequence, attributes)

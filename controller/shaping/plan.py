@@ -178,7 +178,7 @@ def queue_limit(link: Link) -> int:
     """Return how many full frames may wait at the sender, where the link does not say itself.
 
     Bandwidth times delay of a round trip, and some more. At least 300, because a socket with the kernel's default
-    buffer can have so many small packets waiting without having been told that it is too fast.
+    buffer can hold this many small packets before the sender is blocked.
     """
     if link.limit is not None:
         return link.limit

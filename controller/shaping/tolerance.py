@@ -53,7 +53,7 @@ def loss_interval(link: Link, packets: int) -> tuple[int, int]:
 
 
 def median_tolerance(link: Link, packets: int) -> float:
-    """Return by how many seconds the median of so many packets' delays may differ: some of it by chance with jitter."""
+    """Return the seconds by which the median delay of this many packets may differ: jitter adds chance."""
     correlated = (1 + link.jitter_correlation) / (1 - link.jitter_correlation)
     scatter = link.jitter * math.sqrt(math.pi / 2 * correlated / max(1, packets))
     return delay_tolerance(link.delay) + 2.6 * scatter

@@ -18,7 +18,7 @@ from testbed.data.catalog import Remote, describe
 from testbed.data.files import find
 from testbed.errors import HostError, InputError
 
-Progress = Callable[[str, int, int | None], None]
+DownloadProgress = Callable[[str, int, int | None], None]
 """(file, bytes so far, bytes in all if known)."""
 
 _CHUNK = 1 << 20
@@ -27,7 +27,7 @@ _TIMEOUT = 30.0
 
 
 def fetch(
-    name: str, folder: Path, bases: Sequence[str] = (), progress: Progress = lambda _file, _done, _all: None
+    name: str, folder: Path, bases: Sequence[str] = (), progress: DownloadProgress = lambda _file, _done, _all: None
 ) -> list[Path]:
     """Download what is missing of a set; return the set's files, those that were there before included.
 
@@ -47,7 +47,7 @@ def fetch(
     return [path for path in found if path is not None]
 
 
-def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: Progress) -> None:
+def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress) -> None:
     """Download one file from the first address that has it, and unpack it."""
     pooch.get_logger().setLevel(logging.WARNING)
     failures = []
@@ -71,12 +71,12 @@ def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: Progress)
 class _Bar:
     """What pooch reports to while it downloads; ``total`` is 0 where the server does not tell."""
 
-    def __init__(self, file: str, progress: Progress) -> None:
+    def __init__(self, file: str, progress: DownloadProgress) -> None:
         self.total = 0
         self._file, self._progress, self._done = file, progress, 0
 
     def update(self, more: int) -> None:
-        """Take in that so many bytes more have arrived, counted by whole chunks."""
+        """Note that this many more bytes have arrived, counted by whole chunks."""
         self._done = min(self._done + more, self.total) if self.total else self._done + more
         self._progress(self._file, self._done, self.total or None)
 

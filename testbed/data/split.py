@@ -71,7 +71,7 @@ def _iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
 
 
 def _sizes(labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: int) -> list[Indices]:
-    """Share at random, so many samples to each."""
+    """Share at random, in the given sizes."""
     key = (*_KEY, "sizes")
     if len(sizes) != len(owners):
         raise InputError(f"names {len(sizes)} sizes, but {len(owners)} devices own data: {', '.join(owners)}", key)
@@ -94,7 +94,7 @@ def _dirichlet(labels: Indices, devices: int, concentration: float, seed: int) -
 
 
 def _shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -> list[Indices]:
-    """Deal so many classes to each device, all classes about equally often; who has a class shares it evenly.
+    """Deal ``count`` classes to each device, all classes about equally often; who has a class shares it evenly.
 
     The "quantity-based label imbalance" of Li et al. (Federated learning on non-IID data silos, 2022).
     """

@@ -1,7 +1,7 @@
 """Methods that are no part of this code: in a file that a scenario names, or in an installed package.
 
 A device has neither the file nor the package, so the source text travels to it, and is imported there under the same
-module names. Text is all that travels, and it is code of whoever runs the experiment, on machines of their own.
+module names. Text is all that travels, and it is the code of the user who runs the experiment, on their own machines.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _VERSION = struct.Struct("<3I")
 _MOST = 1000
 """Of a version's parts. Larger ones are Darknet's mark for transposed kernels, or no version at all."""
 
-Values = npt.NDArray[np.float32]
+FileValues = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _header(path: Path, file: IO[bytes]) -> Header:
     return Header((major, minor, revision), count.unpack(raw)[0], _VERSION.size + count.size)
 
 
-def _folded(path: Path, file: IO[bytes], each: Convolution) -> tuple[Values, Values]:
+def _folded(path: Path, file: IO[bytes], each: Convolution) -> tuple[FileValues, FileValues]:
     """Read one convolution; return its kernels and biases without normalisation."""
     channels = each.kernel[0]
     bias = _read(path, file, each, channels)
@@ -149,7 +149,7 @@ def _folded(path: Path, file: IO[bytes], each: Convolution) -> tuple[Values, Val
     return folded, (bias - factor * mean).astype(np.float32)
 
 
-def _read(path: Path, file: IO[bytes], each: Convolution, count: int) -> Values:
+def _read(path: Path, file: IO[bytes], each: Convolution, count: int) -> FileValues:
     values = np.frombuffer(file.read(BYTES_PER_VALUE * count), "<f4").astype(np.float32)
     if not np.isfinite(values).all():
         raise InputError(f"{path}: damaged: layer {each.name} holds values that are no numbers; download it again")

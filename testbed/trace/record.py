@@ -17,7 +17,7 @@ from testbed.trace.gantt import Bar, bars, run_end
 from testbed.trace.intervals import Interval, overlaps, union
 from testbed.trace.outcome import Outcome
 
-Made = TypeVar("Made")
+Computed = TypeVar("Computed")
 Tell = Callable[[Recovery], dict[str, Any]]
 """What a method adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
 
@@ -45,7 +45,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Pause:
+class Standstill:
     """A stretch in which work stood still without a fault."""
 
     name: str
@@ -54,11 +54,13 @@ class Pause:
     end: float
 
 
-def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Pause]:
+def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Standstill]:
     """Return the pauses that a method's events tell of, in the order of their ends."""
     names = {kind.name for kind in kinds if kind.pause}
     return [
-        Pause(event.event, event.time - event.fields["seconds"], event.time) for event in events if event.event in names
+        Standstill(event.event, event.time - event.fields["seconds"], event.time)
+        for event in events
+        if event.event in names
     ]
 
 
@@ -81,7 +83,7 @@ class Record:
         self._own_events = events
         self._made: dict[Callable[[Record], object], object] = {}
 
-    def once(self, compute: Callable[[Record], Made]) -> Made:
+    def once(self, compute: Callable[[Record], Computed]) -> Computed:
         """Return what a function makes of this record, computed when it is first asked for."""
         if compute not in self._made:
             self._made[compute] = compute(self)
@@ -127,7 +129,7 @@ class Record:
         return recoveries(self.events)
 
     @cached_property
-    def pauses(self) -> list[Pause]:
+    def pauses(self) -> list[Standstill]:
         """When work stood still without a fault, as the method declares."""
         return pauses(self.events, self._own_events)
 

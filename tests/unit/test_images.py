@@ -31,7 +31,7 @@ def test_tags_name_the_content_alone(checkout: Path) -> None:
     assert all(re.fullmatch(r"testbed/[a-z]+:[0-9a-f]{16}", tag) for tag in vars(first).values())
 
 
-def changed(before: images.Images, after: images.Images) -> set[str]:
+def changed(before: images.ImageTags, after: images.ImageTags) -> set[str]:
     return {kind for kind, tag in vars(before).items() if vars(after)[kind] != tag}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent import pacing
-from agent.pacing import CATCH_UP_SECONDS, LEAD_SECONDS, DeviceTime, Measured, Pace, Processors, fixed, slowed
+from agent.pacing import CATCH_UP_SECONDS, LEAD_SECONDS, DeviceTime, Pace, Processors, WorkTimes, fixed, slowed
 
 
 class Clock:
@@ -39,9 +39,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def perform(processors: Processors, works: list[tuple[Any, float]]) -> list[Measured]:
+def perform(processors: Processors, works: list[tuple[Any, float]]) -> list[WorkTimes]:
     """Queue works behind a first one, so that all wait before any begins; return how they went."""
-    measured: list[Measured] = []
+    measured: list[WorkTimes] = []
     gate, over = threading.Event(), threading.Event()
     processors.put(gate.wait, fixed(0.0), lambda _: True, lambda *_: None)
     for work, charge in works:
@@ -55,7 +55,7 @@ def perform(processors: Processors, works: list[tuple[Any, float]]) -> list[Meas
 
 def test_work_takes_what_is_charged(clock: Clock) -> None:
     (how,) = perform(Processors(), [(lambda: clock.sleep(0.1), 0.5)])
-    assert how == Measured(100.0, pytest.approx(0.5), pytest.approx(0.1), 0.0, 0.0)
+    assert how == WorkTimes(100.0, pytest.approx(0.5), pytest.approx(0.1), 0.0, 0.0)
 
 
 def test_a_slow_host_is_a_deficit(clock: Clock) -> None:
@@ -83,7 +83,7 @@ def test_results_come_early_enough_to_prepare_what_follows(clock: Clock) -> None
     processors, over = Processors(), threading.Event()
     handed_over: list[float] = []
 
-    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+    def end(_result: object, _failure: BaseException | None, how: WorkTimes) -> None:
         handed_over.extend([clock.now, how.start + how.duration])
         over.set()
 
@@ -96,7 +96,7 @@ def test_results_come_early_enough_to_prepare_what_follows(clock: Clock) -> None
 def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
     processors, over = Processors(), threading.Event()
     began: list[float] = []
-    measured: list[Measured] = []
+    measured: list[WorkTimes] = []
 
     def begin(instant: float) -> bool:
         began.append(instant)
@@ -133,7 +133,7 @@ def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
     processors = Processors()
     over = threading.Event()
 
-    def end(_result: object, failure: BaseException | None, _measured: Measured) -> None:
+    def end(_result: object, failure: BaseException | None, _measured: WorkTimes) -> None:
         failures.append(failure)
         over.set()
 
@@ -177,9 +177,9 @@ def test_a_throttled_processor_takes_longer_from_that_moment_on(clock: Clock) ->
 def test_work_under_way_feels_a_change_of_speed() -> None:
     pace = Pace()
     processors, over = Processors(pace=pace), threading.Event()
-    measured: list[Measured] = []
+    measured: list[WorkTimes] = []
 
-    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+    def end(_result: object, _failure: BaseException | None, how: WorkTimes) -> None:
         measured.append(how)
         over.set()
 
@@ -193,9 +193,9 @@ def test_work_under_way_feels_a_change_of_speed() -> None:
 
 def test_slowdown_multiplies_what_the_host_needs(clock: Clock) -> None:
     processors, over = Processors(), threading.Event()
-    measured: list[Measured] = []
+    measured: list[WorkTimes] = []
 
-    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+    def end(_result: object, _failure: BaseException | None, how: WorkTimes) -> None:
         measured.append(how)
         over.set()
 
@@ -208,9 +208,9 @@ def test_slowdown_multiplies_what_the_host_needs(clock: Clock) -> None:
 
 def test_beginning_too_late_shows(clock: Clock) -> None:
     processors, over = Processors(), threading.Event()
-    measured: list[Measured] = []
+    measured: list[WorkTimes] = []
 
-    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+    def end(_result: object, _failure: BaseException | None, how: WorkTimes) -> None:
         measured.append(how)
         over.set()
 
@@ -224,9 +224,9 @@ def test_beginning_too_late_shows(clock: Clock) -> None:
 @pytest.mark.timed
 def test_as_many_works_as_there_are_processors_go_on_at_once() -> None:
     processors, over = Processors(2), threading.Event()
-    measured: list[Measured] = []
+    measured: list[WorkTimes] = []
 
-    def end(_result: object, _failure: BaseException | None, how: Measured) -> None:
+    def end(_result: object, _failure: BaseException | None, how: WorkTimes) -> None:
         measured.append(how)
         if len(measured) == 3:
             over.set()

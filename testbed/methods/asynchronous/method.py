@@ -27,7 +27,7 @@ from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.membership import Status
 from testbed.methods.parts.recovery import persist
 from testbed.methods.parts.roles import RoleHolder
-from testbed.methods.parts.stage import Position, Stage
+from testbed.methods.parts.stage import Stage, StagePosition
 from testbed.methods.parts.stages import supervise_stages
 from testbed.plan import Plan
 from testbed.schedule import Action, asynchronous_1f1b, grid
@@ -55,7 +55,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         problem, coordinator, options = job.problem, job.plan.lead, job.problem.options
 
         def stage_of(prepare: Prepare) -> Stage:
-            stage = Stage(mailbox, problem, Position.told(device.name, coordinator, prepare))
+            stage = Stage(mailbox, problem, StagePosition.told(device.name, coordinator, prepare))
             stage.train = AsynchronousUpdates(stage, options.asynchrony, store.replicas).train
             return stage
 

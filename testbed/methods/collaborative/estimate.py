@@ -47,7 +47,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerTimes:
     """What profiling finds of a layer on one machine, in seconds; forward and backward for one sample."""
 
     forward: float
@@ -56,11 +56,11 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Profile:
+class PairProfile:
     """What Phase 1 finds for one device and the server; layers q = 1..Q in their order."""
 
-    device: tuple[Layer, ...]
-    server: tuple[Layer, ...]
+    device: tuple[LayerTimes, ...]
+    server: tuple[LayerTimes, ...]
     volumes: tuple[int, ...]
     """Bytes of one sample that leave layer q, forward; the gradient that comes back is as large."""
     states: tuple[int, ...]
@@ -75,7 +75,7 @@ class Profile:
         return len(self.device)
 
     def durations(self, split: int, samples: int) -> dict[Kind, float]:
-        """Return t(r) of each kind of stage for a mini-batch of so many samples: equations (5) to (10)."""
+        """Return t(r) of each kind of stage for a mini-batch of this many samples: equations (5) to (10)."""
         mine, theirs = self.device[:split], self.server[split:]
         activation = samples * (self.volumes[split - 1] + BYTES_PER_LABEL)
         gradient = samples * self.volumes[split - 1]
@@ -96,7 +96,7 @@ class Profile:
         return iteration_time(durations, choice.parallel, delays) + update
 
     def training(self, choice: Choice, samples: int, batch_size: int) -> float:
-        """Return the seconds that a device with so many samples trains in an epoch, without exchanging models."""
+        """Return the seconds that a device with this many samples trains in an epoch, without exchanging models."""
         return iterations(samples, batch_size, choice.parallel) * self.iteration(choice, batch_size)
 
     def local_training(self, samples: int, batch_size: int) -> float:
@@ -123,20 +123,20 @@ def profile(
     up: Link,
     down: Link,
     at_once: float = 1.0,
-) -> Profile:
+) -> PairProfile:
     """Return the profile of a device and the server by formula.
 
     ``at_once`` devices share one of the server's processors: each finds it as many times slower.
     """
 
-    def layers(speed: float) -> tuple[Layer, ...]:
+    def layers(speed: float) -> tuple[LayerTimes, ...]:
         update = costs.update_flops(optimizer)
         return tuple(
-            Layer(unit.forward_flops / speed, unit.backward_flops / speed, update * unit.parameters / speed)
+            LayerTimes(unit.forward_flops / speed, unit.backward_flops / speed, update * unit.parameters / speed)
             for unit in model.units
         )
 
-    return Profile(
+    return PairProfile(
         device=layers(device.speed),
         server=layers(server.speed / at_once),
         volumes=tuple(model.cut_bytes(index + 1) for index in range(len(model.units))),
@@ -147,15 +147,15 @@ def profile(
 
 
 @dataclass(frozen=True)
-class Member:
+class EpochShare:
     """A device as the estimates of a whole epoch see it."""
 
-    profile: Profile
+    profile: PairProfile
     samples: int
     """|D^k|, of its share of the data."""
 
 
-def federated_epoch(members: Sequence[Member], batch_size: int, aggregation: float) -> float:
+def federated_epoch(members: Sequence[EpochShare], batch_size: int, aggregation: float) -> float:
     """Return the seconds of an epoch of federated learning, with its exchange of models; ``aggregation`` of FedAvg."""
     return aggregation + max(
         member.profile.local_training(member.samples, batch_size) + member.profile.exchange(member.profile.depth)
@@ -163,17 +163,19 @@ def federated_epoch(members: Sequence[Member], batch_size: int, aggregation: flo
     )
 
 
-def pipelined_epoch(members: Sequence[Member], choices: Sequence[Choice], batch_size: int, aggregation: float) -> float:
+def pipelined_epoch(
+    members: Sequence[EpochShare], choices: Sequence[Choice], batch_size: int, aggregation: float
+) -> float:
     """Return the seconds of an epoch of PipeLearn; with N = 1 everywhere, of split-federated learning."""
     return aggregation + max(_epochs(members, choices, batch_size))
 
 
-def split_epoch(members: Sequence[Member], choices: Sequence[Choice], batch_size: int) -> float:
+def split_epoch(members: Sequence[EpochShare], choices: Sequence[Choice], batch_size: int) -> float:
     """Return the seconds of an epoch of split learning: one device after the other."""
     return sum(_epochs(members, choices, batch_size))
 
 
-def _epochs(members: Sequence[Member], choices: Sequence[Choice], batch_size: int) -> list[float]:
+def _epochs(members: Sequence[EpochShare], choices: Sequence[Choice], batch_size: int) -> list[float]:
     return [
         member.profile.training(choice, member.samples, batch_size) + member.profile.exchange(choice.split)
         for member, choice in zip(members, choices, strict=True)
@@ -181,5 +183,5 @@ def _epochs(members: Sequence[Member], choices: Sequence[Choice], batch_size: in
 
 
 def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
-    """Return the seconds that the server averages so many models in."""
+    """Return the seconds that the server needs to average this many models."""
     return AGGREGATION_FLOPS * model.parameters * devices / server.speed

@@ -53,14 +53,14 @@ class Layers:
     async def forward_loss(
         self, step: int, micro: int, inputs: torch.Tensor, labels: torch.Tensor, samples: int
     ) -> float:
-        """Forward a mini-batch through the model's end; return its part of the mean loss of so many samples."""
+        """Forward a mini-batch through the model's end; return its part of the mean loss of ``samples`` samples."""
         work = partial(self._shard.forward_loss, (step, micro), inputs, labels, samples)
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
 
     async def backward(
         self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Go back through the layers with a mini-batch of so many samples; return the gradient of its inputs."""
+        """Go back through the layers with a mini-batch of this many samples; return the gradient of its inputs."""
         work = partial(self._shard.backward, (step, micro), gradient)
         return await self._device.compute(work, costs.backward(self._units, samples), Span("backward", step, micro))
 

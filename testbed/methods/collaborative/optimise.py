@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from testbed.methods.collaborative.estimate import Choice, Profile, mini_batch
+from testbed.methods.collaborative.estimate import Choice, PairProfile, mini_batch
 
 
-def parallel_batches(profile: Profile, split: int, batch_size: int) -> int:
+def parallel_batches(profile: PairProfile, split: int, batch_size: int) -> int:
     """Return N for a split point P by equation (14), and no more than the batch has samples.
 
     As many more mini-batches as fill the time between the forward of one and its backward. The server's sums run over
@@ -22,12 +22,12 @@ def parallel_batches(profile: Profile, split: int, batch_size: int) -> int:
     return min(wanted, batch_size)
 
 
-def shortlist(profile: Profile, batch_size: int) -> tuple[Choice, ...]:
+def shortlist(profile: PairProfile, batch_size: int) -> tuple[Choice, ...]:
     """Return the paper's candidates: for each split point P = 1..Q the N of equation (14)."""
     return tuple(Choice(split, parallel_batches(profile, split, batch_size)) for split in range(1, profile.depth + 1))
 
 
-def candidates(profile: Profile, batch_size: int, least: int = 1) -> tuple[Choice, ...]:
+def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[Choice, ...]:
     """Return the shortlist, and for each size of a mini-batch the most that the batch gives, at every split point.
 
     Equation (14) stops where the device would no longer idle. Where a link is what holds up the pipeline, smaller
@@ -41,7 +41,7 @@ def candidates(profile: Profile, batch_size: int, least: int = 1) -> tuple[Choic
     return tuple(dict.fromkeys(found))
 
 
-def optimise(profile: Profile, samples: int, batch_size: int, choices: Iterable[Choice] | None = None) -> Choice:
+def optimise(profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice] | None = None) -> Choice:
     """Return the choice with the shortest epoch of training, its exchange of models included.
 
     The first of several. ``choices`` are all `candidates` where None.
@@ -50,24 +50,24 @@ def optimise(profile: Profile, samples: int, batch_size: int, choices: Iterable[
     return min(among, key=lambda choice: epoch(profile, choice, samples, batch_size))
 
 
-def best_split(profile: Profile, samples: int, batch_size: int) -> Choice:
+def best_split(profile: PairProfile, samples: int, batch_size: int) -> Choice:
     """Return the split point with the shortest epoch where N is 1: split-federated learning's."""
     return optimise(profile, samples, batch_size, (Choice(split) for split in range(1, profile.depth + 1)))
 
 
-def exhaustive(profile: Profile, samples: int, batch_size: int) -> Choice:
+def exhaustive(profile: PairProfile, samples: int, batch_size: int) -> Choice:
     """Return the best of all P and N by formula: what `optimise` is scored against."""
     counts = range(1, batch_size + 1)
     everything = (Choice(split, count) for split in range(1, profile.depth + 1) for count in counts)
     return optimise(profile, samples, batch_size, everything)
 
 
-def epoch(profile: Profile, choice: Choice, samples: int, batch_size: int) -> float:
+def epoch(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
     """Return the seconds of an epoch of one device."""
     return profile.training(choice, samples, batch_size) + profile.exchange(choice.split)
 
 
-def score(profile: Profile, choice: Choice, samples: int, batch_size: int) -> float:
+def score(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
     """Return the shortest possible epoch over that of a choice: equation (15), by formula; 1 is the best."""
     best = exhaustive(profile, samples, batch_size)
     return epoch(profile, best, samples, batch_size) / epoch(profile, choice, samples, batch_size)

@@ -34,7 +34,7 @@ class GroupOptions(RoundOptions):
     min_devices: int = Field(1, ge=1, description="updates that a round needs; it waits until it has them")
 
 
-Split = Literal["best"] | int | dict[str, int]
+SplitPoints = Literal["best"] | int | dict[str, int]
 """One for all devices, or one for each by its name."""
 
 SPLIT = (

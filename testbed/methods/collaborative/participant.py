@@ -11,7 +11,7 @@ from testbed.methods.collaborative.share import Length, Share
 from testbed.methods.parts.mailbox import Mailbox
 
 
-class Training(Protocol):
+class LocalTraining(Protocol):
     """What a device does in an iteration."""
 
     async def iteration(self, step: int, share: Share) -> float | None:
@@ -60,7 +60,7 @@ class Participant:
     """One device from the start of its program on; knows nothing from before."""
 
     def __init__(
-        self, mailbox: Mailbox, server: str, share: Share, length: Length, layers: Layers, training: Training
+        self, mailbox: Mailbox, server: str, share: Share, length: Length, layers: Layers, training: LocalTraining
     ) -> None:
         self._mailbox = mailbox
         self._server = server

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict
 from testbed.errors import InputError, Key
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Problem
-from testbed.methods.collaborative.estimate import Choice, Profile, aggregation_time, iterations, profile
+from testbed.methods.collaborative.estimate import Choice, PairProfile, aggregation_time, iterations, profile
 from testbed.methods.collaborative.optimise import candidates, optimise, shortlist
-from testbed.methods.collaborative.options import RoundOptions, Split
+from testbed.methods.collaborative.options import RoundOptions, SplitPoints
 from testbed.methods.collaborative.share import Length
 from testbed.methods.parts import costs
 from testbed.partition.memory import inference_bytes, training_bytes
@@ -110,14 +110,14 @@ class Team:
         per_epoch = iterations(self.problem.samples[device.name], self.batch(device), parallel)
         return len(self.length.iterations(0, per_epoch))
 
-    def profile(self, device: DeviceSpec, at_once: int) -> Profile:
+    def profile(self, device: DeviceSpec, at_once: int) -> PairProfile:
         """Return what a device and the server take, ``at_once`` devices together keeping the server busy."""
         problem, server = self.problem, self.server
         share = max(1.0, at_once / server.processors)
         up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
         return profile(problem.model, problem.workload.optimizer, device, server, up, down, share)
 
-    def given(self, key: Key, value: Split, lowest: int, highest: int) -> dict[str, int]:
+    def given(self, key: Key, value: SplitPoints, lowest: int, highest: int) -> dict[str, int]:
         """Return a number that a scenario gives for each device, or for all; empty where it is to be the best.
 
         Raises `InputError` where it is not from ``lowest`` to ``highest``.
@@ -150,7 +150,7 @@ def whole(team: Team, device: DeviceSpec) -> Portion:
     )
 
 
-def _divided(team: Team, device: DeviceSpec, found: Profile, choice: Choice) -> Portion:
+def _divided(team: Team, device: DeviceSpec, found: PairProfile, choice: Choice) -> Portion:
     """Return what a device does that trains some layers and leaves the rest to the server."""
     return Portion(
         split=choice.split,
@@ -170,7 +170,7 @@ class Search:
     paper: bool = False
     """Whether equation (14) alone says what N may be."""
 
-    def among(self, found: Profile, batch_size: int, splits: Sequence[int], parallel: int | None) -> list[Choice]:
+    def among(self, found: PairProfile, batch_size: int, splits: Sequence[int], parallel: int | None) -> list[Choice]:
         """Return the choices there are for one device."""
         if parallel is not None:
             return [Choice(split, parallel) for split in splits]
@@ -180,14 +180,24 @@ class Search:
 
 @lru_cache(maxsize=256)
 def _best(
-    search: Search, found: Profile, samples: int, batch: int, allowed: tuple[int, ...], parallel: int | None
+    search: Search,
+    found: PairProfile,
+    samples: int,
+    batch: int,
+    allowed: tuple[int, ...],
+    parallel: int | None,
 ) -> Choice:
     """Return one device's choice; many devices are alike."""
     return optimise(found, samples, batch, search.among(found, batch, allowed, parallel))
 
 
 def split_plan(
-    method: str, team: Team, split_points: Split, at_once: int, parallel: Split = 1, search: Search = Search()
+    method: str,
+    team: Team,
+    split_points: SplitPoints,
+    at_once: int,
+    parallel: SplitPoints = 1,
+    search: Search = Search(),
 ) -> Plan[CollaborativeDetails]:
     """Return the plan that splits the model between each device and the server; ``at_once`` of them train together.
 

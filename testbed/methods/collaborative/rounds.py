@@ -98,7 +98,7 @@ class Rounds:
             allowed *= 2
 
     async def present(self, devices: Sequence[str], least: int) -> list[str]:
-        """Return the devices that are there as far as is known, as soon as there are at least so many."""
+        """Return the devices that are there as far as is known, as soon as there are at least this many."""
         while len(found := [name for name in devices if name not in self._absent]) < least:
             await self._mailbox.changed()
         return found

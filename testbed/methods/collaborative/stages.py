@@ -14,7 +14,7 @@ from typing import Literal
 Kind = Literal["forward", "upload", "server forward", "server backward", "download", "backward"]
 """The paper's f^c, u, f^s, b^s, d and b^c."""
 
-Stage = tuple[Kind, int]
+GraphStage = tuple[Kind, int]
 """A kind of work, and the mini-batch n = 1..N that it is for."""
 
 KINDS: tuple[Kind, ...] = ("forward", "upload", "server forward", "server backward", "download", "backward")
@@ -31,14 +31,14 @@ PREVIOUS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = {
 is nothing to wait for, but for the first backward: it waits for the last forward."""
 
 
-def previous(stage: Stage, count: int) -> tuple[Stage, ...]:
+def previous(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
     """Return the previous stages of a stage, in an iteration of ``count`` mini-batches."""
     kind, n = stage
-    found: tuple[Stage, ...] = tuple((other, n + shift) for other, shift in PREVIOUS[kind] if n + shift >= 1)
+    found: tuple[GraphStage, ...] = tuple((other, n + shift) for other, shift in PREVIOUS[kind] if n + shift >= 1)
     return (("forward", count), *found) if stage == ("backward", 1) else found
 
 
-def stages(count: int) -> Iterator[Stage]:
+def stages(count: int) -> Iterator[GraphStage]:
     """Return all stages of an iteration, each after its previous ones."""
     for n in range(1, count + 1):
         yield "forward", n
@@ -49,7 +49,9 @@ def stages(count: int) -> Iterator[Stage]:
         yield "backward", n
 
 
-def ends(durations: Mapping[Kind, float], count: int, delays: Mapping[Kind, float] | None = None) -> dict[Stage, float]:
+def ends(
+    durations: Mapping[Kind, float], count: int, delays: Mapping[Kind, float] | None = None
+) -> dict[GraphStage, float]:
     """Return T(r) of every stage r, the seconds from the iteration's begin to its end: equations (11) to (13).
 
     Args:
@@ -59,7 +61,7 @@ def ends(durations: Mapping[Kind, float], count: int, delays: Mapping[Kind, floa
             after its last byte has left, when the next one is under way. The paper knows none.
     """
     delays = delays or {}
-    found: dict[Stage, float] = {}
+    found: dict[GraphStage, float] = {}
     for stage in stages(count):
         kind, _ = stage
         waits = (

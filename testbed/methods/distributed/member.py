@@ -12,7 +12,7 @@ from typing import TypeVar
 from testbed.device import Span
 from testbed.methods.base import Problem
 from testbed.methods.distributed.member_context import MemberContext
-from testbed.methods.distributed.member_messages import PartialSums, TileInput, TileOutput, Values
+from testbed.methods.distributed.member_messages import OutputPiece, PartialSums, TileInput, TileOutput
 from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.resources import parameters
@@ -68,7 +68,7 @@ class InferenceMember:
         await context.compute(load, float(parameters(flow, context.index)), Span("load"))
         self._report()
         self._handle(Activation, lambda message: self._request(message.batch).begin(message.tensor))
-        self._handle(Values, self._take_values)
+        self._handle(OutputPiece, self._take_values)
         self._handle(PartialSums, self._take_sums)
         self._handle(TileInput, lambda message: self._request(message.request).take_tile(message.tile, message.tensor))
         self._handle(TileOutput, lambda message: self._request(message.request).place(message.tile, message.tensor))
@@ -87,7 +87,7 @@ class InferenceMember:
 
         self._mailbox.on(kind, handle)
 
-    def _take_values(self, message: Values) -> None:
+    def _take_values(self, message: OutputPiece) -> None:
         maker = self._flow.plan.devices.index(message.sender)
         self._request(message.request).take_values(message.value, message.first, message.tensor, maker)
 

@@ -27,7 +27,7 @@ class ConfigureMember(Typed, kind="configure", opens=True):
 
 
 @dataclass(frozen=True)
-class Values(Typed, kind="piece"):
+class OutputPiece(Typed, kind="piece"):
     """To a member that needs them: elements of a layer's output, from ``first`` on."""
 
     configuration: int
@@ -71,6 +71,6 @@ class TileOutput(Typed, kind="tiled"):
 
 
 MEMBER_KINDS: tuple[type[Typed], ...] = (
-    ConfigureMember, Activation, Values, PartialSums, TileInput, TileOutput, Output,
+    ConfigureMember, Activation, OutputPiece, PartialSums, TileInput, TileOutput, Output,
 )  # fmt: skip
 """`Activation` brings a request's images to the source, `Output` its result to the coordinator there."""

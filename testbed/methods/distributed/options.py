@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from testbed.methods.base import Options
 from testbed.methods.distributed.partition.candidates import SchemeName
 from testbed.methods.distributed.partition.communication import Reuse
-from testbed.methods.distributed.partition.execution import Exchange, Execution
+from testbed.methods.distributed.partition.execution import ExchangeMode, Execution
 from testbed.quantities import Duration
 
 
@@ -41,7 +41,7 @@ class DistributedOptions(Options):
     )
     grid: tuple[int, int] | None = Field(None, description="rows and columns of tiles; none: what is done soonest")
     source: str | None = Field(None, description="the device that has the images; none: the first of the scenario")
-    exchange: Exchange = Field(
+    exchange: ExchangeMode = Field(
         Execution.exchange,
         description="source: everything passes the source, as in the paper; direct: between all devices",
     )

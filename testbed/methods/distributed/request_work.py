@@ -1,8 +1,8 @@
 """One request on one member: its part of every layer, and the exchange of what the members need of each other.
 
 Sending overlaps with computing wherever the data allow it. A layer is computed from the pieces of its input that are
-here while others are still on their way, and its output leaves chunk by chunk, each as soon as it is computed. Values
-are (samples, elements); images, tiles and the map that they make up are (samples, channels, height, width).
+here while others are still on their way, and its output leaves chunk by chunk, each as soon as it is computed.
+Values are (samples, elements); images, tiles and the map that they make up are (samples, channels, height, width).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from testbed.device import Span
 from testbed.methods.distributed.member_context import MemberContext
-from testbed.methods.distributed.member_messages import PartialSums, TileInput, TileOutput, Values
+from testbed.methods.distributed.member_messages import OutputPiece, PartialSums, TileInput, TileOutput
 from testbed.methods.distributed.partition.layer_tasks import LayerTask
 from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.storage import as_range
@@ -176,7 +176,7 @@ class RequestWork:
 
     def _send(self, value: int, receiver: int, wanted: Range, part: Range, tensor: torch.Tensor) -> None:
         sent = tensor[:, wanted.first - part.first : wanted.last - part.first].contiguous()
-        self._member.post(receiver, Values(self._member.configuration, self.number, value, wanted.first, sent))
+        self._member.post(receiver, OutputPiece(self._member.configuration, self.number, value, wanted.first, sent))
 
     def _keep(self, value: int, part: Range, tensor: torch.Tensor) -> None:
         if self._flow.last[value][self._member.index] >= 0:

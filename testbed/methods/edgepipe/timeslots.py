@@ -1,7 +1,7 @@
 """Equation (2): what each group of layers does in every timeslot, how stale its weights are, how long a slot lasts.
 
 All groups work in one rhythm of ``period`` slots a batch. Batch b is forwarded through layer l in slot ``forward[l]`` +
-b * period, and backwarded in slot ``backward[l]`` + b * period. In other slots a device stalls.
+b * period, and sent backward in slot ``backward[l]`` + b * period. In other slots a device stalls.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Partitioner = Callable[[Collection[str]], Sequence[Piece]]
 """Devices that can be had -> parts for them; raises `InputError` where there are none."""
-Configure = Callable[[Piece, State | None], Typed]
+MakeConfigure = Callable[[Piece, State | None], Typed]
 """(part, the checkpoint's state; None: the seed's) -> the message that tells a device to be that."""
 
 
@@ -77,7 +77,7 @@ class FromCheckpoint:
     def __init__(
         self,
         supervisor: Supervisor,
-        configure: Configure,
+        configure: MakeConfigure,
         partitioner: Partitioner,
         units: int,
         weights: State | None,

@@ -1,6 +1,6 @@
 """What a method does about devices that are lost: the loop around its work, and the policies that it may choose.
 
-A policy is a `Recovery`. Two are at hand: `testbed.methods.parts.checkpointing.FromCheckpoint` stops everything and
+There are two `RecoveryPolicy`s: `testbed.methods.parts.checkpointing.FromCheckpoint` stops everything and
 goes on from the last checkpoint, `testbed.methods.asynchronous.recovery.FromReplicas` from what the devices keep for
 each other. A method that goes on without those who are gone, or with substitutes for what they would have sent, needs
 neither: it takes its messages with a deadline, and asks `Membership` who is there.
@@ -31,7 +31,7 @@ class Work(Protocol):
         """Do what is left to do; called again after every recovery. Raises `Lost`."""
 
 
-class Recovery(Protocol):
+class RecoveryPolicy(Protocol):
     """Sets devices up, and does so again after a loss."""
 
     async def establish(self) -> None:
@@ -41,7 +41,7 @@ class Recovery(Protocol):
         """Decide which devices to go on with, and from where. Raises `TestbedError` where that cannot be."""
 
 
-async def persist(work: Work, recovery: Recovery, supervisor: Supervisor, recovering: bool = False) -> None:
+async def persist(work: Work, recovery: RecoveryPolicy, supervisor: Supervisor, recovering: bool = False) -> None:
     """Work to the end through whatever happens; raises `TestbedError` when nothing helps.
 
     ``recovering``: devices were lost before this began.

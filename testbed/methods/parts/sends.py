@@ -80,7 +80,7 @@ class Sends:
 
 
 def transfer_time(links: Mapping[Pair, Link], source: str, target: str, wire_bytes: float) -> float:
-    """Return the predicted seconds until so many bytes on the wire are acknowledged; 0 where there is no link."""
+    """Return the predicted seconds until this many bytes on the wire are acknowledged; 0 where there is no link."""
     there, back = links.get((source, target)), links.get((target, source))
     if there is None or back is None:
         return 0.0

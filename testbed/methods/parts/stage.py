@@ -99,7 +99,7 @@ class Placing(Protocol):
 
 
 @dataclass(frozen=True)
-class Position:
+class StagePosition:
     """Where a stage stands in one configuration."""
 
     configuration: int
@@ -111,10 +111,10 @@ class Position:
     """Training steps of the whole workload."""
 
     @staticmethod
-    def told(device: str, coordinator: str, told: Placing) -> Position:
+    def told(device: str, coordinator: str, told: Placing) -> StagePosition:
         """Return where a device stands by what it was told."""
         index = [name for name, _, _ in told.stages].index(device)
-        return Position(told.configuration, coordinator, told.stages, index, told.steps)
+        return StagePosition(told.configuration, coordinator, told.stages, index, told.steps)
 
     @property
     def units(self) -> tuple[int, int]:
@@ -140,7 +140,7 @@ class Stage:
     called for with the first activation still in the mailbox; any other is forwarded in the order of arrival.
     """
 
-    def __init__(self, mailbox: Mailbox, problem: Problem, position: Position, state: State | None = None) -> None:
+    def __init__(self, mailbox: Mailbox, problem: Problem, position: StagePosition, state: State | None = None) -> None:
         self.state = state
         """What it begins with; None: the seed's."""
         self.position = position

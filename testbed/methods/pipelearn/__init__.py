@@ -10,7 +10,7 @@ from testbed.device import Device
 from testbed.methods.base import Job, Method, Problem
 from testbed.methods.collaborative import planner
 from testbed.methods.collaborative.figures import DECLARED
-from testbed.methods.collaborative.options import SPLIT, GroupOptions, Split
+from testbed.methods.collaborative.options import SPLIT, GroupOptions, SplitPoints
 from testbed.methods.collaborative.planner import CollaborativeDetails, Team
 from testbed.methods.collaborative.programs import Style, run
 from testbed.plan import Plan
@@ -19,7 +19,7 @@ from testbed.plan import Plan
 class PipeLearnOptions(GroupOptions):
     """Options of `PipeLearn`."""
 
-    split: Split = Field("best", description=SPLIT)
+    split: SplitPoints = Field("best", description=SPLIT)
     parallel: Literal["best"] | int | dict[str, int] = Field(
         "best",
         description="mini-batches of an iteration, N: one number for all devices, or `{device: N}`; best: by the stage "

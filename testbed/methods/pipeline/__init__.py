@@ -11,7 +11,7 @@ from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.membership import MEMBERSHIP_KINDS
 from testbed.methods.parts.recovery import persist
 from testbed.methods.parts.roles import RoleHolder
-from testbed.methods.parts.stage import Configure, Position, Stage
+from testbed.methods.parts.stage import Configure, Stage, StagePosition
 from testbed.methods.parts.stages import recover_stages, supervise_stages
 from testbed.methods.pipeline.options import PipelineOptions
 from testbed.methods.pipeline.planner import PipelineDetails, plan, stages_over
@@ -51,7 +51,7 @@ class Pipeline(Method[PipelineOptions, PipelineDetails]):
         )
 
         def stage_of(configure: Configure) -> Stage:
-            position = Position.told(device.name, coordinator, configure)
+            position = StagePosition.told(device.name, coordinator, configure)
             stage = Stage(mailbox, problem, position, configure.state if configure.given else None)
             stage.train = SynchronousUpdates(stage, routine).train
             return stage

@@ -11,7 +11,7 @@ from testbed.methods.parts.membership import MEMBERSHIP_KINDS
 from testbed.methods.parts.recovery import persist
 from testbed.methods.parts.roles import RoleHolder
 from testbed.methods.parts.serving import Serving
-from testbed.methods.parts.stage import STAGE_KINDS, Configure, Position, Stage
+from testbed.methods.parts.stage import STAGE_KINDS, Configure, Stage, StagePosition
 from testbed.methods.parts.stages import recover_stages, supervise_stages
 from testbed.methods.sequential.planner import SequentialDetails, SequentialOptions, plan, stages_over
 from testbed.plan import Plan
@@ -40,7 +40,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         problem, coordinator, options = job.problem, job.plan.lead, job.problem.options
 
         def stage_of(configure: Configure) -> Stage:
-            position = Position.told(device.name, coordinator, configure)
+            position = StagePosition.told(device.name, coordinator, configure)
             return Stage(mailbox, problem, position, configure.state if configure.given else None)
 
         async with Mailbox(device, problem.links, (*MEMBERSHIP_KINDS, *STAGE_KINDS)) as mailbox:

@@ -8,7 +8,7 @@ from testbed.device import Device
 from testbed.methods.base import Job, Method, Problem
 from testbed.methods.collaborative import planner
 from testbed.methods.collaborative.figures import DECLARED
-from testbed.methods.collaborative.options import SPLIT, GroupOptions, Split
+from testbed.methods.collaborative.options import SPLIT, GroupOptions, SplitPoints
 from testbed.methods.collaborative.planner import CollaborativeDetails, Team
 from testbed.methods.collaborative.programs import Style, run
 from testbed.plan import Plan
@@ -17,7 +17,7 @@ from testbed.plan import Plan
 class SplitFederatedOptions(GroupOptions):
     """Options of `SplitFederated`."""
 
-    split: Split = Field("best", description=SPLIT)
+    split: SplitPoints = Field("best", description=SPLIT)
 
 
 class SplitFederated(Method[SplitFederatedOptions, CollaborativeDetails]):

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from testbed.hardware import DeviceSpec
 from testbed.methods.collaborative.estimate import (
     Choice,
-    Layer,
-    Member,
-    Profile,
+    EpochShare,
+    LayerTimes,
+    PairProfile,
     aggregation_time,
     federated_epoch,
     iterations,
@@ -50,7 +50,7 @@ EPOCH = {"vgg5": 495.0, "resnet18": 1130.0}
 """Seconds of training on one device: what the paper's ratios imply for VGG5, as many times that as measured."""
 
 
-def cell(name: str, network: str) -> Profile:
+def cell(name: str, network: str) -> PairProfile:
     """A device, the server and the link between them in one of the paper's cells."""
     model = create(name, {}, (3, 32, 32), 10)
     spec = DeviceSpec("device", 1e9, 1e9)
@@ -58,8 +58,10 @@ def cell(name: str, network: str) -> Profile:
     plain = profile(model, OptimizerPart(), spec, spec, Link(rate=preset.up), Link(rate=preset.down))
     sample = EPOCH[name] / SAMPLES
 
-    def layers(speed: float) -> tuple[Layer, ...]:
-        return tuple(Layer(sample * share / 3 / speed, sample * share * 2 / 3 / speed, 0.0) for share in SHARES[name])
+    def layers(speed: float) -> tuple[LayerTimes, ...]:
+        return tuple(
+            LayerTimes(sample * share / 3 / speed, sample * share * 2 / 3 / speed, 0.0) for share in SHARES[name]
+        )
 
     return replace(plain, device=layers(1.0), server=layers(SERVER_SPEED))
 
@@ -81,9 +83,9 @@ def test_an_epoch_leaves_out_what_is_no_whole_iteration() -> None:
 
 
 def test_durations_are_the_papers_equations_5_to_10() -> None:
-    layers = tuple(Layer(forward=q, backward=2 * q, update=0.0) for q in (1.0, 2.0, 4.0))
-    server = tuple(Layer(forward=q / 10, backward=q / 5, update=0.0) for q in (1.0, 2.0, 4.0))
-    found = Profile(layers, server, (1_000_000, 10, 10), (0, 0, 0), Link(rate=8e6), Link(rate=16e6)).durations(1, 3)
+    layers = tuple(LayerTimes(forward=q, backward=2 * q, update=0.0) for q in (1.0, 2.0, 4.0))
+    server = tuple(LayerTimes(forward=q / 10, backward=q / 5, update=0.0) for q in (1.0, 2.0, 4.0))
+    found = PairProfile(layers, server, (1_000_000, 10, 10), (0, 0, 0), Link(rate=8e6), Link(rate=16e6)).durations(1, 3)
     assert found["forward"] == pytest.approx(3 * 1.0)
     assert found["backward"] == pytest.approx(3 * 2.0)
     assert found["server forward"] == pytest.approx(3 * 0.6)
@@ -93,29 +95,29 @@ def test_durations_are_the_papers_equations_5_to_10() -> None:
 
 
 def test_equation_14_sums_over_the_servers_own_layers() -> None:
-    device = (Layer(1.0, 2.0, 0.0), Layer(1.0, 2.0, 0.0))
-    server = (Layer(100.0, 100.0, 0.0), Layer(1.0, 2.0, 0.0))
-    found = Profile(device, server, (0, 0), (0, 0), Link(), Link())
+    device = (LayerTimes(1.0, 2.0, 0.0), LayerTimes(1.0, 2.0, 0.0))
+    server = (LayerTimes(100.0, 100.0, 0.0), LayerTimes(1.0, 2.0, 0.0))
+    found = PairProfile(device, server, (0, 0), (0, 0), Link(), Link())
     # 1 + ceil((1 + 2) / min(1, 2)): the 100 s that the server would take for layer 1 are not in it.
     assert parallel_batches(found, 1, 100) == 4
     assert parallel_batches(found, 1, 3) == 3
 
 
 @st.composite
-def _profiles(draw: st.DrawFn) -> Profile:
+def _profiles(draw: st.DrawFn) -> PairProfile:
     depth = draw(st.integers(1, 4))
     seconds = st.floats(1e-4, 1e-1)
     layers = [
-        tuple(Layer(draw(seconds) / speed, draw(seconds) / speed, 0.0) for _ in range(depth)) for speed in (1, 20)
+        tuple(LayerTimes(draw(seconds) / speed, draw(seconds) / speed, 0.0) for _ in range(depth)) for speed in (1, 20)
     ]
     volumes = tuple(draw(st.integers(100, 100_000)) for _ in range(depth))
     up, down = (Link(rate=draw(st.floats(1e6, 1e8)), delay=draw(st.floats(0, 0.05))) for _ in range(2))
-    return Profile(layers[0], layers[1], volumes, volumes, up, down)
+    return PairProfile(layers[0], layers[1], volumes, volumes, up, down)
 
 
 @given(_profiles(), st.integers(20, 300), st.integers(1, 20))
 def test_nothing_is_better_than_the_exhaustive_choice_and_the_optimiser_takes_its_best_candidate(
-    found: Profile, samples: int, batch: int
+    found: PairProfile, samples: int, batch: int
 ) -> None:
     best = exhaustive(found, samples, batch)
     chosen = optimise(found, samples, batch)
@@ -156,7 +158,7 @@ def test_the_choice_scores_at_least_96_percent_in_the_papers_cells(name: str, ne
 @pytest.mark.parametrize(("name", "network"), CELLS)
 def test_methods_rank_as_in_figure_4(name: str, network: str) -> None:
     found = cell(name, network)
-    members = [Member(found, SAMPLES)] * DEVICES
+    members = [EpochShare(found, SAMPLES)] * DEVICES
     server = DeviceSpec("server", 2e10, 1e9)
     aggregation = aggregation_time(create(name, {}, (3, 32, 32), 10), server, DEVICES)
     sfl_choice, choice = best_split(found, SAMPLES, BATCH), optimise(found, SAMPLES, BATCH)

@@ -4,14 +4,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.methods.collaborative.stages import KINDS, Kind, Stage, ends, iteration_time, previous, stages
+from testbed.methods.collaborative.stages import KINDS, GraphStage, Kind, ends, iteration_time, previous, stages
 
 
-def edges(count: int) -> set[tuple[Stage, Stage]]:
+def edges(count: int) -> set[tuple[GraphStage, GraphStage]]:
     """The graph of Figure 2(b) built from what it shows: one lane for each resource, and each mini-batch's way."""
-    found: set[tuple[Stage, Stage]] = set()
+    found: set[tuple[GraphStage, GraphStage]] = set()
     numbers = range(1, count + 1)
-    lanes: list[list[Stage]] = [
+    lanes: list[list[GraphStage]] = [
         [("forward", n) for n in numbers] + [("backward", n) for n in numbers],
         [("upload", n) for n in numbers],
         [stage for n in numbers for stage in (("server forward", n), ("server backward", n))],  # type: ignore[misc]
@@ -73,7 +73,7 @@ def test_a_delay_holds_up_what_waits_for_a_message_and_not_the_next_message() ->
 
 @given(st.integers(1, 30))
 def test_stages_come_after_their_previous_ones(count: int) -> None:
-    seen: set[Stage] = set()
+    seen: set[GraphStage] = set()
     for stage in stages(count):
         assert seen.issuperset(previous(stage, count))
         seen.add(stage)

@@ -9,7 +9,7 @@ from simulated import simulate
 from testbed.device import Span
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.shard import Shard
-from testbed.methods.parts.stage import STAGE_KINDS, Activation, Gradient, Labels, Position, Stage
+from testbed.methods.parts.stage import STAGE_KINDS, Activation, Gradient, Labels, Stage, StagePosition
 from testbed.methods.parts.stage_loop import StageLoop
 from testbed.models import create
 from testbed.schedule import SCHEDULES, Action, asynchronous_1f1b
@@ -68,7 +68,7 @@ def trained(actions, micros=4, recompute=False, ends_at=None):
     def program(index):
         async def run(device):
             async with Mailbox(device, {}, STAGE_KINDS) as mailbox:
-                stage = Stage(mailbox, PROBLEM, Position(0, "first", stages, index, 1))
+                stage = Stage(mailbox, PROBLEM, StagePosition(0, "first", stages, index, 1))
                 policy = policies[index] = Plain(stage, ends_at)
                 policy.recompute = recompute
                 await stage.prepare()

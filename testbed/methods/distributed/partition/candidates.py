@@ -17,7 +17,7 @@ from testbed.methods.distributed.partition.early import check_early, early_layer
 from testbed.methods.distributed.partition.execution import Execution
 from testbed.methods.distributed.partition.memory_bound import memory
 from testbed.methods.distributed.partition.resources import divided_weights
-from testbed.methods.distributed.partition.scheme_choice import Pair, Schemes
+from testbed.methods.distributed.partition.scheme_choice import LayerPair, Schemes
 from testbed.methods.distributed.partition.shares import proportional
 from testbed.methods.distributed.partition.tiles import best_tiling, tile
 from testbed.models.graph import Graph
@@ -37,7 +37,7 @@ class PlanRequest:
 
     scheme: SchemeName = "optimal"
     """``fuse`` is LOP with fused pairs, ``optimal`` chooses LIP, too."""
-    fused: tuple[Pair, ...] | None = None
+    fused: tuple[LayerPair, ...] | None = None
     """The pairs of ``fuse``; None: those with the least communication."""
     program: Literal["dynamic", "integer"] = "dynamic"
     """Which finds the optimum; both find one."""

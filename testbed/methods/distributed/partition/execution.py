@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Exchange = Literal["direct", "source"]
+ExchangeMode = Literal["direct", "source"]
 """``source``: as in the paper, everything passes the source. It collects and merges, pools and routes, and spreads.
 ``direct``: each device sends its parts to those that need them. The sums of LIP and of a fused pair's second layer are
 merged in ranges, one on each device, so that no device's link carries more than its share; pooling is done where the
@@ -19,7 +19,7 @@ and (9) with the reuse of the own part), but over other links."""
 class Execution:
     """What a plan leaves open."""
 
-    exchange: Exchange = "source"
+    exchange: ExchangeMode = "source"
     samples: int = 1
     """In a request, at most."""
     in_flight: int = 1

@@ -18,7 +18,7 @@ from testbed.models.graph import Graph, GraphLayer
 Way = Literal["direct", "source", "row"]
 """An exchange, or ``row``: every layer is whole and goes from its owner to the next one's; nothing passes the source
 for that."""
-Work = Literal["none", "outputs", "sums", "whole", "channels"]
+TaskKind = Literal["none", "outputs", "sums", "whole", "channels"]
 """``outputs``: some output channels from all of the input. ``sums``: partial sums of all outputs from a part of the
 input. ``whole``: the layer as it is. ``channels``: a layer that treats each channel by itself, on some of them."""
 
@@ -27,7 +27,7 @@ input. ``whole``: the layer as it is. ``channels``: a layer that treats each cha
 class LayerTask:
     """What one device does of one layer."""
 
-    work: Work = "none"
+    work: TaskKind = "none"
     takes: Range = NOTHING
     """Elements of the layer's input that it computes from."""
     makes: Range = NOTHING

@@ -16,7 +16,7 @@ from testbed.methods.distributed.partition.distributed_plan import Scheme
 from testbed.models.graph import Graph
 
 Schemes = tuple[Scheme, ...]
-Pair = tuple[int, int]
+LayerPair = tuple[int, int]
 
 
 def everywhere(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
@@ -26,7 +26,7 @@ def everywhere(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
     )
 
 
-def fused(graph: Graph, pairs: Collection[Pair], first: int = 0) -> Schemes:
+def fused(graph: Graph, pairs: Collection[LayerPair], first: int = 0) -> Schemes:
     """Return LOP with the given pairs of layers fused.
 
     Raises:
@@ -82,6 +82,6 @@ def _ways(graph: Graph, index: int, lip: bool) -> list[Schemes]:
     return ways
 
 
-def pairs_of(schemes: Sequence[Scheme]) -> tuple[Pair, ...]:
+def pairs_of(schemes: Sequence[Scheme]) -> tuple[LayerPair, ...]:
     """Return the fused pairs among the schemes."""
     return tuple((index, index + 1) for index, scheme in enumerate(schemes) if scheme == "fuse1")
