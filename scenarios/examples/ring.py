@@ -40,7 +40,7 @@ class Ring(Method[RingOptions]):
         following = names[(names.index(device.name) + 1) % len(names)]
         while device.name != job.plan.lead:
             token = await device.receive()
-            await device.compute(lambda: None, Cost(flops=1e8), Span("hold", batch=token["round"]))
+            await device.compute(lambda: None, Cost(flops=1e9), Span("hold", batch=token["round"]))
             await device.send(following, token)
         for number in range(job.problem.workload.requests or 1):
             began = device.now()
