@@ -9,7 +9,7 @@ from hypothesis import settings
 # Before anything imports torch: with several threads, tiny tensors wait for threads that a busy machine does not run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell starts what runs in its background with SIGINT ignored, and children inherit that: some tests send it to theirs.
+# Shells start background jobs with SIGINT ignored, and children inherit that: some tests send it to theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time: a suite that fails only now and then is broken.
