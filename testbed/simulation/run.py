@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from testbed.errors import TestbedError
+from testbed.experiment import Experiment
 from testbed.faults.replay import TraceScript
 from testbed.faults.script import FaultScript
 from testbed.methods.base import Job
@@ -15,6 +16,7 @@ from testbed.prepare import Prepared
 from testbed.seeds import derive
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.faults import FaultExecution, TraceExecution
+from testbed.simulation.host import Guest
 from testbed.simulation.loop import Stillness, TimeLimit
 from testbed.simulation.world import ProgramError, World
 from testbed.trace.events import Event
@@ -47,7 +49,6 @@ def simulate(
         own = None if dataset is None else prepared.share(dataset, device.name)
         return method.program(device, Job(problem, plan, own, weights if lead else None))
 
-    limit = experiment.time_limit
     world = World(
         experiment.devices,
         experiment.links,
@@ -55,33 +56,17 @@ def simulate(
         plan.lead,
         cells=experiment.cells,
         seed=problem.seed,
-        time_limit=limit,
+        time_limit=experiment.time_limit,
         on_event=on_event,
     )
-    faults = FaultExecution(world, FaultScript(experiment.faults))
-    status: Literal["finished", "failed", "timed out"] = "finished"
-    error = None
-    final = None
     began = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(problem.seed, "torch"))
-            try:
-                TraceExecution(world, TraceScript(experiment.changes)).start()
-                world.start()
-                faults.start()
-                world.run()
-            except ProgramError as failure:
-                status, error = "failed", f"{failure}: {_told(failure.__cause__)}"
-            except Stillness:
-                status, error = "failed", "deadlock: " + world.why_still()
-            except TimeLimit:
-                status, error = "timed out", f"not over after {limit:g} s; " + world.why_still()
-            device = world.hosts[plan.lead].device
-            if device is not None and device.exposed is not None:
-                final = {name: tensor.detach().clone() for name, tensor in device.exposed().items()}
+            status, error = _run(world, experiment)
+            final = _weights(world.hosts[plan.lead].device)
     finally:
         torch.set_num_threads(threads)
         world.close()
@@ -95,6 +80,30 @@ def simulate(
     )
 
 
-def _told(error: BaseException | None) -> str:
-    """Return what the user should read: one line of an error that is meant for him, all there is of any other."""
+def _run(world: World, experiment: Experiment) -> tuple[Literal["finished", "failed", "timed out"], str | None]:
+    """Run a world with its faults and its trace to the end; return how it ended, and why if not as it should."""
+    try:
+        TraceExecution(world, TraceScript(experiment.changes)).start()
+        faults = FaultExecution(world, FaultScript(experiment.faults))
+        world.start()
+        faults.start()
+        world.run()
+    except ProgramError as failure:
+        return "failed", f"{failure}: {_message(failure.__cause__)}"
+    except Stillness:
+        return "failed", "deadlock: " + world.why_still()
+    except TimeLimit:
+        return "timed out", f"not over after {experiment.time_limit:g} s; " + world.why_still()
+    return "finished", None
+
+
+def _weights(device: Guest | None) -> dict[str, torch.Tensor] | None:
+    """Return a copy of what a device exposes; None where it is down or exposes nothing."""
+    if device is None or device.exposed is None:
+        return None
+    return {name: tensor.detach().clone() for name, tensor in device.exposed().items()}
+
+
+def _message(error: BaseException | None) -> str:
+    """Return what the user should read: one line where the error is meant for users, else all of the traceback."""
     return str(error) if isinstance(error, TestbedError) else "".join(traceback.format_exception(error))

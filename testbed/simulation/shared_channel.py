@@ -14,7 +14,10 @@ from testbed.simulation.sharing import Flow, Shared, Sharing
 
 
 class SharedChannel(Channel):
-    """A channel whose transmissions last as long as the others let them: one is under way at a time, its end open."""
+    """A channel whose transmissions last as long as the others let them: one is under way at a time, its end open.
+
+    Beside what any channel is made of it takes what it shares: three more parameters.
+    """
 
     __slots__ = ("_cell", "_flow", "_lag", "_present", "_shareds", "_sharing")
 

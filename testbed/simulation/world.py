@@ -48,7 +48,10 @@ class _Cell:
 
 
 class World:
-    """Hosts, the channels between them, and the log of what happens."""
+    """Hosts, the channels between them, and the log of what happens.
+
+    It takes an experiment's parts one by one, so that a test or a benchmark can make a world without a scenario.
+    """
 
     def __init__(
         self,
