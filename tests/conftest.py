@@ -25,21 +25,22 @@ AWAITED = 40.0
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Repeat a test marked ``timed`` that fails while others keep the host busy, once they no longer do.
 
-    On a host that nobody else uses it fails at once.
+    On a host that nobody else uses it is repeated once, at once: a hypervisor may have taken a processor for some
+    milliseconds, which is not to be seen afterwards. What is wrong fails twice.
     """
     if pyfuncitem.get_closest_marker("timed") is None:
         return None
     from hostload import BUSY, await_quiet, load_by_others
 
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    for _ in range(2):
+    for attempt in range(3):
         try:
             pyfuncitem.obj(**arguments)
+            break
         except AssertionError:
-            if load_by_others() <= BUSY:
+            quiet = load_by_others() <= BUSY
+            if attempt == 2 or (quiet and attempt == 1):
                 raise
-            await_quiet(AWAITED)
-        else:
-            return True
-    pyfuncitem.obj(**arguments)
+            if not quiet:
+                await_quiet(AWAITED)
     return True
