@@ -91,6 +91,7 @@ class Rounds:
                 await self._collect(chosen, least, start + allowed, start + 2 * allowed)
                 updates = [self._updates[name] for name in chosen if name in self._updates]
                 await asyncio.gather(*(serving[update.sender] for update in updates if update.sender in serving))
+                self._serve = lambda begun: None  # one that begins now is too late for this round
             there = {update.sender for update in updates}
             self._miss(number, [name for name in chosen if name not in there])
             if len(updates) >= least:
