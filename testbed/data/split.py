@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from testbed.data.batches import Indices
 from testbed.errors import InputError, Key
 from testbed.seeds import derive
 from testbed.workload import Split, SplitPart
-
-Indices = npt.NDArray[np.int64]
 
 _KEY: Key = ("data", "split")
 
