@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from testbed import formats, methods
 from testbed.data import catalog as data
 from testbed.data import synthetic
-from testbed.data.batches import steps_per_epoch
+from testbed.data.batches import Indices, steps_per_epoch
 from testbed.data.dataset import Dataset
 from testbed.data.files import find
 from testbed.data.pictures import is_picture
-from testbed.data.split import Indices, split
+from testbed.data.split import split
 from testbed.errors import Diagnostic, InputError, Key
 from testbed.experiment import Experiment
 from testbed.faults import checks
