@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -19,7 +20,7 @@ from testbed.methods.parts import costs
 from testbed.models.graph import Graph, GraphLayer, graph_of
 from testbed.models.layers import Linear
 from testbed.models.shapes import BYTES_PER_VALUE
-from testbed.models.slices import Slice
+from testbed.models.slices import Channels, Slice
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Pair
 from testbed.plan import Details, Piece, Plan
@@ -86,16 +87,25 @@ def dense_layers(problem: Problem[EdgePipeOptions]) -> tuple[GraphLayer, ...]:
     return graph.layers
 
 
-def slice_of(layer: GraphLayer, neurons: range) -> Slice:
+def slice_of(layer: GraphLayer, neurons: Channels) -> Slice:
     """Return some neurons of a dense layer, with all weights that enter them."""
     return Slice(neurons, range(layer.input_channels), neurons)
 
 
-def work(layer: GraphLayer, neurons: range, samples: int, problem: Problem[EdgePipeOptions]) -> tuple[float, float]:
-    """Return the FLOPs of some neurons' forward, and of their backward with its update."""
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of some neurons of a layer."""
+
+    forward: float
+    backward: float
+    update: float
+
+
+def work(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[EdgePipeOptions]) -> Work:
+    """Return the FLOPs of some neurons for a batch."""
     forward = 2.0 * samples * layer.share(layer.multiplications, slice_of(layer, neurons))
-    parameters = _parameters(layer, neurons)
-    return forward, 2 * forward + costs.update_flops(problem.workload.optimizer) * parameters
+    update = costs.update_flops(problem.workload.optimizer) * _parameters(layer, neurons)
+    return Work(forward, 2 * forward, update)
 
 
 def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
@@ -176,10 +186,8 @@ def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple
 def _longest_computation(problem: Problem[EdgePipeOptions], part: SuperNeuron, device: DeviceSpec) -> float:
     layers, samples = dense_layers(problem), problem.workload.batch_size
     learning = [layer for layer in part.layers if layer]
-    return max(
-        (flops / device.speed for at in learning for flops in work(layers[at - 1], part.of(at), samples, problem)),
-        default=0.0,
-    )
+    each = [work(layers[at - 1], part.of(at), samples, problem) for at in learning]
+    return max((max(one.forward, one.backward + one.update) / device.speed for one in each), default=0.0)
 
 
 def _longest_transmission(
@@ -196,7 +204,7 @@ def _longest_transmission(
     return delay + (0.0 if rate is None else times * 8 * wire.size_around(BYTES_PER_VALUE * values) / rate)
 
 
-def _parameters(layer: GraphLayer, neurons: range) -> int:
+def _parameters(layer: GraphLayer, neurons: Channels) -> int:
     return layer.share(layer.weights, slice_of(layer, neurons)) + layer.channel_values * len(neurons)
 
 
@@ -211,7 +219,7 @@ def _piece(
         own = _parameters(layers[layer - 1], part.of(layer))
         kept = table.staleness(layer)
         parameters += own
-        flops += work(layers[layer - 1], part.of(layer), 1, problem)[0]
+        flops += work(layers[layer - 1], part.of(layer), 1, problem).forward
         # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
         values += own * (2 + kept) + samples * kept * (division.neurons[layer - 1] + len(part.of(layer)))
     memory = float(BYTES_PER_VALUE * values)

@@ -1,0 +1,113 @@
+"""What has arrived of a layer, and what a device does about what has not: the parts by which methods differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from testbed.methods.parts.layer_shard import LayerShard
+from testbed.models.slices import Channels
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device had to send."""
+
+    sender: str
+    neurons: Channels
+    """Of the sender, in its layer."""
+    tensor: torch.Tensor | None
+    """(samples, values); None: it has not arrived."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a device has of one layer's outputs, or of the losses that a layer sends back, for one batch."""
+
+    layer: int
+    """Of the senders."""
+    batch: int
+    samples: int
+    neurons: int
+    """Of the whole layer."""
+    parts: tuple[Part, ...]
+    """Of all devices with neurons of the layer, in their order."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing."""
+        return all(part.tensor is not None for part in self.parts)
+
+    @property
+    def rate(self) -> float:
+        """The layer-to-layer success rate: the share of the devices from which it has arrived."""
+        return sum(part.tensor is not None for part in self.parts) / len(self.parts)
+
+    def together(self) -> torch.Tensor:
+        """Return the outputs of the whole layer, (samples, neurons), with zeros for what is missing."""
+        found = torch.zeros(self.samples, self.neurons)
+        for part in self.parts:
+            if part.tensor is not None:
+                where = part.neurons
+                found[:, slice(where.start, where.stop) if isinstance(where, range) else list(where)] = part.tensor
+        return found
+
+    def added(self) -> torch.Tensor:
+        """Return the sum of the losses that have arrived, (samples, own neurons). Raises ValueError where none has."""
+        heard = [part.tensor for part in self.parts if part.tensor is not None]
+        if not heard:
+            raise ValueError(f"nothing of layer {self.layer} has arrived for batch {self.batch}")
+        return torch.stack(heard).sum(dim=0)
+
+
+class Learn(Protocol):
+    """What a device does with the gradient of its neurons' outputs in a layer, or without one."""
+
+    def __call__(
+        self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None
+    ) -> Callable[[], torch.Tensor | None] | None:
+        """Return the work to do, or None: nothing is learnt.
+
+        ``gradient`` is (samples, own neurons); None where there is none, or where the batch was not forwarded here. The
+        work returns the gradient of the inputs, to be cast to the layer before, or None: nothing is cast.
+        """
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What to do with what is missing while training; in tests it always counts as zero."""
+
+    inputs: Callable[[Arrived], torch.Tensor | None]
+    """From the outputs of the layer before to (samples, its neurons); None: the batch goes no further here."""
+    results: Callable[[Arrived], torch.Tensor | None]
+    """From the results shared by the output layer to (samples, classes), of which the loss is; None: no loss."""
+    losses: Callable[[Arrived], torch.Tensor | None]
+    """From the losses of the layer behind to the gradient of the own outputs; None: there is none."""
+    learn: Learn
+
+
+def all_of(losses: Arrived) -> torch.Tensor | None:
+    """Return the gradient of the own outputs, if everyone's part of it has arrived."""
+    return losses.added() if losses.complete else None
+
+
+def at_once(
+    shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None
+) -> Callable[[], torch.Tensor | None] | None:
+    """Update with each gradient as it comes; without one nothing is learnt, here and in all layers before."""
+    if gradient is None:
+        return None
+
+    def work() -> torch.Tensor:
+        before = shard.backward(batch, gradient)
+        shard.update()
+        return before
+
+    return work
+
+
+EDGEPIPE = Missing(inputs=Arrived.together, results=Arrived.together, losses=all_of, learn=at_once)
+"""A missing part counts as zero in the forward pass; the gradient needs all losses of the layer behind."""

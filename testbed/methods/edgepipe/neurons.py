@@ -1,0 +1,76 @@
+"""The neurons of one device under training, and what its work on them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from testbed.device import Cost, Device, Span
+from testbed.methods.base import Problem
+from testbed.methods.edgepipe.missing import Learn
+from testbed.methods.edgepipe.planner import EdgePipeOptions, Work, dense_layers, slice_of, work
+from testbed.methods.parts.layer_shard import LayerShard
+from testbed.models.sliced import draw
+from testbed.models.slices import Channels
+
+
+class Neurons:
+    """Some neurons of each of some layers, from the first weights on; all work takes time on the device."""
+
+    def __init__(
+        self, device: Device, problem: Problem[EdgePipeOptions], held: Mapping[int, Channels], learn: Learn
+    ) -> None:
+        """``held``: by layer, from 1 on."""
+        self._device = device
+        self._problem = problem
+        self._layers = dense_layers(problem)
+        self._learn = learn
+        self._forwarded: set[tuple[int, int]] = set()
+        """Layers and batches that wait for their losses."""
+        self.shards = {layer: self._shard(layer, neurons) for layer, neurons in held.items()}
+
+    def _shard(self, layer: int, neurons: Channels) -> LayerShard:
+        whole = self._layers[layer - 1]
+        part = slice_of(whole, neurons)
+        state = draw(self._problem.model, [(whole, part)], self._problem.seed)
+        return LayerShard(whole, part, state, self._problem.workload.optimizer)
+
+    async def forward(self, layer: int, batch: int, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, (samples, own neurons), and keep what `backward` needs."""
+        shard, flops = self.shards[layer], self._work(layer, len(inputs)).forward
+        outputs = await self._device.compute(partial(shard.forward, batch, inputs), Cost(flops), Span("forward", batch))
+        self._forwarded.add((layer, batch))
+        return outputs
+
+    async def infer(self, layer: int, batch: int, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, (samples, own neurons), of a test."""
+        shard, flops = self.shards[layer], self._work(layer, len(inputs)).forward
+        return await self._device.compute(partial(shard.infer, inputs), Cost(flops), Span("evaluate", batch))
+
+    async def backward(
+        self, layer: int, batch: int, samples: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Learn from the gradient of the own outputs; return that of the inputs, or None: nothing is to be cast.
+
+        Where there is no gradient, what is learnt all the same is charged as an update.
+        """
+        if (layer, batch) not in self._forwarded:
+            gradient = None
+        before = None
+        learning = self._learn(self.shards[layer], layer, batch, gradient)
+        if learning is not None:
+            cost = self._work(layer, samples)
+            flops = cost.update if gradient is None else cost.backward + cost.update
+            before = await self._device.compute(learning, Cost(flops), Span("backward", batch))
+        self.forget(layer, batch)
+        return before
+
+    def forget(self, layer: int, batch: int) -> None:
+        """Drop what waits for the losses of a batch: they will not come."""
+        self._forwarded.discard((layer, batch))
+        self.shards[layer].forget(batch)
+
+    def _work(self, layer: int, samples: int) -> Work:
+        return work(self._layers[layer - 1], self.shards[layer].part.rows, samples, self._problem)
