@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from testbed.faults.parts import FaultPart
 from testbed.faults.replay import Change
 from testbed.hardware import DeviceSpec
 from testbed.network.cell import Cell, cell_of
 from testbed.network.link import Link, Pair
-from testbed.network.radio import Position
+from testbed.network.radio import Radio
 from testbed.workload import WorkloadPart
 
 
@@ -34,8 +33,8 @@ class Experiment:
     """Radio cells; a pair of devices is in one at most."""
     changes: tuple[Change, ...] = ()
     """Of links and speeds, as the scenario's trace has them, in the order of time."""
-    positions: Mapping[str, Position] = field(default_factory=dict)
-    """By device, in metres; empty without a radio. Which casts are lost is in the links."""
+    radio: Radio | None = None
+    """Where devices are and how they hear each other. Which casts are lost is in the links."""
 
     def bounded_links(self) -> dict[Pair, Link]:
         """Return the links with the rates that a pair can have at best: within its devices' access and its cell."""

@@ -372,7 +372,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
     traced = [(pair, link) for _, pair, link in traced_links(links, experiment.changes, experiment.devices[0].name)]
     return checks.problems(
         experiment.faults,
-        Setting(experiment.devices, links, traced, experiment.time_limit),
+        Setting(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
         lambda device: method.spans(plan, device),
         events_of(method.declared),
         batches(trial.scenario),

@@ -37,7 +37,8 @@ def _checked(run_id: str | None, given: dict[str, object]) -> tuple[Containers, 
     for _, name in action.named():
         if name not in lab.devices:
             raise InputError(f"there is no device '{name}' in {lab.run_id}: {', '.join(lab.devices)}")
-    for _, text in action.problems(Setting(lab.experiment.devices, lab.experiment.links)):
+    run = lab.experiment
+    for _, text in action.problems(Setting(run.devices, run.links, radio=run.radio)):
         raise InputError(text)
     return Containers(lab), action, f"{action.name}-{secrets.token_hex(3)}"
 
@@ -71,6 +72,7 @@ def fault() -> None:
       testbed fault restart worker1
       testbed fault partition source,worker1 worker2,worker3
       testbed fault degrade source worker1 --delay 200ms --loss 5%
+      testbed fault obstruct sensor2 --path-loss-exponent 6
       testbed fault flap source worker1 --down 200ms --up 2s --times 5
       testbed fault throttle worker1 --slowdown 3
       testbed fault heal
@@ -118,6 +120,19 @@ def degrade(
 ) -> None:
     """Make links worse: the one between SOURCE and DESTINATION, or all of SOURCE."""
     _apply(run_id, {"degrade": {**_links(source, destination, one_way), **read(figures)}})
+
+
+@fault.command()
+@click.argument("source")
+@click.argument("destination", required=False)
+@click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
+@click.option("--path-loss-exponent", type=float, required=True, help="Above the radio's own, e.g. 6")
+@_run_option
+def obstruct(
+    source: str, destination: str | None, one_way: bool, path_loss_exponent: float, run_id: str | None
+) -> None:
+    """Put something between SOURCE and DESTINATION, or around SOURCE: more of what is cast there is lost."""
+    _apply(run_id, {"obstruct": {**_links(source, destination, one_way), "path_loss_exponent": path_loss_exponent}})
 
 
 @fault.command()
@@ -184,7 +199,7 @@ def throttle(device: str, speed: str | None, slowdown: str | None, run_id: str |
 @fault.command()
 @_run_option
 def heal(run_id: str | None) -> None:
-    """Take back every partition and degradation."""
+    """Take back every partition, degradation and obstruction."""
     _apply(run_id, {"heal": "all"})
 
 
@@ -192,7 +207,7 @@ def heal(run_id: str | None) -> None:
 @click.argument("handle")
 @_run_option
 def undo(handle: str, run_id: str | None) -> None:
-    """Take back one partition, degradation or throttle by its handle."""
+    """Take back one partition, degradation, obstruction or throttle by its handle."""
     containers = Containers(Lab.open(runstate.choose(run_id)))
     in_force = containers.shown.in_force
     if handle not in in_force:

@@ -102,12 +102,13 @@ def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
 
 def _describe_radio(experiment: Experiment) -> dict[str, Any] | None:
     """Return where devices are and which share of each one's casts the others receive; None without a radio."""
-    if not experiment.positions:
+    if experiment.radio is None:
         return None
-    ratios: dict[str, dict[str, float]] = {name: {} for name in experiment.positions}
+    positions = experiment.radio.positions
+    ratios: dict[str, dict[str, float]] = {name: {} for name in positions}
     for (source, destination), link in experiment.links.items():
         ratios[source][destination] = 1 - link.message_loss
-    return {"positions": {name: list(place) for name, place in experiment.positions.items()}, "prr": ratios}
+    return {"positions": {name: list(place) for name, place in positions.items()}, "prr": ratios}
 
 
 def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Containers:
     def shown(self) -> Conditions:
         """The links and speeds in force."""
         experiment = self._lab.experiment
-        untouched = Conditions.of(experiment.devices, experiment.links)
+        untouched = Conditions.of(experiment.devices, experiment.links, experiment.radio)
         try:
             return _read(json.loads(self._path.read_text()), untouched)
         except FileNotFoundError:

@@ -14,6 +14,7 @@ from testbed.errors import Key
 from testbed.faults.setting import Setting
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
+from testbed.network.radio import Radio
 
 DeviceState = Literal["up", "down", "paused"]
 """Of a device. One that boots is up."""
@@ -76,11 +77,8 @@ class FaultAction(Generic[V]):
         """Return whether a directed link is different while it is in force."""
         return False
 
-    def impair(self, link: Link, from_first: bool) -> Link:
-        """Return what becomes of a link that it touches.
-
-        ``from_first``: the link leads away from the first device of the scenario (a preset's down direction).
-        """
+    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+        """Return what becomes of a link that it touches, in such conditions."""
         return link
 
     def slows(self, device: str) -> bool:
@@ -124,12 +122,14 @@ class Conditions:
     """Device -> share of its own speed that has been set; above 1 where it is faster."""
     in_force: Mapping[str, FaultAction[Any]] = field(default_factory=dict)
     """Actions on links and speeds by their handles, in the order in which they were applied."""
+    radio: Radio | None = None
+    """By which the devices hear each other."""
 
     @staticmethod
-    def of(devices: Iterable[DeviceSpec], links: Mapping[Pair, Link]) -> Conditions:
+    def of(devices: Iterable[DeviceSpec], links: Mapping[Pair, Link], radio: Radio | None = None) -> Conditions:
         """Return conditions in which nothing has happened yet."""
         speeds = {device.name: device.speed for device in devices}
-        return Conditions(dict.fromkeys(speeds, "up"), links, speeds)
+        return Conditions(dict.fromkeys(speeds, "up"), links, speeds, radio=radio)
 
     def switch(self, device: str, states: Mapping[DeviceState, DeviceState]) -> Conditions:
         """Give a device the state that ``states`` has for its present one, if any."""
@@ -170,7 +170,7 @@ class Conditions:
         link = self.own_link(pair)
         for action in self.in_force.values():
             if action.touches(pair):
-                link = action.impair(link, self.from_first(pair))
+                link = action.impair(link, pair, self)
         return link
 
     def factor(self, device: str) -> float:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from testbed.faults.actions import ACTIONS
 from testbed.faults.actions.degrade import DegradePart
 from testbed.faults.actions.flap import FlapPart
+from testbed.faults.actions.obstruct import ObstructPart
 from testbed.faults.actions.throttle import ThrottlePart
 from testbed.faults.conditions import FaultAction
 from testbed.part import Name, Part
@@ -42,8 +43,11 @@ class ActionPart(Part):
         None, description="groups that cannot reach each other; devices not named form one more group"
     )
     degrade: DegradePart | None = Field(None, description="links take other figures")
+    obstruct: ObstructPart | None = Field(None, description="links over the air fade faster with distance")
     flap: FlapPart | None = Field(None, description="links go down and come up, over and over")
-    heal: Literal["all"] | None = Field(None, description="undo every partition and degradation, end every flap")
+    heal: Literal["all"] | None = Field(
+        None, description="undo every partition, degradation and obstruction, end every flap"
+    )
     throttle: ThrottlePart | None = Field(None, description="a device computes more slowly, as when it is hot")
     unthrottle: Name | None = Field(None, description="a throttled device has its own speed again")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
+from testbed.network.radio import Radio
 
 
 @dataclass(frozen=True)
@@ -21,3 +22,5 @@ class Setting:
     """Links as the scenario's trace leaves them, one entry for each of its changes."""
     time_limit: float = math.inf
     """Seconds after which the run is over."""
+    radio: Radio | None = None
+    """By which the devices hear each other."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from testbed.network.link import Pair
@@ -73,7 +73,7 @@ class Propagation:
         return self.reference_loss + 10 * self.path_loss_exponent * math.log10(far)
 
     def reception_ratio(self, distance: float) -> float:
-        """Return the probability that a transmission over a distance in metres is received."""
+        """Return the probability that a transmission over a distance in metres is received: from 0 to 1."""
         margin = self.transmit_power - self.path_loss(distance) - self.sensitivity
         if self.shadowing == 0:
             return float(margin >= 0)
@@ -95,26 +95,28 @@ def _anywhere(area: tuple[float, float], seed: int) -> Position:
     return (draws.uniform(0, area[0]), draws.uniform(0, area[1]))
 
 
-def reception_ratios(
-    propagation: Propagation, positions: Mapping[str, Position], packets: int | None, seed: int
-) -> dict[Pair, float]:
-    """Return the packet reception ratio (PRR) of each directed pair (source, destination).
+@dataclass(frozen=True)
+class Radio:
+    """Devices that hear each other over the air."""
 
-    With ``packets`` it is measured, as devices do: that number is sent each way, and those received are
-    counted. Without, it is the probability itself, which is the same both ways.
-    """
-    found = {}
-    for source, here in positions.items():
-        for destination, there in positions.items():
-            if source == destination:
-                continue
-            ratio = propagation.reception_ratio(math.dist(here, there))
-            if packets is not None:
-                ratio = _measured(ratio, packets, derive(seed, "prr", source, destination))
-            found[source, destination] = ratio
-    return found
+    propagation: Propagation
+    positions: Mapping[str, Position]
+    """By device, in metres."""
+    packets: int | None
+    """By how many a reception ratio is measured; None: it is the probability itself."""
+    seed: int
 
+    def reception_ratio(self, pair: Pair, exponent: float | None = None) -> float:
+        """Return the packet reception ratio (PRR) of a directed pair (source, destination): from 0 to 1.
 
-def _measured(ratio: float, packets: int, seed: int) -> float:
-    draws = random.Random(seed)
-    return sum(draws.random() < ratio for _ in range(packets)) / packets
+        With ``packets`` it is measured, as devices do: that number is sent each way, and those received are
+        counted. Without, it is the probability itself, which is the same both ways. ``exponent``: with another path
+        loss exponent and the same draws, so that what was lost with a lower one is lost with a higher one as well.
+        """
+        propagation = self.propagation if exponent is None else replace(self.propagation, path_loss_exponent=exponent)
+        source, destination = pair
+        ratio = propagation.reception_ratio(math.dist(self.positions[source], self.positions[destination]))
+        if self.packets is None:
+            return ratio
+        draws = random.Random(derive(self.seed, "prr", source, destination))
+        return sum(draws.random() < ratio for _ in range(self.packets)) / self.packets

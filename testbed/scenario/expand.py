@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from testbed.network.link import Link, Pair
 from testbed.network.overlay import overlay
 from testbed.network.parts import LinkPart
 from testbed.network.presets import PRESETS
+from testbed.network.radio import Radio
 from testbed.network.topology import directed_pairs
 from testbed.scenario import paper
 from testbed.scenario.loading import nearest, put, validate
@@ -99,8 +100,8 @@ def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Tri
     devices = _devices(scenario)
     names = [device.name for device in devices]
     seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
-    positions, ratios = radio(scenario, names, seed)
-    links = _links(scenario, names, ratios)
+    air = radio(scenario, names, seed)
+    links = _links(scenario, names, air)
     single = scenario.model_copy(update={"sweep": {}, "points": (), "repetitions": 1, "seed": seed})
     experiment = Experiment(
         name=scenario.name,
@@ -112,7 +113,7 @@ def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Tri
         faults=scenario.faults,
         cells=_cells(scenario, names),
         changes=_changes(scenario, devices, links),
-        positions=positions,
+        radio=air,
     )
     return Trial(single, experiment, point, repetition)
 
@@ -165,7 +166,7 @@ def _device_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
         yield Diagnostic((*key, "slowdown"), text)
 
 
-def _links(scenario: Scenario, names: list[str], ratios: Mapping[Pair, float]) -> dict[Pair, Link]:
+def _links(scenario: Scenario, names: list[str], air: Radio | None) -> dict[Pair, Link]:
     network = scenario.network
     pairs = dict.fromkeys(directed_pairs(network.topology, names))
     problems = _preset_problems(network.link, ("network", "link"))
@@ -185,22 +186,20 @@ def _links(scenario: Scenario, names: list[str], ratios: Mapping[Pair, float]) -
             problems.append(Diagnostic(key, text + "use the topology mesh, or explicit and list every link"))
     if problems:
         raise scenario.source.error(problems)
-    return _with_figures(pairs, names[0], scenario, ratios)
+    return _with_figures(pairs, names[0], scenario, air)
 
 
-def _with_figures(
-    pairs: Iterable[Pair], first: str, scenario: Scenario, ratios: Mapping[Pair, float]
-) -> dict[Pair, Link]:
+def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Radio | None) -> dict[Pair, Link]:
     """Return the link of each pair, its figures from all levels; every name is known to be right.
 
-    ``ratios`` are the reception ratios that a radio makes, between the default of all links and those that differ.
+    What a radio loses stands between the default of all links and those that differ.
     """
     network = scenario.network
     # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
     default = {from_first: overlay(Link(), network.link, from_first) for from_first in (True, False)}
     links = {pair: default[pair[0] == first] for pair in pairs}
-    if ratios:
-        links = {pair: replace(link, message_loss=1 - ratios[pair]) for pair, link in links.items()}
+    if air is not None:
+        links = {pair: replace(link, message_loss=1 - air.reception_ratio(pair)) for pair, link in links.items()}
     problems = [
         problem
         for link in dict.fromkeys(default.values())

@@ -1,19 +1,18 @@
-"""From `network.radio` and the devices' positions to where each device is and which share of casts each receives."""
+"""From `network.radio` and the devices' positions to who hears whom."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from testbed.errors import Diagnostic
-from testbed.network.link import Pair
 from testbed.network.parts import RadioPart
-from testbed.network.radio import TRANSCEIVERS, Position, Propagation, draw_positions, reception_ratios
+from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
 from testbed.scenario.loading import nearest
 from testbed.scenario.schema import Scenario
 
 
-def radio(scenario: Scenario, names: Sequence[str], seed: int) -> tuple[dict[str, Position], dict[Pair, float]]:
-    """Return each device's position and the reception ratio of each directed pair; both empty without a radio.
+def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
+    """Return the radio by which the named devices hear each other; None where the scenario has none.
 
     Raises `InputError` naming file and line.
     """
@@ -22,10 +21,10 @@ def radio(scenario: Scenario, names: Sequence[str], seed: int) -> tuple[dict[str
         raise scenario.source.error(problems)
     part = scenario.network.radio
     if part is None:
-        return {}, {}
+        return None
     given = {name: device.position for name, device in scenario.devices.items() if device.position is not None}
     positions = draw_positions(names, given, part.area, seed)
-    return positions, reception_ratios(_propagation(part), positions, part.packets, seed)
+    return Radio(_propagation(part), positions, part.packets, seed)
 
 
 def _propagation(part: RadioPart) -> Propagation:

@@ -55,6 +55,7 @@ def simulate(
         program,
         plan.lead,
         cells=experiment.cells,
+        radio=experiment.radio,
         seed=problem.seed,
         time_limit=experiment.time_limit,
         on_event=on_event,

@@ -13,6 +13,7 @@ from testbed.hardware import DeviceSpec
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair
+from testbed.network.radio import Radio
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.host import Guest, Host
@@ -61,6 +62,7 @@ class World:
         lead: str,
         *,
         cells: Iterable[Cell] = (),
+        radio: Radio | None = None,
         seed: int = 0,
         time_limit: float = float("inf"),
         on_event: Callable[[Event], None] | None = None,
@@ -69,7 +71,7 @@ class World:
         self.loop.set_task_factory(_own)  # type: ignore[arg-type]  # typeshed knows no options
         self.loop.set_exception_handler(self._lost_error)
         self.hosts = {spec.name: Host(spec.name, spec) for spec in devices}
-        self.shown = Conditions.of((host.spec for host in self.hosts.values()), links)
+        self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
         """The links and speeds in force; the states of the devices are those of the hosts."""
         self.events: list[Event] = []
         self.watch: Callable[[Event], None] | None = None

@@ -11,6 +11,7 @@ from testbed.framing import cast_wire_bytes
 from testbed.network.broadcast import audience, broadcast_rate, heard
 from testbed.network.cell import Cell
 from testbed.network.link import Link
+from testbed.network.radio import Propagation, Radio
 from testbed.wire import Message
 
 RADIO = Link(rate=250e3, delay=0.01)
@@ -96,6 +97,27 @@ def test_a_partition_and_a_degradation_hold_for_casts():
     [heard_by_b] = events(run, "receive", "b")
     [cast] = events(run, "cast")
     assert heard_by_b["time"] == pytest.approx(cast["duration"] + 0.1)
+
+
+def test_an_obstruction_and_a_trace_change_who_hears_a_cast_by_the_same_draws():
+    radio = Radio(Propagation(0, -80, 2, 40, 8), {name: (0, 100.0 if name == "b" else 0) for name in "abcd"}, None, 1)
+    run = world(
+        {"a": casting(600), **dict.fromkeys(DEVICES, idle)},
+        link=RADIO,
+        radio=radio,
+        faults=[{"obstruct": {"between": ["a", "b"], "path_loss_exponent": 2.2}, "at": "1s", "for": "1s"}],
+        trace=["2,link a->c message_loss,30%"],
+    )
+    run.run()
+    # Positions are what an obstruction reckons with: 100 m lose half with the radio's own exponent of 2, 69 % with 2.2.
+    chance = 1 - radio.reception_ratio(("a", "b"), 2.2)
+    assert chance == pytest.approx(0.69146, abs=1e-5)
+    for name, begin, end, loss in (("b", 1, 2, chance), ("c", 2, math.inf, 0.3)):
+        casts = [(each["number"], begin < each["time"] + RADIO.delay < end) for each in events(run, "cast")]
+        assert any(struck for _, struck in casts)
+        wanted = [number for number, struck in casts if not struck or heard(1, "a", name, number, loss)]
+        assert [each["cast"] for each in events(run, "receive", name)] == wanted
+    assert len(events(run, "receive", "d")) == 600
 
 
 def test_a_sender_that_dies_in_the_middle_of_a_cast_is_not_heard():

@@ -54,7 +54,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Memory:
         shaper=made,
         devices={name: SimpleNamespace(state="exited") for name in "ab"},
         refresh=lambda: None,
-        experiment=SimpleNamespace(links=dict(made.links), devices=[SimpleNamespace(name="a", speed=1e9)]),
+        experiment=SimpleNamespace(links=dict(made.links), devices=[SimpleNamespace(name="a", speed=1e9)], radio=None),
     )
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     runstate.path_of("run-1")  # makes the folder

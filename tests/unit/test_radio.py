@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import permutations
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from controller.cli.main import testbed as command_line
 from testbed.errors import InputError
 from testbed.network.presets import PRESETS
-from testbed.network.radio import TRANSCEIVERS, Propagation, draw_positions, reception_ratios
+from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate
 from testbed.scenario.source import Source
@@ -19,6 +20,11 @@ from testbed.scenario.source import Source
 EDGEPIPE = Propagation(transmit_power=16, sensitivity=-82, path_loss_exponent=3.1, reference_loss=46.68, shadowing=8)
 WORKLOAD = {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1}
 RADIO = {"area": [50, 50]}
+
+
+def all_ratios(positions, packets, seed):
+    radio = Radio(EDGEPIPE, positions, packets, seed)
+    return {pair: radio.reception_ratio(pair) for pair in permutations(positions, 2)}
 
 
 def experiment(**parts):
@@ -60,7 +66,7 @@ def test_the_papers_area_and_exponent_give_about_its_average_ratio():
     means = []
     for seed in range(100):
         positions = draw_positions([f"d{number}" for number in range(6)], {}, (50, 50), seed)
-        ratios = reception_ratios(EDGEPIPE, positions, None, seed).values()
+        ratios = all_ratios(positions, None, seed).values()
         means.append(sum(ratios) / len(ratios))
     assert sum(means) / len(means) == pytest.approx(0.80, abs=0.02)
     assert min(means) < 0.809 < max(means)
@@ -80,13 +86,22 @@ def test_positions_are_given_or_drawn_by_seed_and_name_alone():
 
 def test_measured_ratios_differ_by_direction_and_are_whole_packets():
     positions = draw_positions([f"d{number}" for number in range(20)], {}, (50, 50), 1)
-    true, counted = (reception_ratios(EDGEPIPE, positions, packets, 1) for packets in (None, 50))
+    true, counted = (all_ratios(positions, packets, 1) for packets in (None, 50))
     assert true["d0", "d1"] == true["d1", "d0"]
     assert all(ratio * 50 == pytest.approx(round(ratio * 50)) for ratio in counted.values())
     assert any(counted[a, b] != counted[b, a] for a, b in counted)
     errors = [counted[pair] - true[pair] for pair in true]
     assert abs(sum(errors) / len(errors)) < 0.02
-    assert counted == reception_ratios(EDGEPIPE, positions, 50, 1)
+    assert counted == all_ratios(positions, 50, 1)
+
+
+@pytest.mark.parametrize("packets", [None, 50])
+def test_what_a_lower_exponent_loses_a_higher_one_loses_as_well(packets):
+    radio = Radio(EDGEPIPE, draw_positions([f"d{number}" for number in range(12)], {}, (50, 50), 1), packets, 1)
+    for pair in permutations(radio.positions, 2):
+        falling = [radio.reception_ratio(pair, exponent) for exponent in (3.1, 3.3, 3.7, 6.0)]
+        assert falling[0] == radio.reception_ratio(pair)
+        assert falling == sorted(falling, reverse=True)
 
 
 def test_a_radio_makes_the_links_message_loss_and_single_links_may_differ():
@@ -97,7 +112,7 @@ def test_a_radio_makes_the_links_message_loss_and_single_links_may_differ():
         "links": [{"from": "a", "to": "c", "message_loss": "7%"}],
     }
     found = experiment(devices=devices, network=network)
-    assert found.positions == {"a": (0, 0), "b": (30, 40), "c": (0, 1)}
+    assert found.radio.positions == {"a": (0, 0), "b": (30, 40), "c": (0, 1)}
     assert found.links["a", "b"].message_loss == 1 - EDGEPIPE.reception_ratio(50)
     assert found.links["a", "b"].rate == 250e3
     assert found.links["a", "c"].message_loss == 0.07
@@ -114,10 +129,10 @@ def test_power_and_sensitivity_beside_a_preset_win():
 
 def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost():
     first, second = (experiment(network={"radio": RADIO}, seed=seed) for seed in (1, 2))
-    assert first.positions != second.positions
+    assert first.radio.positions != second.radio.positions
     assert first.links != second.links
     without = experiment()
-    assert not without.positions
+    assert without.radio is None
     assert all(link.message_loss == 0 for link in without.links.values())
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from testbed.errors import Key
-from testbed.faults.actions.linkset import LinkSetPart
-from testbed.faults.conditions import FaultAction
+from testbed.faults.actions.linkset import LinkFault, LinkSetPart
+from testbed.faults.conditions import Conditions
 from testbed.faults.setting import Setting
 from testbed.network import checks
 from testbed.network.link import Link, Pair
@@ -20,25 +20,15 @@ class DegradePart(LinkSetPart, LinkPart):
     """The links to make worse, and their new figures."""
 
 
-class Degrade(FaultAction[DegradePart]):
+class Degrade(LinkFault[DegradePart]):
     """Links take the figures given; of several degradations of a link the latest decides about each figure."""
 
     name = "degrade"
 
-    @property
-    def target(self) -> str:
-        """The links."""
-        return self.value.target
-
-    def named(self) -> list[tuple[Key, str]]:
-        """Return the ends of the links."""
-        return self.value.named()
-
     def problems(self, setting: Setting) -> Iterator[tuple[Key, str]]:
         """Yield links that are not there, and figures that are unknown or cannot be."""
         part = self.value
-        for text in part.absent(setting.links):
-            yield (), f"{text} to degrade"
+        yield from super().problems(setting)
         if part.preset is None and not given(part):
             yield (), f"changes nothing: give at least one of preset, {', '.join(FIGURES)}"
         if part.preset is not None and part.preset not in PRESETS:
@@ -52,10 +42,6 @@ class Degrade(FaultAction[DegradePart]):
                 key = figure.partition(".")[0]
                 yield (key,) if getattr(part, key) is not None else (), text
 
-    def touches(self, pair: Pair) -> bool:
-        """Return whether a link is among those named."""
-        return self.value.touches(pair)
-
-    def impair(self, link: Link, from_first: bool) -> Link:
+    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
         """Replace the figures that are given."""
-        return overlay(link, self.value, from_first)
+        return overlay(link, self.value, now.from_first(pair))

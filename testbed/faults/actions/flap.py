@@ -9,10 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.errors import Key
-from testbed.faults.actions.linkset import LinkSetPart
-from testbed.faults.conditions import FaultAction
-from testbed.faults.setting import Setting
+from testbed.faults.actions.linkset import LinkFault, LinkSetPart
+from testbed.faults.conditions import Conditions
 from testbed.network.link import Link, Pair
 from testbed.quantities import Duration
 
@@ -25,35 +23,17 @@ class FlapPart(LinkSetPart):
     times: int | None = Field(None, ge=1, le=100_000, description="how often; default: until `for`, or the end")
 
 
-class Flap(FaultAction[FlapPart]):
+class Flap(LinkFault[FlapPart]):
     """Links drop everything. This is one time that they are down; `turns` says when they are."""
 
     name = "flap"
-
-    @property
-    def target(self) -> str:
-        """The links."""
-        return self.value.target
-
-    def named(self) -> list[tuple[Key, str]]:
-        """Return the ends of the links."""
-        return self.value.named()
-
-    def problems(self, setting: Setting) -> Iterator[tuple[Key, str]]:
-        """Yield links that are not there."""
-        for text in self.value.absent(setting.links):
-            yield (), f"{text} to flap"
 
     @property
     def takes_no_for(self) -> str | None:
         """Why it cannot be ended after some time: it is known already when it ends."""
         return None if self.value.times is None else "a flap ends after 'times' or after 'for': give one of the two"
 
-    def touches(self, pair: Pair) -> bool:
-        """Return whether a link is among those named."""
-        return self.value.touches(pair)
-
-    def impair(self, link: Link, from_first: bool) -> Link:
+    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
         """Drop everything."""
         return replace(link, up=False)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Self
+from typing import Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from testbed.errors import Key
+from testbed.faults.conditions import FaultAction
+from testbed.faults.setting import Setting
 from testbed.network.link import Pair
 from testbed.part import Name, Part
 
@@ -54,3 +56,28 @@ class LinkSetPart(Part):
             pair = self.between or (str(self.from_), str(self.to))
             if pair not in links:
                 yield f"there is no link from '{pair[0]}' to '{pair[1]}'"
+
+
+L = TypeVar("L", bound=LinkSetPart)
+
+
+class LinkFault(FaultAction[L]):
+    """Something that happens to such links."""
+
+    @property
+    def target(self) -> str:
+        """The links."""
+        return self.value.target
+
+    def named(self) -> list[tuple[Key, str]]:
+        """Return the ends of the links."""
+        return self.value.named()
+
+    def problems(self, setting: Setting) -> Iterator[tuple[Key, str]]:
+        """Yield links that are not there."""
+        for text in self.value.absent(setting.links):
+            yield (), f"{text} to {self.name}"
+
+    def touches(self, pair: Pair) -> bool:
+        """Return whether a link is among those named."""
+        return self.value.touches(pair)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from testbed.errors import Key
-from testbed.faults.conditions import FaultAction
+from testbed.faults.conditions import Conditions, FaultAction
 from testbed.faults.setting import Setting
 from testbed.network.link import Link, Pair
 
@@ -43,6 +43,6 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
         """Return whether the two devices are in different groups."""
         return self._group.get(pair[0], -1) != self._group.get(pair[1], -1)
 
-    def impair(self, link: Link, from_first: bool) -> Link:
+    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
         """Drop everything."""
         return replace(link, up=False)

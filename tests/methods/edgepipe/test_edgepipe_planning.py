@@ -13,7 +13,7 @@ from testbed.methods.edgepipe.mapping import by_chance, exhaustive, generations,
 from testbed.methods.edgepipe.partition import devices_of, layer_groups, partition
 from testbed.methods.edgepipe.timeslots import draw, naive_slots, slot_length, timetable
 from testbed.methods.edgepipe.topology import connectivity, coordinator, passes
-from testbed.network.radio import Propagation, draw_positions, reception_ratios
+from testbed.network.radio import Propagation, Radio, draw_positions
 
 FIGURE_2 = (10, 8, 8, 8, 8, 10)
 EVALUATED = (784, 128, 128, 128, 128, 10)
@@ -141,9 +141,8 @@ def test_a_horizontal_division_has_all_pairs_alike():
 
 def topology(seed, devices=6):
     names = [f"d{number}" for number in range(devices)]
-    radio = Propagation(16, -82, 3.1, 46.68, 8)
-    ratios = reception_ratios(radio, draw_positions(names, {}, (50, 50), seed), 50, seed)
-    return matrix(names, lambda a, b: ratios[a, b])
+    radio = Radio(Propagation(16, -82, 3.1, 46.68, 8), draw_positions(names, {}, (50, 50), seed), 50, seed)
+    return matrix(names, lambda a, b: radio.reception_ratio((a, b)))
 
 
 def misses(allocation, count=100):

@@ -1,5 +1,7 @@
 """Which faults a scenario cannot have."""
 
+from dataclasses import replace
+
 import pytest
 
 from testbed.faults.checks import devices_named, problems
@@ -7,6 +9,7 @@ from testbed.faults.parts import FaultPart
 from testbed.faults.setting import Setting
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
+from testbed.network.radio import Propagation, Radio
 from testbed.scenario.schema import Scenario
 from testbed.trace.figures import NOTHING, events_of
 
@@ -58,6 +61,7 @@ def spans(device):
         ({"degrade": {"device": "a"}, "at": "1s"}, "degrade", "changes nothing"),
         ({"degrade": {"device": "a", "preset": "5g"}, "at": "1s"}, "degrade.preset", "no preset '5g'"),
         ({"degrade": {"between": ["b", "c"], "loss": "1%"}, "at": "1s"}, "degrade", "no link"),
+        ({"obstruct": {"device": "a", "path_loss_exponent": 6}, "at": "1s"}, "obstruct", "no radio to obstruct: give"),
         ({"restart": "a", "at": "1s"}, "restart", "no fault of this scenario kills 'a'"),
         ({"kill": "a", "when": {"device": "a", "begins": "bakward"}}, "when.begins", "it begins backward, forward"),
         ({"kill": "a", "when": {"device": "b", "begins": "forward"}}, "when.begins", "no part in this plan"),
@@ -121,6 +125,19 @@ def test_impossible_faults_of_links_and_speeds(part, key, said):
     (problem,) = problems(scenario.faults, Setting(devices, links), lambda _: (), events_of(NOTHING))
     assert problem.key == ("faults", 0, *key)
     assert said in problem.text
+
+
+def test_an_obstruction_raises_the_exponent():
+    radio = Radio(Propagation(16, -82, 3.2, 46.68, 8), {}, None, 1)
+    _, setting = script()
+    for part, key, said in (
+        ({"device": "a", "path_loss_exponent": 3.2}, ["path_loss_exponent"], "no more than the radio's own, 3.2"),
+        ({"between": ["b", "c"], "path_loss_exponent": 6}, [], "there is no link from 'b' to 'c' to obstruct"),
+    ):
+        with_radio = replace(setting, radio=radio)
+        (problem,) = problems(faults({"obstruct": part, "at": "1s"}), with_radio, spans, events_of(NOTHING))
+        assert problem.key == ("faults", 0, "obstruct", *key)
+        assert said in problem.text
 
 
 def test_names_of_the_new_faults_are_looked_at():

@@ -62,6 +62,7 @@ def test_a_flap_ends_by_times_or_after_a_while(lab: RememberedLab) -> None:
         (("degrade", "a", "b", "--preset", "telegraph"), "there is no preset 'telegraph'"),
         (("degrade", "a", "b"), "changes nothing"),
         (("degrade", "a", "b", "--jitter", "50ms"), "a jitter of 50ms is above the delay of 5ms"),
+        (("obstruct", "a", "--path-loss-exponent", "6"), "there is no radio to obstruct"),
         (("partition", "a,b,c"), "separates nobody"),
         (("throttle", "b", "--speed", "1flops"), "use at least 1kflops"),
     ],

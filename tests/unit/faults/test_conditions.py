@@ -14,6 +14,7 @@ from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
+from testbed.network.radio import Propagation, Radio
 
 BASE = Link(rate=50e6, delay=0.005, loss=0.0)
 DEVICES = [DeviceSpec(name, 1e9, 1e9) for name in "abcd"]
@@ -65,6 +66,42 @@ def test_latest_degradation_wins_by_key_and_undo_uncovers_the_earlier():
     assert both.without(["two"]) == first
     assert both.without(["one"]).link(("a", "b")) == Link(rate=2e6, delay=0.005)
     assert both.without(["one", "two"]) == MESH
+
+
+RADIO = Radio(
+    Propagation(transmit_power=16, sensitivity=-82, path_loss_exponent=3.2, reference_loss=46.68, shadowing=8),
+    {"a": (0, 0), "b": (20, 0), "c": (0, 10), "d": (25, 25)},
+    packets=None,
+    seed=1,
+)
+OVER_THE_AIR = Conditions.of(
+    DEVICES,
+    {pair: Link(rate=250e3, message_loss=1 - RADIO.reception_ratio(pair)) for pair in MESH.links},
+    RADIO,
+)
+
+
+def lost(now: Conditions, a: str, b: str) -> float:
+    return now.link((a, b)).message_loss
+
+
+def test_an_obstruction_around_a_device_raises_the_exponent_of_its_links_alone():
+    hidden = apply(OVER_THE_AIR, obstruct={"device": "b", "path_loss_exponent": 6})
+    assert set(links(hidden, OVER_THE_AIR)) == {pair for pair in MESH.links if "b" in pair}
+    # 16 - (46.68 + 60 log10(20)) + 82 = -26.74 dB, 3.34 deviations of 8 dB below what is received.
+    assert lost(hidden, "a", "b") == pytest.approx(0.99958, abs=1e-5)
+    assert hidden.link(("a", "b")).rate == 250e3
+    assert undo(hidden, obstruct={"device": "b", "path_loss_exponent": 6}) == OVER_THE_AIR
+    assert apply(hidden, heal="all") == OVER_THE_AIR
+
+
+def test_of_several_obstructions_the_highest_exponent_counts_and_none_makes_a_link_better():
+    both = apply(OVER_THE_AIR, "one", obstruct={"between": ["a", "b"], "path_loss_exponent": 6})
+    both = apply(both, "two", obstruct={"device": "a", "path_loss_exponent": 4})
+    assert lost(both, "a", "b") == 1 - RADIO.reception_ratio(("a", "b"), 6)
+    assert lost(both, "a", "c") == lost(both, "c", "a") == 1 - RADIO.reception_ratio(("a", "c"), 4)
+    deaf = apply(OVER_THE_AIR, "one", degrade={"device": "a", "message_loss": "100%"})
+    assert lost(apply(deaf, "two", obstruct={"device": "a", "path_loss_exponent": 4}), "a", "c") == 1
 
 
 def test_preset_has_a_direction():
@@ -166,6 +203,7 @@ def test_what_mends_what_is_told_from_recorded_names():
         ("resume", "pause"),
         ("heal", "partition"),
         ("heal", "degrade"),
+        ("heal", "obstruct"),
         ("heal", "flap"),
         ("unthrottle", "throttle"),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from testbed.faults.replay import Change, Changes
 from testbed.faults.script import FaultOperation, FaultPhase
 from testbed.network.link import Link
 from testbed.network.parts import LinkPart
+from testbed.network.radio import Propagation, Radio
 
 
 def containers(lab: RememberedLab) -> Containers:
@@ -127,6 +129,16 @@ def test_receivers_are_told_which_casts_they_lose(lab: RememberedLab) -> None:
     do(lab, degrade={"from": "a", "to": "b", "message_loss": "20%"})
     assert lab.agents["b"].losses == [{"a": 0.2}]
     assert lab.agents["c"].losses == []
+
+
+def test_an_obstruction_is_told_to_receivers_as_what_they_lose(lab: RememberedLab) -> None:
+    radio = Radio(Propagation(0, -80, 2, 40, 8), dict.fromkeys("ac", (0.0, 0.0)) | {"b": (0.0, 100.0)}, None, 1)
+    lab.experiment = replace(lab.experiment, radio=radio)
+    do(lab, obstruct={"from": "a", "to": "b", "path_loss_exponent": 2.2})
+    assert lab.agents["b"].losses == [{"a": pytest.approx(0.69146, abs=1e-5)}]
+    assert in_force(lab) == ["it"]
+    do(lab, heal="all")
+    assert lab.agents["b"].losses[1:] == [{"a": 0.0}]
 
 
 def test_what_the_shaper_refuses_is_not_in_force(lab: RememberedLab) -> None:
