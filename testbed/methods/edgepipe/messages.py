@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Outputs(Typed, kind="outputs", key=("batch", "layer", "sender")):
     """The outputs of a device's neurons of a layer, (samples, neurons); of the output layer, the results it shares.
 
-    Test batches count on from the last training batch.
+    Batches are numbered in the order in which they are fed, those of tests too.
     """
 
     batch: int

@@ -64,13 +64,15 @@ class Neurons:
             cost = self._work(layer, samples)
             flops = cost.update if gradient is None else cost.backward + cost.update
             before = await self._device.compute(learning, Cost(flops), Span("backward", batch))
-        self.forget(layer, batch)
-        return before
-
-    def forget(self, layer: int, batch: int) -> None:
-        """Drop what waits for the losses of a batch: they will not come."""
         self._forwarded.discard((layer, batch))
         self.shards[layer].forget(batch)
+        return before
+
+    def forget_before(self, layer: int, batch: int) -> None:
+        """Drop what waits for the losses of batches before one: they will not come."""
+        for old in [old for at, old in self._forwarded if at == layer and old < batch]:
+            self._forwarded.discard((layer, old))
+            self.shards[layer].forget(old)
 
     def _work(self, layer: int, samples: int) -> Work:
         return work(self._layers[layer - 1], self.shards[layer].part.rows, samples, self._problem)

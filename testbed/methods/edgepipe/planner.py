@@ -41,7 +41,9 @@ class EdgePipeOptions(Options):
     transmissions: int = Field(1, ge=1, le=100)
     """How often each message is cast, all in one timeslot; 2 is the paper's r-TX."""
     test_runs: int = Field(1, ge=1, le=1000)
-    """How often all test samples pass after training, each time over the links as they are."""
+    """How often all test samples pass at an evaluation, each time over the links as they are."""
+    evaluate_every: int | None = Field(None, ge=1)
+    """Steps from one evaluation to the next; None: at the end only. The pipeline drains before each."""
     slot: Duration | None = Field(None, gt=0)
     """Length of a timeslot; None: the longest computation, the longest transmission, and `margin`."""
     margin: Duration = MARGIN

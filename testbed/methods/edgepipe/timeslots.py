@@ -7,7 +7,7 @@ b * period, and sent backward in slot ``backward[l]`` + b * period. In other slo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from testbed.schedule.actions import Action
@@ -93,6 +93,59 @@ def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
             backward[layer] = free
             free += 1
     return Timetable(tuple(groups), period, tuple(range(layers)), tuple(backward))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Batches in a row, from an empty pipeline to an empty one: some steps of training, or the tests after them."""
+
+    tests: bool
+    start: int
+    """Its first slot."""
+    table: Timetable
+    batches: range
+    """Steps, or test batches from 0 on."""
+    first: int
+    """Number of its first batch among all that are fed, those of tests included."""
+    trained: int
+    """Steps that are done at its end."""
+
+    @property
+    def end(self) -> int:
+        """The slot behind its last one."""
+        return self.start + self.table.slots(len(self.batches))
+
+    def number(self, batch: int) -> int:
+        """Return the number of one of its batches among all that are fed."""
+        return self.first + batch - self.batches.start
+
+    def work(self, group: int) -> Iterator[tuple[int, LayerAction]]:
+        """Yield the slots in which a device of a group has work, and what it does with which of the batches."""
+        for slot, action in enumerate(self.table.actions(group, len(self.batches)), self.start):
+            if action is not None:
+                yield slot, replace(action, batch=self.batches.start + action.batch)
+
+
+def segments(table: Timetable, steps: int, tests: int, every: int | None = None) -> Iterator[Segment]:
+    """Yield training and the test batches after ``every`` so many steps, or after all; the last steps are tested too.
+
+    The pipeline drains before tests and fills again after them.
+    """
+    slot = number = 0
+    testing = _forward_only(table)
+    for begin in range(0, steps, every or steps):
+        trained = range(begin, min(begin + (every or steps), steps))
+        for segment in (
+            Segment(False, slot, table, trained, number, trained.stop),
+            Segment(True, slot + table.slots(len(trained)), testing, range(tests), number + len(trained), trained.stop),
+        ):
+            yield segment
+            slot, number = segment.end, number + len(segment.batches)
+
+
+def _forward_only(table: Timetable) -> Timetable:
+    period = max(len(group) for group in table.groups)
+    return Timetable(table.groups, period, table.forward, (None,) * len(table.forward))
 
 
 def _learning(group: range) -> range:

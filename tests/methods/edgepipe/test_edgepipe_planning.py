@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from testbed.errors import InputError
 from testbed.methods.edgepipe.mapping import by_chance, exhaustive, generations, genetic, matrix, score
 from testbed.methods.edgepipe.partition import devices_of, layer_groups, partition
-from testbed.methods.edgepipe.timeslots import draw, naive_slots, slot_length, timetable
+from testbed.methods.edgepipe.timeslots import draw, naive_slots, segments, slot_length, timetable
 from testbed.methods.edgepipe.topology import connectivity, coordinator, passes
 from testbed.network.radio import Propagation, Radio, draw_positions
 
@@ -296,3 +296,24 @@ def test_a_schedule_is_drawn_a_line_a_group():
     lines = draw(schedule("hybrid"), batches=2).splitlines()
     assert len(lines) == 3
     assert " ".join(lines[1].split()[2:]) == ". . F0.2 F0.3 . . F1.2 F1.3 B0.3 B0.2 . . B1.3 B1.2 ."
+
+
+def test_training_and_tests_take_turns_each_in_slots_of_its_own():
+    table = schedule("hybrid")
+    found = list(segments(table, steps=7, tests=4, every=3))
+    assert [each.tests for each in found] == [False, True] * 3
+    assert [each.batches for each in found[::2]] == [range(3), range(3, 6), range(6, 7)]
+    assert [each.trained for each in found] == [3, 3, 6, 6, 7, 7]
+    assert [each.first for each in found] == [0, 3, 7, 10, 14, 15]
+    assert [each.start for each in found[1:]] == [each.end for each in found[:-1]]
+    assert found[0].end == table.slots(3)
+    # Forward only: six layers, then two slots a batch.
+    assert found[1].end - found[1].start == 6 + 3 * 2
+    for segment in found:
+        for group in range(3):
+            work = list(segment.work(group))
+            assert all(segment.start <= slot < segment.end for slot, _ in work)
+            assert {action.batch for _, action in work} == set(segment.batches)
+            numbers = [segment.number(action.batch) for _, action in work if action.kind == "forward"]
+            assert set(numbers) == set(range(segment.first, segment.first + len(segment.batches)))
+            assert not segment.tests or all(action.kind == "forward" for _, action in work)

@@ -65,6 +65,25 @@ def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(
     assert tested["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
+def test_a_pipeline_that_drains_for_tests_fills_again_with_the_newest_weights():
+    written = six({"evaluate_every": 5, "test_runs": 2})
+    table = timetable_of(planned(written)[1].details)
+    expected, losses = Reference(written), []
+    spans = {unit: table.staleness(unit + 1) for unit in range(5)}
+    data = expected.data
+    images, labels = torch.from_numpy(data.test_images), torch.from_numpy(data.test_labels)
+    for first, last in ((0, 5), (5, 10), (10, 12)):
+        expected.train(first, last, spans)
+        logits = torch.func.functional_call(expected.model.eval(), expected.newest, (images,))
+        losses.append(float(functional.cross_entropy(logits, labels)))
+    outcome = run(written)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(expected.losses, rel=1e-5)
+    tested = of(outcome, "evaluate")
+    assert [each["step"] for each in tested] == [5, 10, 12]
+    assert [each["loss"] for each in tested] == pytest.approx(losses, rel=1e-5)
+    assert [each["runs"] for each in tested] == [[each["accuracy"]] * 2 for each in tested]
+
+
 def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_says():
     written = six()
     _, chosen = planned(written)

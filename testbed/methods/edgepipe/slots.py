@@ -1,0 +1,30 @@
+"""A device's way through timeslots, by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+
+from testbed.device import Device
+from testbed.methods.edgepipe.timeslots import LayerAction, Segment
+
+
+async def slots(
+    device: Device, length: float, group: int, segments: Iterable[Segment]
+) -> AsyncIterator[tuple[Segment, LayerAction | None]]:
+    """Yield the work of each slot as it begins, and None as each segment ends; ``length`` is in seconds.
+
+    Slots that are over are left out: the device was off, or stood still.
+    """
+    for segment in segments:
+        if device.now() >= segment.end * length:
+            continue
+        for slot, action in segment.work(group):
+            await _until(device, slot * length)
+            if device.now() < (slot + 1) * length:
+                yield segment, action
+        await _until(device, segment.end * length)
+        yield segment, None
+
+
+async def _until(device: Device, instant: float) -> None:
+    await device.sleep(max(0.0, instant - device.now()))
