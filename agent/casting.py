@@ -90,10 +90,8 @@ class Caster:
     def send(self, peers: Collection[str], body: bytes, incarnation: int, number: int) -> tuple[int, float]:
         """Transmit once; return the bytes sent, and the monotonic instant at which the last datagram had left.
 
-        Blocks until then: not for an event loop.
-
-        Raises:
-            ValueError: when the message is too large for a cast, or the deployment named no broadcast address.
+        Blocks until then: not for an event loop. Raises ValueError when the message is too large for a cast, or the
+        deployment named no broadcast address.
         """
         if self._broadcast is None:
             raise ValueError("the deployment names no broadcast address")

@@ -68,8 +68,7 @@ class Connection:
     async def open(self) -> None:
         """Connect, unless there is a connection that the peer has kept.
 
-        Raises:
-            ConnectionLost: when it could not be had, or was closed by the peer meanwhile.
+        Raises ConnectionLost when it could not be had, or was closed by the peer meanwhile.
         """
         if self._socket is None:
             await self._connect()

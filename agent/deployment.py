@@ -63,8 +63,7 @@ class Deployment:
 def read(body: bytes | bytearray, settings: Settings) -> Deployment:
     """Validate a deployment.
 
-    Raises:
-        Refused: 400, saying what is wrong with it.
+    Raises Refused (400), saying what is wrong with it.
     """
     try:
         document = _Document.model_validate_json(bytes(body))

@@ -26,8 +26,7 @@ class Disk:
     def save(self, name: str, message: Message) -> None:
         """Write a message, or leave the one that was there as it is.
 
-        Raises:
-            OSError: when there is no such disk, or no room on it.
+        Raises OSError when there is no such disk, or no room on it.
         """
         if not self._folder.exists():
             for other in self._root.iterdir() if self._root.exists() else ():

@@ -62,9 +62,8 @@ class EventLog:
     def follow(self, after: int) -> Iterator[bytes]:
         """Yield lines from number ``after`` on, several at once where there are, until the log is closed.
 
-        Raises:
-            FellBehind: when the next line is no longer kept.
-            NotYet: when there are fewer lines, as after a restart of the device.
+        Raises FellBehind when the next line is no longer kept; NotYet when there are fewer lines, as after a restart of
+        the device.
         """
         if after < self._dropped:
             raise FellBehind(after, self._dropped)

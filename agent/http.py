@@ -124,8 +124,7 @@ def authorised(environ: Environ, token: str) -> bool:
 def announced_length(environ: Environ, limit: int) -> int:
     """Return the size of the request's body before any of it is read.
 
-    Raises:
-        Refused: when it is not known beforehand or above the limit.
+    Raises Refused when it is not known beforehand or above the limit.
     """
     text = environ.get("CONTENT_LENGTH") or ""
     if "chunked" in environ.get("HTTP_TRANSFER_ENCODING", "").lower() or not text.isdecimal():
@@ -139,8 +138,7 @@ def announced_length(environ: Environ, limit: int) -> int:
 def read_body(environ: Environ, length: int) -> bytearray:
     """Read a body of known length into one new buffer, as it comes from the socket.
 
-    Raises:
-        Refused: when the sender stops in the middle of it.
+    Raises Refused when the sender stops in the middle of it.
     """
     body = bytearray(length)
     view = memoryview(body)

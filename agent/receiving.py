@@ -67,10 +67,7 @@ class Inbox:
 
         A sender's messages come in their order, and from the first that is not acknowledged after a connection broke.
         So whatever is not newer than the newest was either delivered or given up by its sender. A receiver that
-        restarted takes up wherever a sender is.
-
-        Raises:
-            PermissionError: when the sender is no peer.
+        restarted takes up wherever a sender is. Raises PermissionError when the sender is no peer.
         """
         sender = arrival.envelope.message.sender
         if sender not in self._peers:

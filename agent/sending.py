@@ -78,10 +78,8 @@ class Lane:
     async def deliver(self, body: bytes, not_before: float = 0.0) -> Delivery:
         """Send until the peer has acknowledged, and nothing before the monotonic instant ``not_before``.
 
-        When this is cancelled, the message is withdrawn unless the kernel has all of it.
-
-        Raises:
-            Rejected: when the peer refuses the message for good.
+        When this is cancelled, the message is withdrawn unless the kernel has all of it. Raises Rejected when the peer
+        refuses the message for good.
         """
         outgoing = _Outgoing(self._connection.head(body), body, not_before)
         self._messages.append(outgoing)

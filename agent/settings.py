@@ -35,8 +35,7 @@ class Settings:
     def from_environment(environment: Mapping[str, str]) -> Settings:
         """Read ``TESTBED_RUN``, ``TESTBED_DEVICE``, ``TESTBED_TOKEN`` and the optional addresses, limits and disk.
 
-        Raises:
-            SystemExit: naming the variable that is missing or cannot be read.
+        Raises SystemExit naming the variable that is missing or cannot be read.
         """
         missing = [name for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN") if not environment.get(name)]
         if missing:

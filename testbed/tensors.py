@@ -84,8 +84,7 @@ def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, off
 def size(tensors: Mapping[str, torch.Tensor], offset: int = 0) -> int:
     """Return how many bytes `write` makes of tensors, without making them; ``offset`` is that of `write`.
 
-    Raises:
-        TensorError: as `from_torch` and `write` do.
+    Raises TensorError as `from_torch` and `write` do.
     """
     header, end = len("{}") - 1, 0
     for name, tensor in tensors.items():
@@ -103,8 +102,7 @@ def size(tensors: Mapping[str, torch.Tensor], offset: int = 0) -> int:
 def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
     """Return the tensors of a safetensors body, as views of it, and its metadata.
 
-    Raises:
-        TensorError: for anything but a body that `write` or the safetensors library makes.
+    Raises TensorError for anything but a body that `write` or the safetensors library makes.
     """
     view = memoryview(body).cast("B")
     if len(view) < 8:

@@ -66,10 +66,8 @@ class Envelope:
 def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 0) -> bytes:
     """Return a message in one piece: prefix, JSON header, safetensors, padding.
 
-    The tensors' values are copied, so the program may go on to change them.
-
-    Raises:
-        WireError: when the fields are not JSON or the tensors of no type that travels.
+    The tensors' values are copied, so the program may go on to change them. Raises WireError when the fields are not
+    JSON or the tensors of no type that travels.
     """
     header = {
         "kind": message.kind,
@@ -94,10 +92,8 @@ def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 
 def content_size(message: Message, sender: str) -> int:
     """Return how many bytes `encode` makes of a message, without making them.
 
-    Exact where the sender's incarnation and the sequence number have as many digits as they usually have.
-
-    Raises:
-        WireError: as `encode` does.
+    Exact where the sender's incarnation and the sequence number have as many digits as they usually have. Raises
+    WireError as `encode` does.
     """
     return _content_size(message, sender, _read_back(message)[1])
 
@@ -118,10 +114,8 @@ def size_around(tensor: float) -> float:
 def delivered(message: Message, sender: str) -> tuple[Message, int]:
     """Return the message as its receiver will see it, sharing nothing that can change, and its `content_size`.
 
-    It is what `decode` makes of what `encode` writes, for those who need not really write it.
-
-    Raises:
-        WireError: as `encode` does.
+    It is what `decode` makes of what `encode` writes, for those who need not really write it. Raises WireError as
+    `encode` does.
     """
     fields, length = _read_back(message)
     tensors = message.tensors
@@ -189,10 +183,8 @@ def _json(value: Mapping[str, Any], kind: str) -> str:
 def decode(data: Buffer) -> Envelope:
     """Read what `encode` wrote. Tensors share the memory of ``data`` when that is writable (a bytearray).
 
-    Torch is imported only when there are tensors. Nothing in ``data`` decides how much memory is taken.
-
-    Raises:
-        WireError: for anything else.
+    Torch is imported only when there are tensors. Nothing in ``data`` decides how much memory is taken. Raises
+    WireError for anything else.
     """
     view = memoryview(data).cast("B")
     if len(view) < _PREFIX.size:

@@ -47,8 +47,7 @@ def link_options(command: F) -> F:
 def read(figures: Mapping[str, str]) -> dict[str, Any]:
     """Return figures as a scenario would have them.
 
-    Raises:
-        InputError: when there are none, or the bursts are not a list of ``key=value``.
+    Raises InputError when there are none, or the bursts are not a list of ``key=value``.
     """
     if not figures:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in _OPTIONS)

@@ -27,9 +27,7 @@ def prefix_for(devices: int) -> int:
 def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network]) -> Iterator[IPv4Network]:
     """Yield the subnets of a range that have room for the devices and overlap nothing that is taken, lowest first.
 
-    Raises:
-        InputError: the range is none, or too small for the devices.
-
+    Raises InputError where the range is none, or too small for the devices.
     """
     try:
         whole = IPv4Network(within)

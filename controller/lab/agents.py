@@ -82,9 +82,8 @@ class Agent:
     def events(self, after: int = 0) -> Iterator[Event]:
         """Yield the events from number ``after`` on as they are recorded, until the program is over.
 
-        Raises:
-            AgentGone: the stream broke, as it does when the device is killed.
-            AgentError: those events are not kept, or not there yet.
+        Raises AgentGone where the stream broke, as it does when the device is killed; AgentError where those events are
+        not kept, or not there yet.
         """
         rest = b""
         with self._request("GET", f"/events?after={after}", seconds=None, stream=True) as response:

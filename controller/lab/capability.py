@@ -77,8 +77,7 @@ def known() -> list[Capability]:
 def check(experiment: Experiment, backend: str) -> None:
     """Refuse rates above what this host was measured to carry; ``auto`` means by any backend.
 
-    Raises:
-        InputError: naming the link and the nearest rate that works.
+    Raises InputError naming the link and the nearest rate that works.
     """
     carried = [each.rate for each in known() if each.rate is not None and backend in ("auto", each.backend)]
     fastest = max(experiment.links, key=lambda pair: experiment.links[pair].rate or 0.0, default=None)

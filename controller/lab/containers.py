@@ -89,9 +89,7 @@ def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer
 def container_logs(client: docker.DockerClient, run: str, name: str, *, follow: bool = False) -> Iterator[bytes]:
     """Yield what a device's container (or `shaper`) has written, piece by piece; with ``follow`` until it ends.
 
-    Raises:
-        TestbedError: there is no such container, or no longer.
-
+    Raises TestbedError where there is no such container, or no longer.
     """
     try:
         yield from client.api.logs(container_name(run, name), stream=True, follow=follow)

@@ -43,9 +43,7 @@ class EngineFacts:
 def connect() -> docker.DockerClient:
     """Return a client of the engine that ``DOCKER_HOST`` names, or of the local one.
 
-    Raises:
-        HostError: no engine answers; says what to do.
-
+    Raises HostError where no engine answers; says what to do.
     """
     client: docker.DockerClient | None = None
     try:
@@ -103,9 +101,7 @@ def is_local(host: str | None = None) -> bool:
 def install_packages(packages: list[str], say: Say, why: str) -> None:
     """Install Debian packages, saying so; the caller is root.
 
-    Raises:
-        HostError: this is no Debian, or apt failed; says what to run by hand.
-
+    Raises HostError where this is no Debian, or apt failed; says what to run by hand.
     """
     say(f"{why}: apt-get install {' '.join(packages)}")
     command = [str(CHECKOUT / "images" / "install"), why, *packages]

@@ -81,9 +81,7 @@ def _names(code: Mapping[str, Mapping[str, bytes]]) -> ImageTags:
 def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
     """Return the tags of images that exist, building what does not.
 
-    Raises:
-        HostError: an image cannot be had; says what failed and what would help.
-
+    Raises HostError where an image cannot be had; says what failed and what would help.
     """
     # Read once: a file that is saved meanwhile must not end up under the hash of what it was.
     code = {kind: _code_files(kind) for kind in CODE}

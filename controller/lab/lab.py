@@ -84,12 +84,8 @@ class Lab:
     ) -> Lab:
         """Make networks, shaper and devices; return when all are healthy and every link is shaped.
 
-        Leaves nothing behind when it fails or is interrupted.
-
-        Raises:
-            HostError: no engine, no images, no room for the networks, or a container does not come up.
-            InputError: the scenario's subnet does not fit.
-
+        Leaves nothing behind when it fails or is interrupted. Raises HostError where there is no engine, no images, no
+        room for the networks, or a container does not come up; InputError where the scenario's subnet does not fit.
         """
         say = progress or (lambda _text: None)
         _check_devices(trial.experiment)
@@ -127,10 +123,7 @@ class Lab:
     def open(cls, run_id: str) -> Lab:
         """Find a run that is up, from any process.
 
-        Raises:
-            InputError: there is no such run.
-            HostError: no engine answers.
-
+        Raises InputError where there is no such run; HostError where no engine answers.
         """
         state = runstate.read(run_id)
         client = connect()

@@ -34,11 +34,8 @@ def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) ->
     """Remove everything of one run; return how many containers and networks there were.
 
     What is already gone counts as removed. With ``settle`` the engine is asked again a moment later, because a
-    container that a killed controller had asked for may appear after the first look.
-
-    Raises:
-        HostError: something does not go away.
-
+    container that a killed controller had asked for may appear after the first look. Raises HostError where something
+    does not go away.
     """
     label = {"label": f"{RUN}={run}"}
     count = 0

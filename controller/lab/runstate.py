@@ -45,9 +45,7 @@ def write(state: RunState) -> None:
 def read(run: str) -> RunState:
     """Return what was written.
 
-    Raises:
-        InputError: there is no such run of this user.
-
+    Raises InputError where there is no such run of this user.
     """
     try:
         return RunState(**json.loads(path_of(run).read_text()))
@@ -65,9 +63,7 @@ def runs() -> list[str]:
 def choose(run: str | None) -> str:
     """Return the run meant where a command may leave it out: the one there is.
 
-    Raises:
-        InputError: there is none, or there are several.
-
+    Raises InputError where there is none, or there are several.
     """
     known = runs()
     if run is not None:

@@ -85,13 +85,9 @@ def emulate(
     """Create the lab, verify its links, run the method on it with its faults, and remove it.
 
     The first four arguments are those of `testbed.simulation.simulate`. ``links`` says what shapes the links. With
-    ``keep`` the lab stays up afterwards.
-
-    Raises:
-        HostError: the lab cannot be had; `LinksError` (of `verification`) when a link is outside its tolerance
-            and not accepted so.
-        InputError: a link asks for more than this host was measured to carry.
-
+    ``keep`` the lab stays up afterwards. Raises HostError where the lab cannot be had; `LinksError` (of `verification`)
+    when a link is outside its tolerance and not accepted so; InputError where a link asks for more than this host was
+    measured to carry.
     """
     began = time.monotonic()
     if not accept_links:

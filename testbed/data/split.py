@@ -26,12 +26,8 @@ def split(labels: Indices, classes: int, owners: Sequence[str], how: Split, seed
         how: as ``workload.data.split`` says; not ``lead``, which shares nothing.
         seed: the scenario's.
 
-    Returns:
-        By device, the indices of its samples in ascending order, (samples of the device,).
-
-    Raises:
-        InputError: where a device would be left without samples, or there are too few samples or classes.
-
+    Returns: By device, the indices of its samples in ascending order, (samples of the device,). Raises InputError where
+    a device would be left without samples, or there are too few samples or classes.
     """
     if len(owners) > len(labels):
         text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"

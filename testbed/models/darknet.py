@@ -102,8 +102,7 @@ def check(path: Path, model: Model) -> Header:
 def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
     """Return the weights keyed as `Model.build` names them, normalisation folded.
 
-    Raises:
-        InputError: where the file is not this model's, or holds what no trained network does.
+    Raises InputError where the file is not this model's, or holds what no trained network does.
     """
     import torch
 

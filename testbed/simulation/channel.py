@@ -42,40 +42,26 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
     return reconnect + max(0, math.ceil((now - reconnect) / CONNECT_SECONDS)) * CONNECT_SECONDS
 
 
+@dataclass(eq=False, slots=True)
 class Parcel:
     """One message on its way, until it is acknowledged."""
 
-    __slots__ = (
-        "answer",
-        "begun",
-        "bytes",
-        "called",
-        "due",
-        "end",
-        "future",
-        "message",
-        "remaining",
-        "sender",
-        "start",
-    )
-
-    def __init__(self, sender: Guest, message: Message, size: int, called: float, future: Future[None]):
-        self.sender = sender
-        self.message = message
-        self.bytes = size
-        self.called = called
-        self.future = future
-        self.remaining = wire_bytes(size)
-        """Bytes on the wire that have not left the sender yet."""
-        self.begun = -1.0
-        """When its first byte left for the first time; negative before."""
-        self.start = -1.0
-        """Of the present transmission, as are ``end`` and ``due``."""
-        self.end = -1.0
-        self.due = -1.0
-        """When it arrives; negative while that is not known."""
-        self.answer = 0.0
-        """By how much chance makes its acknowledgement later than the delay of the way back."""
+    sender: Guest
+    message: Message
+    bytes: int
+    called: float
+    future: Future[None]
+    remaining: float
+    """Bytes on the wire that have not left the sender yet."""
+    begun: float = -1.0
+    """When its first byte left for the first time; negative before."""
+    start: float = -1.0
+    """Of the present transmission, as are ``end`` and ``due``."""
+    end: float = -1.0
+    due: float = -1.0
+    """When it arrives; negative while that is not known."""
+    answer: float = 0.0
+    """By how much chance makes its acknowledgement later than the delay of the way back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +85,6 @@ class Channel:
     What has left the sender when a link goes down or slows down still arrives; what has not, waits, and is tried again
     when TCP would.
     """
-
-    __slots__ = (
-        "_answered",
-        "_at_door",
-        "_back_delay",
-        "_blocked_since",
-        "_chance",
-        "_changes",
-        "_delay",
-        "_free_at",
-        "_full",
-        "_last_answer",
-        "_last_due",
-        "_loop",
-        "_open",
-        "_rate",
-        "_refused",
-        "_seed",
-        "_unacknowledged",
-        "_unanswered",
-        "_waiting",
-        "back",
-        "crossing",
-        "link",
-        "source",
-        "target",
-    )
 
     def __init__(self, loop: VirtualLoop, source: Host, target: Host, link: Link, seed: int) -> None:
         self.source = source

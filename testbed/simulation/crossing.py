@@ -27,8 +27,6 @@ _LATEST = 1000
 class Crossing:
     """The random processes of one direction of a link, from one change of its figures to the next."""
 
-    __slots__ = ("_corrupted", "_delay", "_delays", "_lost")
-
     def __init__(self, link: Link, seed: str) -> None:
         self._delay = link.delay
         self._lost = impairments.losses(link, f"{seed} loss")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
-from testbed.framing import CAST_CHUNK, cast_wire_bytes
+from testbed.framing import CAST_CHUNK, cast_wire_bytes, wire_bytes
 from testbed.network.broadcast import audience
 from testbed.simulation.channel import Cast, Channel, Parcel
 from testbed.simulation.host import Host
@@ -41,45 +42,24 @@ class Surroundings(Protocol):
         """Return the bit/s at which a device casts, right now."""
 
 
+@dataclass(eq=False, slots=True)
 class _Work:
     """One call of ``compute``."""
 
-    __slots__ = ("cost", "ends", "future", "remaining", "result", "span", "start", "work")
-
-    def __init__(self, work: Callable[[], Any], cost: Cost, span: Span, future: asyncio.Future[Any]) -> None:
-        self.work = work
-        self.cost = cost
-        self.span = span
-        self.future = future
-        self.start = 0.0
-        self.remaining = 0.0
-        """Seconds of work left while the device is paused."""
-        self.ends = -1.0
-        """When it ends; negative while that is not known."""
-        self.result: Any = None
+    work: Callable[[], Any]
+    cost: Cost
+    span: Span
+    future: asyncio.Future[Any]
+    start: float = 0.0
+    remaining: float = 0.0
+    """Seconds of work left while the device is paused."""
+    ends: float = -1.0
+    """When it ends; negative while that is not known."""
+    result: Any = None
 
 
 class SimulatedDevice:
     """One device from one boot to the next; see `testbed.device.Device` for what it promises."""
-
-    __slots__ = (
-        "_cast_until",
-        "_casts",
-        "_channels",
-        "_inbox",
-        "_loop",
-        "_queue",
-        "_receivers",
-        "_under_way",
-        "_world",
-        "alive",
-        "errors",
-        "exposed",
-        "host",
-        "name",
-        "running",
-        "tasks",
-    )
 
     def __init__(self, world: Surroundings, host: Host) -> None:
         self.name = host.name
@@ -145,7 +125,7 @@ class SimulatedDevice:
         channel = self._channels.get(peer) or self._channel(peer)
         sent, size = delivered(message, self.name)
         future: asyncio.Future[None] = self._loop.create_future()
-        parcel = Parcel(self, sent, size, self._loop.now, future)
+        parcel = Parcel(self, sent, size, self._loop.now, future, wire_bytes(size))
         channel.enqueue(parcel)
         try:
             await future

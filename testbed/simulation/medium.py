@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 
+@dataclass(eq=False)
 class Medium:
     """A radio channel, or one device's own transmitter: whoever asks first transmits first, nobody interrupts.
 
@@ -12,13 +14,10 @@ class Medium:
     for its casts.
     """
 
-    __slots__ = ("free_at", "reserved")
-
-    def __init__(self, reserved: Callable[[float, float], None] | None = None) -> None:
-        self.free_at = 0.0
-        """When the last transmission reserved so far ends."""
-        self.reserved = reserved
-        """Told of each reservation: what is not cast has to wait for it."""
+    reserved: Callable[[float, float], None] | None = None
+    """Told of each reservation: what is not cast has to wait for it."""
+    free_at: float = 0.0
+    """When the last transmission reserved so far ends."""
 
 
 def occupy(media: Collection[Medium], now: float, seconds: float) -> tuple[float, float]:

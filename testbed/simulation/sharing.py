@@ -8,6 +8,7 @@ are computed anew at each instant at which a transmission begins or ends, for th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from testbed.simulation.loop import VirtualLoop
 
@@ -15,41 +16,39 @@ _NEARLY = 1 - 1e-12
 """What is as full as this is full: rates are sums of floats."""
 
 
+@dataclass(eq=False, slots=True)
 class Shared:
     """A rate, and who takes from it right now."""
 
-    __slots__ = ("flows", "rate", "reserved_until")
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        """bit/s."""
-        self.flows: dict[Flow, None] = {}
-        """In the order in which they began."""
-        self.reserved_until = 0.0
-        """Until then casts have all of it, and who transmits otherwise waits."""
+    rate: float
+    """bit/s."""
+    flows: dict[Transfer, None] = field(default_factory=dict)
+    """In the order in which they began."""
+    reserved_until: float = 0.0
+    """Until then casts have all of it, and who transmits otherwise waits."""
 
 
-class Flow:
+@dataclass(eq=False, slots=True)
+class Transfer:
     """One transmission under way."""
 
-    __slots__ = ("bits", "cap", "ended", "ends", "rate", "since", "uses", "whole")
+    whole: float
+    """Bits."""
+    cap: float
+    """bit/s that its own link allows."""
+    uses: Sequence[tuple[Shared, float]]
+    """What it shares, and how much of that each of its bits takes: more than one where its link is slower than a radio
+    channel, for it then holds the channel longer."""
+    ended: Callable[[], None]
+    bits: float = field(init=False)
+    """That had not left at ``since``."""
+    rate: float = 0.0
+    since: float = 0.0
+    ends: float = -1.0
+    """When it does at its present rate; negative while it has none."""
 
-    def __init__(
-        self, bits: float, cap: float, uses: Sequence[tuple[Shared, float]], ended: Callable[[], None]
-    ) -> None:
-        self.bits = bits
-        """That had not left at ``since``."""
-        self.whole = bits
-        self.cap = cap
-        """bit/s that its own link allows."""
-        self.uses = uses
-        """What it shares, and how much of that each of its bits takes: more than one where its link is slower than a
-        radio channel, for it then holds the channel longer."""
-        self.ended = ended
-        self.rate = 0.0
-        self.since = 0.0
-        self.ends = -1.0
-        """When it does at its present rate; negative while it has none."""
+    def __post_init__(self) -> None:
+        self.bits = self.whole
 
 
 class Sharing:
@@ -59,14 +58,14 @@ class Sharing:
         self._loop = loop
         self._touched: dict[Shared, None] = {}
 
-    def begin(self, flow: Flow) -> None:
+    def begin(self, flow: Transfer) -> None:
         """Let a transmission take its share from now on."""
         flow.since = self._loop.now
         for shared, _ in flow.uses:
             shared.flows[flow] = None
             self.touch(shared)
 
-    def stop(self, flow: Flow) -> float:
+    def stop(self, flow: Transfer) -> float:
         """End a transmission before its time; return the bits that have not left."""
         self._forget(flow)
         return max(0.0, flow.bits - flow.rate * (self._loop.now - flow.since))
@@ -88,7 +87,7 @@ class Sharing:
             self._loop.at(self._loop.now, self._settle, None)
         self._touched[shared] = None
 
-    def _forget(self, flow: Flow) -> None:
+    def _forget(self, flow: Transfer) -> None:
         flow.ends = -1.0
         for shared, _ in flow.uses:
             del shared.flows[flow]
@@ -105,12 +104,12 @@ class Sharing:
             if rate > 0:
                 self._loop.at(flow.ends, self._end, flow)
 
-    def _concerned(self) -> list[Flow]:
+    def _concerned(self) -> list[Transfer]:
         """Return all transmissions that share something, directly or not, with what was touched."""
         shareds = list(self._touched)
         self._touched.clear()
         seen = dict.fromkeys(shareds)
-        flows: dict[Flow, None] = {}
+        flows: dict[Transfer, None] = {}
         for shared in shareds:
             for flow in shared.flows:
                 if flow not in flows:
@@ -120,17 +119,17 @@ class Sharing:
                     shareds.extend(new)
         return list(flows)
 
-    def _end(self, flow: Flow) -> None:
+    def _end(self, flow: Transfer) -> None:
         if flow.ends != self._loop.now:
             return  # its rate has changed meanwhile, or it was stopped
         self._forget(flow)
         flow.ended()
 
 
-def fair(flows: Sequence[Flow], now: float) -> dict[Flow, float]:
+def fair(flows: Sequence[Transfer], now: float) -> dict[Transfer, float]:
     """Return the bit/s of each transmission: raised together until a link or something shared is full, and so on."""
     left = {shared: 0.0 if now < shared.reserved_until else shared.rate for flow in flows for shared, _ in flow.uses}
-    rates: dict[Flow, float] = {}
+    rates: dict[Transfer, float] = {}
     rising = dict.fromkeys(flows)
     while rising:
         weights = dict.fromkeys(left, 0.0)

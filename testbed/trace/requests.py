@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 
@@ -21,14 +22,16 @@ def _ends(record: Record) -> list[Event]:
     return [event for event in ends if last[event.fields["request"]] is event]
 
 
+def _answered(record: Record) -> list[Event]:
+    return [event for event in record.once(_ends) if event.event == "request"]
+
+
 def _latencies(record: Record) -> list[float]:
-    return [float(event.fields["latency"]) for event in record.once(_ends) if event.event == "request"]
+    return [float(event.fields["latency"]) for event in record.once(_answered)]
 
 
 def _windows(record: Record) -> list[Interval]:
-    return [
-        (event.time - event.fields["latency"], event.time) for event in record.once(_ends) if event.event == "request"
-    ]
+    return [(event.time - event.fields["latency"], event.time) for event in record.once(_answered)]
 
 
 def _whole(record: Record) -> Interval | None:
@@ -37,18 +40,14 @@ def _whole(record: Record) -> Interval | None:
     return (min(begin for begin, _ in windows), max(end for _, end in windows)) if windows else None
 
 
-def _count(record: Record) -> int | None:
-    return len(record.once(_latencies)) or None
+def _of_latencies(compute: Callable[[list[float]], float]) -> Callable[[Record], float | None]:
+    """Return what computes a figure from all latencies; None where nothing was answered."""
 
+    def figure(record: Record) -> float | None:
+        latencies = record.once(_latencies)
+        return compute(latencies) if latencies else None
 
-def _median(record: Record) -> float | None:
-    latencies = record.once(_latencies)
-    return median(latencies) if latencies else None
-
-
-def _longest(record: Record) -> float | None:
-    latencies = record.once(_latencies)
-    return max(latencies) if latencies else None
+    return figure
 
 
 def _per_second(record: Record) -> float | None:
@@ -92,56 +91,45 @@ def _over_bound(record: Record) -> float | None:
     return (whole[1] - whole[0]) / needed if whole and needed else None
 
 
-def _percentile(percent: float, record: Record) -> float | None:
-    latencies = record.once(_latencies)
-    return percentile(latencies, percent) if latencies else None
+def _mean_spent(part: Callable[[Spent], float]) -> Callable[[Record], float | None]:
+    def figure(record: Record) -> float | None:
+        return fmean(map(part, record.once(_spent))) if record.once(_spent) else None
+
+    return figure
 
 
 FIGURES = (
-    Figure(
-        "requests",
-        "number",
-        "inferences done",
-        _count,
-        compared=True,
-    ),
+    Figure("requests", "number", "inferences done", _of_latencies(len), compared=True),
     Figure("requests_per_second", "number", "inferences over duration", _per_second, compared=True),
     Figure("objects", "number", "objects found in the samples of all requests", _objects),
-    Figure(
-        "latency",
-        "seconds",
-        "median of an inference",
-        _median,
-        brief=True,
-        compared=True,
-    ),
-    Figure(
-        "latency_mean",
-        "seconds",
-        "mean of an inference",
-        lambda record: fmean(record.once(_latencies)) if record.once(_latencies) else None,
-    ),
+    Figure("latency", "seconds", "median of an inference", _of_latencies(median), brief=True, compared=True),
+    Figure("latency_mean", "seconds", "mean of an inference", _of_latencies(fmean)),
     Figure(
         "latency_p95",
         "seconds",
         "95th percentile of an inference",
-        lambda record: _percentile(95, record),
+        _of_latencies(lambda latencies: percentile(latencies, 95)),
         compared=True,
     ),
-    Figure("latency_p99", "seconds", "99th percentile of an inference", lambda record: _percentile(99, record)),
-    Figure("latency_max", "seconds", "longest inference", _longest),
+    Figure(
+        "latency_p99",
+        "seconds",
+        "99th percentile of an inference",
+        _of_latencies(lambda latencies: percentile(latencies, 99)),
+    ),
+    Figure("latency_max", "seconds", "longest inference", _of_latencies(max)),
     Figure("requests_failed", "number", "inferences given up", _failed),
     Figure(
         "path_compute",
         "seconds",
         "of computing on an inference's critical path, mean",
-        lambda record: fmean(each.computing for each in record.once(_spent)) if record.once(_spent) else None,
+        _mean_spent(lambda spent: spent.computing),
     ),
     Figure(
         "path_network",
         "seconds",
         "of messages on an inference's critical path, mean",
-        lambda record: fmean(each.messaging for each in record.once(_spent)) if record.once(_spent) else None,
+        _mean_spent(lambda spent: spent.messaging),
     ),
     Figure(
         "over_predicted",
