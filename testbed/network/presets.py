@@ -38,8 +38,16 @@ _PRESETS = (
     LinkPreset("4g", 10e6, 25e6, _PIPELEARN),
     LinkPreset("4g+", 20e6, 40e6, _PIPELEARN),
     LinkPreset("wifi", 50e6, 50e6, _PIPELEARN),
-    LinkPreset("802.15.4", 250e3, 250e3, "IEEE 802.15.4 at 2.4 GHz, as in EdgePipe (Yoon et al.)", frame=127),
-    LinkPreset("802.11a", 6e6, 6e6, "IEEE 802.11a (OFDM), the lowest rate, which reaches farthest", frame=2304),
+    LinkPreset(
+        "802.15.4",
+        250e3,
+        250e3,
+        "IEEE 802.15.4 at 2.4 GHz, as in EdgePipe (Yoon et al.), equation (4); aMaxPHYPacketSize",
+        frame=127,
+    ),
+    LinkPreset(
+        "802.11a", 6e6, 6e6, "IEEE 802.11a-1999, the lowest rate, which reaches farthest; longest MSDU", frame=2304
+    ),
     LinkPreset("lan", 1e9, 1e9, "assumption: gigabit Ethernet through one switch", delay=0.1e-3),
 )
 
