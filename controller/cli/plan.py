@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,14 @@ from testbed import formats
 
 CLASSES_SHOWN = 4
 """Of a device, those with most samples; all of them are in the JSON."""
+COLUMNS = 44
+"""Letters of a map's width."""
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from testbed.experiment import Experiment
     from testbed.methods.base import Problem
+    from testbed.network.radio import Position
     from testbed.plan import Piece
     from testbed.prepare import Prepared
 
@@ -34,8 +36,8 @@ def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
     For each device of the plan: its units, parameters, memory against what it has, and the FLOPs it computes in
     a step; then the step time that the planner predicts and, for a pipeline, its schedule drawn as a grid
     (F0 is the forward of micro-batch 0, B0 its backward). With `network.radio`: where each device is and the
-    packet reception ratio (PRR) of each directed pair. Where `workload.data.split` shares training samples among
-    devices: how many each has, of which classes. A method that can divide the work in several ways shows
+    packet reception ratio (PRR) of each directed pair, and a map. Where `workload.data.split` shares training
+    samples among devices: how many each has, of which classes. A method that can divide the work in several ways shows
     each beside the chosen one. A sweep is planned at each of its points.
 
     SCENARIO is a file, or the name of one in scenarios/.
@@ -76,7 +78,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "pieces": [_describe_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
         "data": _describe_data(prepared),
         "samples_everywhere": prepared.method.samples_everywhere,
-        "radio": _describe_radio(experiment),
+        "radio": _describe_radio(prepared),
         "memory": {name: chosen.memory(name) for name in chosen.devices},
         "idle": [device.name for device in experiment.devices if device.name not in chosen.devices],
         "step_time": chosen.step_time,
@@ -100,15 +102,20 @@ def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
     return {"samples": len(labels), "owners": owners}
 
 
-def _describe_radio(experiment: Experiment) -> dict[str, Any] | None:
+def _describe_radio(prepared: Prepared) -> dict[str, Any] | None:
     """Return where devices are and which share of each one's casts the others receive; None without a radio."""
-    if experiment.radio is None:
+    experiment, part = prepared.experiment, prepared.scenario.network.radio
+    if experiment.radio is None or part is None:
         return None
     positions = experiment.radio.positions
     ratios: dict[str, dict[str, float]] = {name: {} for name in positions}
     for (source, destination), link in experiment.links.items():
         ratios[source][destination] = 1 - link.message_loss
-    return {"positions": {name: list(place) for name, place in positions.items()}, "prr": ratios}
+    return {
+        "area": list(part.area),
+        "positions": {name: list(place) for name, place in positions.items()},
+        "prr": ratios,
+    }
 
 
 def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
@@ -203,7 +210,7 @@ def _print_data(console: Console, data: dict[str, Any]) -> None:
 
 
 def _print_radio(console: Console, radio: dict[str, Any]) -> None:
-    """Print positions and the reception ratios: a row a sender, a column a receiver, numbered as the rows are."""
+    """Print the reception ratios, a row a sender, a column a receiver, numbered as the rows are, and the map."""
     from controller.report import tables
 
     ratios = radio["prr"]
@@ -216,6 +223,28 @@ def _print_radio(console: Console, radio: dict[str, Any]) -> None:
     every = [ratio for row in ratios.values() for ratio in row.values()]
     mean = f", {sum(every) / len(every):.1%} on average" if every else ""
     console.print(f"\n[dim]share of the casts of each row's device that each column's receives (PRR){mean}[/dim]")
+    console.print(letters(radio["positions"], numbers, radio["area"]), soft_wrap=True, highlight=False)
+
+
+def letters(positions: Mapping[str, Position], names: Mapping[str, str], area: tuple[float, float]) -> str:
+    """Return a map in letters, framed, north up: each device's short name begins where it is.
+
+    Where two are too close to tell apart, the later one stands in the next free place to its right, or is left out.
+    """
+    # A letter is about twice as high as it is wide.
+    rows = min(30, max(5, round(COLUMNS * area[1] / area[0] / 2)))
+    canvas = [[" "] * COLUMNS for _ in range(rows)]
+    for device, (x, y) in positions.items():
+        row = canvas[rows - 1 - min(rows - 1, int(y / area[1] * rows))]
+        word = names[device]
+        first = min(COLUMNS - len(word), int(x / area[0] * COLUMNS))
+        for start in range(first, COLUMNS - len(word) + 1):
+            if all(letter == " " for letter in row[max(0, start - 1) : start + len(word) + 1]):
+                row[start : start + len(word)] = word
+                break
+    frame = "-" * COLUMNS
+    lines = [f"+{frame}+", *(f"|{''.join(row)}|" for row in canvas), f"+{frame}+"]
+    return "\n".join(lines)
 
 
 def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from controller.report import radiomap
 from controller.report.declared import Drawn, curves, head, tables
 from controller.report.grouping import describe, group_links, measured
 from controller.report.plots import SERIES, Line, Window, inline, line_plot
@@ -169,6 +170,18 @@ def _charts(run: Run) -> Iterator[tuple[str, str, Markup]]:
         yield "Latency", f"Of every request.{explained}", draw(lines, "Latency", formats.seconds)
     for curve in curves(run):
         yield _own_chart(curve, draw)
+    if run.experiment.radio is not None:
+        yield _map(run)
+
+
+def _map(run: Run) -> tuple[str, str, Markup]:
+    """Draw where devices are, who hears whom, and who holds what."""
+    part, radio = run.trial.scenario.network.radio, run.experiment.radio
+    assert part is not None
+    assert radio is not None
+    plot = radiomap.draw(radio.positions, radiomap.reception(run.experiment.links), _held(run), part.area)
+    note = "The half of a line at a device is which share of its casts the other receives (PRR), before any fault."
+    return "Map", note, inline(plot, "Map")
 
 
 def _own_chart(curve: Drawn, draw: Any) -> tuple[str, str, Markup]:

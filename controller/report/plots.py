@@ -43,7 +43,7 @@ MOST_LETTERS = 60
 """Of a name in the legend."""
 PRINTED = 0.45
 """Opacity of what is as a publication has it."""
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 8,
     "font.family": "DejaVu Sans",
     "svg.fonttype": "none",
@@ -116,7 +116,7 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list
     return kept
 
 
-@mpl.rc_context(_STYLE)
+@mpl.rc_context(STYLE)
 def line_plot(
     lines: Sequence[Line],
     windows: Sequence[Window] = (),
@@ -156,11 +156,11 @@ def line_plot(
     axes.set_ylim(0.0, top if top is not None else highest * 1.06 or 1.0)
     if at is not None:
         axes.set_xticks(at, [f"{x:g}" for x in at])
-    _legend(figure, axes)
+    legend(figure, axes)
     return figure
 
 
-@mpl.rc_context(_STYLE)
+@mpl.rc_context(STYLE)
 def bar_plot(groups: Sequence[str], kinds: Sequence[Bars], *, write: Callable[[float], str], axis: str = "") -> Figure:
     """Draw bars side by side in groups, each with its figure above it if there is room for all of them.
 
@@ -193,7 +193,7 @@ def bar_plot(groups: Sequence[str], kinds: Sequence[Bars], *, write: Callable[[f
     figure.set_figheight(HEIGHT + ROW * max((text.count("\n") for text in wrapped), default=0))
     axes.set_ylim(bottom=0.0)
     axes.margins(y=0.1)
-    _legend(figure, axes)
+    legend(figure, axes)
     return figure
 
 
@@ -223,7 +223,7 @@ def _shade(axes: Axes, windows: Sequence[Window], span: float) -> None:
             free = window.start + span * len(window.label) * LETTER / WIDTH
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def legend(figure: Figure, axes: Axes) -> None:
     """Put the names of all series above the plot, which grows with their rows."""
     handles, names = axes.get_legend_handles_labels()
     if not handles:
@@ -236,14 +236,14 @@ def _legend(figure: Figure, axes: Axes) -> None:
     )
 
 
-@mpl.rc_context(_STYLE)
+@mpl.rc_context(STYLE)
 def save(figure: Figure, path: Path) -> None:
     """Write the plot beside ``path`` as ``.svg`` and ``.pdf``, the same bytes each time."""
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, facecolor="white")
     figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None}, facecolor="white")
 
 
-@mpl.rc_context(_STYLE)
+@mpl.rc_context(STYLE)
 def inline(figure: Figure, title: str) -> Markup:
     """Return the plot as an SVG element for a page with style.css, which gives it colours and font."""
     buffer = io.StringIO()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import recorded
 
-from controller.report import html
+from controller.report import html, radiomap
 from controller.report.plots import Line, inline, line_plot, thin
 from controller.report.timeline import MOST_BARS, timeline
 from controller.results.manifest import manifest
@@ -139,6 +139,17 @@ def test_a_long_run_is_embedded_joined_but_whole_where_it_matters() -> None:
     assert len(chart["bars"]) < MOST_BARS / 5
     near = [bar for bar in chart["bars"] if 9.5 < bar[2] < 9.6]
     assert len(near) == pytest.approx(200, abs=2), "around the fault every bar is kept"
+
+
+def test_the_map_has_devices_and_only_links_that_are_heard() -> None:
+    positions = {"a": (0.0, 0.0), "b": (50.0, 50.0), "c": (49.0, 49.0)}
+    ratios = {("a", "b"): 0.95, ("b", "a"): 0.5, ("b", "c"): 0.0}
+    page = inline(radiomap.draw(positions, ratios, {"a": "unit 0"}, (50, 50)), "Map")
+    parsed(page)
+    for word in (">a<", ">unit 0<", ">b<", ">PRR from 90%<", ">PRR from 40%<"):
+        assert word in page
+    for word in ("PRR from 70%", "PRR below"):
+        assert word not in page
 
 
 def test_thinning_keeps_the_extremes() -> None:

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from controller.cli.main import testbed as command_line
+from controller.cli.plan import letters
 from testbed.errors import InputError
 from testbed.network.presets import PRESETS
 from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
@@ -179,9 +180,22 @@ def test_plan_prints_the_reception_ratios(tmp_path, monkeypatch):
     shown = CliRunner().invoke(command_line, ["plan", str(file)]).output
     assert "0.0, 50.0" in shown
     assert "43%" in shown
+    assert "|2   " in shown
     (plan,) = json.loads(CliRunner().invoke(command_line, ["plan", str(file), "--json"]).output)
     assert plan["radio"]["prr"]["a"]["b"] == pytest.approx(EDGEPIPE.reception_ratio(50))
     assert plan["radio"]["positions"]["b"] == [0, 50]
+
+
+def test_a_map_in_letters_has_each_device_where_it_is():
+    positions = {"a": (0.0, 0.0), "b": (100.0, 50.0), "c": (50.0, 25.0), "d": (50.0, 25.0)}
+    rows = letters(positions, {name: name for name in positions}, (100, 50)).splitlines()
+    assert len({len(row) for row in rows}) == 1
+    assert rows[1].endswith("b|")
+    assert rows[-2].startswith("|a ")
+    (middle,) = [row for row in rows if "c" in row]
+    assert middle.index("c") == len(middle) // 2
+    assert "c d" in middle
+    assert "c" not in letters(positions, {**dict.fromkeys(positions, "d"), "b": "d" * 22}, (100, 50))
 
 
 def test_radios_and_their_frames_have_sources():
