@@ -35,7 +35,8 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
     from controller.report import html, paper
     from controller.report.terminal import show, show_reproduction, show_summary
     from controller.results import reproduction
-    from controller.results.files import load_all, rebuild
+    from controller.results.files import load_all
+    from controller.results.recorder import rebuild
     from controller.results.summary import summarize
 
     runs = load_all(folder)

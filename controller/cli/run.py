@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.console import Console
 
+from controller.cli.execution import run_one_by_one, simulate_side_by_side
 from controller.cli.options import links, overrides
-from controller.running.inputs import InitialWeights, load_data
-from controller.running.live import LiveProgress
-from testbed.errors import ExpectationError, TestbedError
-from testbed.prepare import Prepared, batches, prepare, weights_file
+from testbed.errors import ExpectationError, InputError, TestbedError
+from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from controller.results.reproduction import ReproducedRow
     from controller.results.run import Run
     from testbed.scenario.schema import PaperPart
-    from testbed.trace.outcome import Outcome
 
 
 @click.command()
@@ -35,7 +34,21 @@ if TYPE_CHECKING:
     help="emulate: a container per device on the real clock; simulate: one process on a virtual clock, no Docker.",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), help="Results folder.  [default: results/<run>]"
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Results folder, new or empty.  [default: results/<run>, with a number where that exists]",
+)
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Go on with the runs of SCENARIO in this folder: those that finished are kept, the others are run.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Simulate this many runs of a sweep or of repetitions side by side.",
 )
 @overrides
 @click.option("--seed", type=int, help="Override the scenario's seed.")
@@ -52,8 +65,10 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output.")
 def run(
     scenario: str,
-    runtime: str,
+    runtime: Literal["emulate", "simulate"],
     out: Path | None,
+    resume: Path | None,
+    jobs: int,
     overrides: tuple[str, ...],
     seed: int | None,
     repetitions: int | None,
@@ -73,34 +88,35 @@ def run(
       testbed run quickstart
       testbed run quickstart --runtime simulate --set network.link.rate=10mbit
       testbed run my.yaml --repetitions 5 --out results/five
+      testbed run my.yaml --repetitions 5 --resume results/five
     """
     extra = [f"{key}={value}" for key, value in (("seed", seed), ("repetitions", repetitions)) if value is not None]
     if weights is not None:
         # In quotes: whatever the path holds is text.
         extra.append(f"workload.model.weights={json.dumps(str(weights.absolute()))}")
-    loaded = load(scenario, [*overrides, *extra])
+    changes = [*overrides, *extra]
+    loaded = load(scenario, changes)
     prepared = [prepare(trial) for trial in trials(loaded)]
     console = Console(stderr=as_json, highlight=False)
-    if len(prepared) > 1:
-        from controller.results.publishing import fresh
+    places = _places(prepared, runtime, out, resume, jobs)
+    kept = _finished(prepared, places, console) if resume is not None else {}
+    todo = {number: places[number] for number in range(len(prepared)) if number not in kept}
 
-        # Runs of one sweep lie together, and never among those of an earlier one.
-        out = fresh(out or Path("results") / loaded.name)
-    initial = InitialWeights(console)
-    runs = []
-    for number, each in enumerate(prepared):
-        if len(prepared) > 1:
-            console.print(f"[bold]run {number + 1} of {len(prepared)}[/] {_point(each)}")
-        try:
-            outcome = _run_one(each, runtime, initial, console, links=links, accept_links=accept_links, keep=keep)
-        except TestbedError as error:
-            _explain(console, error)
-            raise
-        runs.append(_keep(each, outcome, _folder(each, out, single=len(prepared) == 1)))
+    def done(number: int, finished: Run) -> None:
+        kept[number] = finished
         if not as_json:
-            _show(console, runs[-1], brief=len(prepared) > 1)
-        if outcome.status == "interrupted":
-            break
+            _show(console, finished, brief=len(prepared) > 1)
+
+    try:
+        if jobs > 1:
+            simulate_side_by_side(scenario, changes, todo, jobs, console, done)
+        else:
+            rows = {number: (prepared[number], folder) for number, folder in todo.items()}
+            run_one_by_one(rows, runtime, console, done, links=links, accept_links=accept_links, keep=keep)
+    except TestbedError as error:
+        _explain(console, error)
+        raise
+    runs = [kept[number] for number in sorted(kept)]
     if len(prepared) > 1:
         _summarize(runs, console)
     table = _reproduce(loaded.paper, runs, console) if loaded.paper else []
@@ -110,34 +126,31 @@ def run(
     _judge(runs, table)
 
 
-def _point(prepared: Prepared) -> str:
-    """Say which run of a sweep or of repetitions this is."""
-    from controller.results.run import value_text
+def _places(prepared: Sequence[Prepared], runtime: str, out: Path | None, resume: Path | None, jobs: int) -> list[Path]:
+    """Return where the results of each run go; runs of one sweep lie together, and never among those of an earlier."""
+    from controller.results.recorder import numbered
+    from controller.results.run import run_name
 
-    parts = [f"{key}={value_text(value)}" for key, value in prepared.trial.point.items()]
-    again = [f"repetition {prepared.trial.repetition + 1}"] if prepared.trial.repetition else []
-    return ", ".join([*parts, *again])
+    if resume is not None and out is not None:
+        raise InputError("--resume names the folder: leave --out away")
+    if jobs > 1 and runtime != "simulate":
+        raise InputError("--jobs: containers need the host to themselves: add --runtime simulate, or leave --jobs away")
+    names = [run_name(each.trial) for each in prepared]
+    asked = resume or out
+    if len(names) == 1:
+        return [asked or numbered(Path("results") / names[0])]
+    if out is not None and out.is_dir() and any(out.iterdir()):
+        raise InputError(f"{out}: holds something already: name another folder, or go on with its runs by --resume")
+    folder = asked or numbered(Path("results") / prepared[0].scenario.name)
+    return [folder / name for name in names]
 
 
-def _run_one(
-    prepared: Prepared,
-    runtime: str,
-    initial: InitialWeights,
-    console: Console,
-    **lab_options: Any,
-) -> Outcome:
-    scenario = prepared.scenario
-    weights, dataset = initial.of(prepared), load_data(prepared)
-    unit = "steps" if scenario.workload.task == "train" else "requests"
-    with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
-        if runtime == "simulate":
-            from testbed.simulation import simulate
+def _finished(prepared: Sequence[Prepared], places: Sequence[Path], console: Console) -> dict[int, Run]:
+    from controller.results.files import finished_among
 
-            live.stage("simulating")
-            return simulate(prepared, dataset, live.event, weights)
-        from controller.running.emulation import emulate
-
-        return emulate(prepared, dataset, live.event, weights, on_stage=live.stage, **lab_options)
+    found = finished_among(places, [each.trial for each in prepared])
+    console.print(f"{len(found)} of {len(places)} runs are there already")
+    return found
 
 
 def _explain(console: Console, error: TestbedError) -> None:
@@ -146,30 +159,6 @@ def _explain(console: Console, error: TestbedError) -> None:
 
     if isinstance(error, LinksError):
         console.print(measurements_table(error.measurements))
-
-
-def _folder(prepared: Prepared, out: Path | None, *, single: bool) -> Path:
-    """Return where one run's results go: the folder asked for, or inside it where there are several."""
-    from controller.results.run import run_name
-
-    name = run_name(prepared.trial)
-    if single:
-        return out or Path("results") / name
-    return (out or Path("results") / prepared.scenario.name) / name
-
-
-def _keep(prepared: Prepared, outcome: Outcome, folder: Path) -> Run:
-    from controller.report import boxes, html
-    from controller.results import files
-    from testbed.models.weights import facts
-
-    file = weights_file(prepared.scenario)
-    weights = None if file is None else facts(file, prepared.problem.model)
-    finished = files.load(files.write(folder, prepared.trial, prepared.plan, outcome, weights=weights))
-    html.write(finished)
-    if any(event.event == "objects" for event in outcome.events):
-        boxes.write(finished.path, outcome.events, load_data(prepared))
-    return finished
 
 
 def _show(console: Console, finished: Run, *, brief: bool) -> None:

@@ -17,7 +17,7 @@ from controller.report.grouping import describe, group_links, measured
 from controller.report.plots import SERIES, Line, Window, inline, line_plot
 from controller.report.terminal import VERDICTS, found_text, object_rows, recovery_from
 from controller.report.timeline import shaded, timeline
-from controller.results.files import scenario_yaml
+from controller.results.recorder import scenario_yaml
 from controller.results.run import Run, value_text
 from testbed import formats
 from testbed.plan import Piece

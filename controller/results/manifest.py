@@ -11,28 +11,33 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import testbed
 from testbed.scenario.trial import Trial
 from testbed.trace.outcome import Outcome
 
+RUNNING = "running"
+"""Status of a run that is not over, or was cut off."""
 RECORDED_PACKAGES = ("torch", "numpy", "flask", "cheroot", "requests", "pydantic", "docker", "pyroute2")
 
 
 def manifest(
-    trial: Trial, outcome: Outcome, command: str | None = None, weights: Mapping[str, Any] | None = None
+    trial: Trial,
+    runtime: Literal["emulate", "simulate"],
+    command: str | None = None,
+    weights: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what somebody needs to know to run the same again and to explain a difference."""
+    """Return what is known as a run begins; its status is ``running``."""
     return {
         "scenario": trial.scenario.name,
         "seed": trial.scenario.seed,
         "point": trial.point,
         "repetition": trial.repetition,
-        "runtime": outcome.runtime,
-        "status": outcome.status,
-        "error": outcome.error,
-        "wall_seconds": outcome.wall_seconds,
+        "runtime": runtime,
+        "status": RUNNING,
+        "error": None,
+        "wall_seconds": 0.0,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "weights": weights or "random, drawn from the seed",
         "command": command if command is not None else shlex.join(["testbed", *sys.argv[1:]]),
@@ -45,6 +50,17 @@ def manifest(
         "kernel": platform.release(),
         "machine": platform.machine(),
         "processors": os.cpu_count(),
+        "host": {},
+    }
+
+
+def finished(facts: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
+    """Return the manifest of a run that began with these ``facts`` and is over."""
+    return {
+        **facts,
+        "status": outcome.status,
+        "error": outcome.error,
+        "wall_seconds": outcome.wall_seconds,
         "host": outcome.host,
     }
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from controller.lab import capability
 from controller.lab.agents import AgentGone
@@ -28,14 +28,12 @@ from testbed.faults.script import FaultOperation, FaultScript
 from testbed.methods.external import code_of
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
-from testbed.trace.outcome import Outcome
+from testbed.trace.outcome import Outcome, Status
 
 if TYPE_CHECKING:
     import torch
 
     from testbed.data.dataset import Dataset
-
-RunStatus = Literal["finished", "failed", "timed out", "interrupted"]
 
 START_MARGIN = 0.3
 """Seconds between the request to start and the common origin: every agent has heard of it by then."""
@@ -306,7 +304,7 @@ class _Execution:
     def _now(self) -> float:
         return time.monotonic() - self._origin
 
-    def _follow(self, strikers: ThreadPoolExecutor, replayer: ThreadPoolExecutor) -> tuple[RunStatus, str | None]:
+    def _follow(self, strikers: ThreadPoolExecutor, replayer: ThreadPoolExecutor) -> tuple[Status, str | None]:
         """Take events and deadlines as they come; return how the run ended."""
         limit = self._prepared.scenario.time_limit
         while True:
@@ -340,7 +338,7 @@ class _Execution:
             return f"; {self._lead} is down; it leads the run: end its fault by 'for', or restart it"
         return f"; down: {', '.join(down)}" if down else ""
 
-    def _end(self, event: Event) -> tuple[RunStatus, str | None] | None:
+    def _end(self, event: Event) -> tuple[Status, str | None] | None:
         if event.event != "state":
             return None
         if event.fields["state"] == "failed":

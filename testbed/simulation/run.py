@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from testbed.errors import TestbedError
 from testbed.experiment import Experiment
@@ -20,7 +20,7 @@ from testbed.simulation.host import Guest
 from testbed.simulation.loop import Stillness, TimeLimit
 from testbed.simulation.world import ProgramError, World
 from testbed.trace.events import Event
-from testbed.trace.outcome import Outcome
+from testbed.trace.outcome import Outcome, Status
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,8 @@ def simulate(
     """Run the method's programs with real torch work and charged time; return what happened.
 
     Ends when the program of the plan's lead returns, fails when any program raises or when all wait for each
-    other, and times out at the scenario's ``time_limit`` (virtual seconds). ``on_event`` sees events as they
-    happen. Two calls with equal arguments give equal events.
+    other, is interrupted by Ctrl-C, and times out at the scenario's ``time_limit`` (virtual seconds).
+    ``on_event`` sees events as they happen. Two calls with equal arguments give equal events.
     """
     import torch
 
@@ -81,7 +81,7 @@ def simulate(
     )
 
 
-def _run(world: World, experiment: Experiment) -> tuple[Literal["finished", "failed", "timed out"], str | None]:
+def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
     """Run a world with its faults and its trace to the end; return how it ended, and why if not as it should."""
     try:
         TraceExecution(world, TraceScript(experiment.changes)).start()
@@ -91,6 +91,8 @@ def _run(world: World, experiment: Experiment) -> tuple[Literal["finished", "fai
         world.run()
     except ProgramError as failure:
         return "failed", f"{failure}: {_message(failure.__cause__)}"
+    except KeyboardInterrupt:
+        return "interrupted", "stopped by the user"
     except Stillness:
         return "failed", "deadlock: " + world.why_still()
     except TimeLimit:

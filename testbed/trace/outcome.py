@@ -12,6 +12,9 @@ from testbed.trace.events import Event
 if TYPE_CHECKING:
     import torch
 
+Status = Literal["finished", "failed", "timed out", "interrupted"]
+"""How a run ended."""
+
 
 @dataclass(frozen=True)
 class LinkMeasurement:
@@ -45,7 +48,7 @@ class Outcome:
     """A finished run, before anything is computed from it."""
 
     runtime: Literal["emulate", "simulate"]
-    status: Literal["finished", "failed", "timed out", "interrupted"]
+    status: Status
     events: list[Event]
     """In the order of time."""
     error: str | None = None

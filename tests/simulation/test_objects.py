@@ -14,7 +14,7 @@ from controller.report.boxes import draw
 from controller.report.boxes import write as write_pictures
 from controller.report.html import render
 from controller.report.terminal import show
-from controller.results import files
+from controller.results import files, recorder
 from testbed.scenario.expand import trials
 
 WORK = {
@@ -72,7 +72,7 @@ def test_results_hold_boxes_and_pictures_and_say_which_weights(tmp_path):
     from testbed.methods import METHODS
 
     plan = METHODS["single"].plan(problem)
-    place = files.write(tmp_path / "run", trial, plan, outcome)
+    place = recorder.write(tmp_path / "run", trial, plan, outcome)
     write_pictures(place, outcome.events, data)
     finished = files.load(place)
     boxes = json.loads((place / "boxes.json").read_text())

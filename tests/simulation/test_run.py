@@ -73,6 +73,20 @@ def test_events_are_in_the_order_of_time_and_seen_live():
     assert times == sorted(times)
 
 
+def test_a_run_that_the_user_stops_keeps_what_was_seen():
+    seen = []
+
+    def see(event):
+        seen.append(event)
+        if event.event == "step" and event.fields["step"] == 5:
+            raise KeyboardInterrupt
+
+    outcome = run(scenario(), on_event=see)
+    assert (outcome.status, outcome.error) == ("interrupted", "stopped by the user")
+    assert outcome.events == seen
+    assert len(outcome.events) > 50
+
+
 def test_failure_keeps_the_device_and_the_traceback():
     async def program(device, job):
         if device.name == "worker1":

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from controller.cli.report import compare as compare_command
 from controller.cli.report import report as report_command
 from controller.report.comparison import plots, render
-from controller.results import files
+from controller.results import files, recorder
 from controller.results.comparison import compare
 from controller.results.run import Run
 from testbed.errors import InputError
@@ -21,7 +21,7 @@ from testbed.trace.events import Event
 
 def written(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
     trial = recorded.trial(**(scenario or {}))
-    return files.load(files.write(folder, trial, recorded.plan(), recorded.outcome(**changes)))
+    return files.load(recorder.write(folder, trial, recorded.plan(), recorded.outcome(**changes)))
 
 
 def slower(events: list[Event], factor: float) -> list[Event]:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from controller.report.comparison import curve
 from controller.report.paper import draw, render
 from controller.report.plots import Bars, Line, bar_plot, inline, line_plot, save
-from controller.results import files, reproduction
+from controller.results import files, recorder, reproduction
 from controller.results.run import Run, run_name
 from testbed.errors import InputError
 from testbed.prepare import prepare
@@ -51,7 +51,7 @@ def made(folder: Path) -> list[Run]:
     for schedule, repetition, time in (("gpipe", 0, 1.0), ("gpipe", 1, 3.0), ("1f1b", 0, 1.0), ("1f1b", 1, 1.0)):
         trial = replace(recorded.trial(), point={SCHEDULE: schedule}, repetition=repetition)
         path = folder / run_name(trial)
-        run = files.load(files.write(path, trial, recorded.plan(), recorded.outcome(), command="x"))
+        run = files.load(recorder.write(path, trial, recorded.plan(), recorded.outcome(), command="x"))
         runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
     return runs
 

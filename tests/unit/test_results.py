@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,15 +9,15 @@ import pytest
 import recorded
 from ruamel.yaml import YAML
 
-from controller.results import files
+from controller.results import files, recorder
 from controller.results.run import run_name
-from testbed.errors import InputError
+from testbed.errors import HostError, InputError
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 
 
 def test_a_run_leaves_every_file(tmp_path: Path) -> None:
-    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     assert place == tmp_path / "run"
     assert {path.name for path in place.iterdir()} >= {
         "scenario.yaml",
@@ -34,14 +35,14 @@ def test_a_run_leaves_every_file(tmp_path: Path) -> None:
 
 
 def test_the_resolved_scenario_loads_back_equal(tmp_path: Path) -> None:
-    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     text = (place / "scenario.yaml").read_text()
     assert Scenario.model_validate(YAML(typ="safe").load(text)) == recorded.trial().scenario
     assert "time_limit" in text
 
 
 def test_the_manifest_explains_the_run(tmp_path: Path) -> None:
-    place = files.write(
+    place = recorder.write(
         tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(), command="testbed run x.yaml"
     )
     manifest = json.loads((place / "manifest.json").read_text())
@@ -52,21 +53,78 @@ def test_the_manifest_explains_the_run(tmp_path: Path) -> None:
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
-    places = [files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()) for _ in range(3)]
-    assert [place.name for place in places] == ["run", "run-2", "run-3"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2", "run-3"]
+    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    before = (place / "events.jsonl").read_bytes()
+    with pytest.raises(InputError, match="holds something already"):
+        recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(events=[]))
+    assert (place / "events.jsonl").read_bytes() == before
+    assert recorder.numbered(tmp_path / "run").name == "run-2"
 
 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    assert files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()).name == "run"
+    assert recorder.numbered(tmp_path / "run").name == "run"
+    assert recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()).name == "run"
 
 
-def test_nothing_half_written_stays(tmp_path: Path) -> None:
-    outcome = recorded.outcome(host={"image": object()}, events=[Event(0.0, "a", "log", {"text": object()})])
-    with pytest.raises(TypeError):
-        files.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
-    assert list(tmp_path.iterdir()) == []
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HostError, match="cannot be written: Not a directory"):
+        recorder.Recorder(tmp_path / "file" / "run", recorded.trial(), recorded.plan(), "simulate")
+
+
+def test_a_run_that_was_cut_off_reads_back_as_far_as_it_went(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    seen = recorded.events()[:20]
+    for event in seen:
+        begun.event(event)
+    run = files.load(tmp_path / "run")  # as after SIGKILL: nothing was closed or flushed
+    assert run.outcome.events == seen
+    assert run.outcome.status == "interrupted"
+    assert run.outcome.error == f"cut off after {seen[-1].time:.2f} s: testbed ended before the run did"
+    recorder.rebuild(run)
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["status"] == "interrupted"
+
+
+def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_says_why_it_ended(tmp_path: Path) -> None:
+    for name, events in (("idle", []), ("begun", recorded.events()[:3])):
+        begun = recorder.Recorder(tmp_path / name, recorded.trial(), recorded.plan(), "emulate")
+        for event in events:
+            begun.event(event)
+        begun.abandon(HostError("the engine went away"))
+    assert not (tmp_path / "idle").exists()
+    outcome = files.load(tmp_path / "begun").outcome
+    assert (outcome.status, outcome.error, len(outcome.events)) == ("failed", "the engine went away", 3)
+
+
+def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun._events.close()
+    begun._events = full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    with pytest.raises(HostError, match="run: cannot be written: No space left on device"):
+        begun.event(recorded.events()[0])
+    with suppress(OSError):
+        full.close()
+
+
+def test_events_that_came_out_of_order_are_kept_in_order(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    for event in reversed(recorded.events()):
+        begun.event(event)
+    place = begun.finish(recorded.outcome())
+    assert files.load(place).outcome.events == recorded.events()
+
+
+def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
+    trial = recorded.trial()
+    places = [tmp_path / name for name in ("finished", "failed", "missing")]
+    recorder.write(places[0], trial, recorded.plan(), recorded.outcome())
+    recorder.write(places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x"))
+    assert list(files.finished_among(places, [trial] * 3)) == [0]
+    assert not places[1].exists()
+    other = replace(trial, scenario=trial.scenario.model_copy(update={"seed": 99}))
+    with pytest.raises(InputError, match="a run of another scenario"):
+        files.finished_among(places, [other] * 3)
 
 
 def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
@@ -75,36 +133,36 @@ def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
 
     weight = torch.arange(6.0).reshape(2, 3)
     outcome = recorded.outcome(weights={"0.weight": weight, "1.weight": weight.t()})
-    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert torch.equal(load_file(place / "weights.safetensors")["1.weight"], weight.t())
 
 
 def test_a_run_that_failed_at_once_is_written(tmp_path: Path) -> None:
     outcome = recorded.outcome(status="failed", error="no image", events=[], links=[], fidelity={})
-    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert json.loads((place / "metrics.json").read_text())["verdict"]["reasons"]
 
 
 def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     run = files.load(place)
     assert run.outcome == recorded.outcome()
     assert run.plan == recorded.plan()
     assert run.trial.scenario.model_dump() == recorded.trial().scenario.model_dump()
     written = json.loads((place / "metrics.json").read_text())
-    files.rebuild(run)
+    recorder.rebuild(run)
     assert json.loads((place / "metrics.json").read_text()) == written
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     text = (place / "events.jsonl").read_text()
     (place / "events.jsonl").write_text(text[:-20])
     assert files.load(place).outcome.events == recorded.events()[:-1]
 
 
 def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
-    place = files.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     (place / "events.jsonl").write_text('{"time": 1}\n')
     with pytest.raises(InputError, match=r"events\.jsonl:1: is not an event"):
         files.load(place)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from controller.report import html, terminal
 from controller.report.grouping import group_links
-from controller.results import files
+from controller.results import files, recorder
 from controller.results.run import Run
 from controller.results.summary import summary_of
 from controller.running.live import LiveProgress
@@ -20,7 +20,7 @@ from testbed.trace.metrics import metrics
 
 def run(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
     trial = recorded.trial(**(scenario or {}))
-    return files.load(files.write(folder / "run", trial, recorded.plan(), recorded.outcome(**changes)))
+    return files.load(recorder.write(folder / "run", trial, recorded.plan(), recorded.outcome(**changes)))
 
 
 def printed(shown: Run, width: int) -> str:
@@ -83,7 +83,7 @@ def test_alike_links_stand_together_and_a_bad_one_alone() -> None:
 
 def test_a_summary_has_a_line_a_point(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
-    terminal.show_summary(console, summary_of([run(tmp_path), run(tmp_path)]), tmp_path)
+    terminal.show_summary(console, summary_of([run(tmp_path / "a"), run(tmp_path / "b")]), tmp_path)
     assert isinstance(console.file, io.StringIO)
     assert "95.0% ± 0.0%" in console.file.getvalue()
 

@@ -1,0 +1,167 @@
+"""Runs and what is kept of them: one by one on either clock, or simulated side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from io import StringIO
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from testbed import formats
+from testbed.prepare import Prepared, batches, prepare, weights_file
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
+
+if TYPE_CHECKING:
+    from controller.results.run import Run
+    from controller.running.inputs import InitialWeights
+    from testbed.trace.events import Event
+    from testbed.trace.outcome import Outcome
+
+Done = Callable[[int, "Run"], None]
+"""Takes the number of a run and the run when it is over."""
+
+
+def run_recorded(
+    prepared: Prepared,
+    runtime: Literal["emulate", "simulate"],
+    folder: Path,
+    initial: InitialWeights,
+    console: Console,
+    **lab_options: Any,
+) -> Run:
+    """Run one trial and write it to ``folder`` from its first event on; return the run as it lies there.
+
+    Raises what the runtime raises; what was seen until then is in the folder.
+    """
+    from controller.report import boxes, html
+    from controller.results.files import load as load_run
+    from controller.results.recorder import Recorder
+    from controller.running.inputs import load_data
+    from testbed.models.weights import facts
+
+    file = weights_file(prepared.scenario)
+    weights = None if file is None else facts(file, prepared.problem.model)
+    recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights)
+    try:
+        outcome = _follow(prepared, runtime, initial, console, recorder.event, lab_options)
+        finished = load_run(recorder.finish(outcome))
+    except BaseException as error:
+        recorder.abandon(error)
+        raise
+    html.write(finished)
+    if any(event.event == "objects" for event in outcome.events):
+        boxes.write(finished.path, outcome.events, load_data(prepared))
+    return finished
+
+
+def _follow(
+    prepared: Prepared,
+    runtime: Literal["emulate", "simulate"],
+    initial: InitialWeights,
+    console: Console,
+    record: Callable[[Event], None],
+    lab_options: Mapping[str, Any],
+) -> Outcome:
+    """Run one trial under the eyes of the terminal."""
+    from controller.running.inputs import load_data
+    from controller.running.live import LiveProgress
+
+    scenario = prepared.scenario
+    weights, dataset = initial.of(prepared), load_data(prepared)
+    unit = "steps" if scenario.workload.task == "train" else "requests"
+    with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
+
+        def see(event: Event) -> None:
+            record(event)
+            live.event(event)
+
+        if runtime == "simulate":
+            from testbed.simulation import simulate
+
+            live.stage("simulating")
+            return simulate(prepared, dataset, see, weights)
+        from controller.running.emulation import emulate
+
+        return emulate(prepared, dataset, see, weights, on_stage=live.stage, **lab_options)
+
+
+def run_one_by_one(
+    todo: Mapping[int, tuple[Prepared, Path]],
+    runtime: Literal["emulate", "simulate"],
+    console: Console,
+    done: Done,
+    **lab_options: Any,
+) -> None:
+    """Run trials in a row, each into its folder, until the last or until the user stops one."""
+    from controller.running.inputs import InitialWeights
+
+    initial = InitialWeights(console)
+    began = time.monotonic()
+    for over, (number, (prepared, folder)) in enumerate(todo.items()):
+        if len(todo) > 1:
+            left = _left(began, over, len(todo))
+            console.print(f"[bold]run {over + 1} of {len(todo)}[/] {_point(prepared)}{left}")
+        finished = run_recorded(prepared, runtime, folder, initial, console, **lab_options)
+        done(number, finished)
+        if finished.outcome.status == "interrupted":
+            return
+
+
+def simulate_side_by_side(
+    scenario: str, changes: Sequence[str], todo: Mapping[int, Path], jobs: int, console: Console, done: Done
+) -> None:
+    """Simulate the trials of these numbers, so many at once as ``jobs`` says, each in a process of its own.
+
+    ``scenario`` and ``changes`` are what `testbed.scenario.loading.load` takes. A trial that cannot be run ends all.
+    """
+    from controller.results.files import load as load_run
+
+    began = time.monotonic()
+    # Spawned, since torch's threads do not survive a fork.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting: dict[Future[Path], int] = {
+            pool.submit(_simulate_one, scenario, list(changes), number, folder): number
+            for number, folder in todo.items()
+        }
+        console.print(f"{len(todo)} runs, {jobs} at once")
+        try:
+            while waiting:
+                for ended in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    number = waiting.pop(ended)
+                    over = len(todo) - len(waiting)
+                    finished = load_run(ended.result())
+                    console.print(f"[bold]{over} of {len(todo)}[/] {finished.path.name}{_left(began, over, len(todo))}")
+                    done(number, finished)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _simulate_one(scenario: str, changes: Sequence[str], number: int, folder: Path) -> Path:
+    from controller.running.inputs import InitialWeights
+
+    prepared = prepare(trials(load(scenario, changes))[number])
+    silent = Console(file=StringIO())
+    return run_recorded(prepared, "simulate", folder, InitialWeights(silent), silent).path
+
+
+def _left(began: float, over: int, total: int) -> str:
+    """Say how long the rest takes, judged by what is over; nothing where that says nothing yet."""
+    if not 0 < over < total:
+        return ""
+    return f", about {formats.seconds((time.monotonic() - began) / over * (total - over))} left"
+
+
+def _point(prepared: Prepared) -> str:
+    """Say which run of a sweep or of repetitions this is."""
+    from controller.results.run import value_text
+
+    parts = [f"{key}={value_text(value)}" for key, value in prepared.trial.point.items()]
+    again = [f"repetition {prepared.trial.repetition + 1}"] if prepared.trial.repetition else []
+    return ", ".join([*parts, *again])

@@ -1,0 +1,216 @@
+"""Writes a run while it goes on, so that what was seen is there however the run ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from ruamel.yaml import YAML
+
+from controller.results.manifest import finished, manifest
+from controller.results.run import Run, declared_by
+from testbed.errors import HostError, InputError
+from testbed.methods import external
+from testbed.plan import Plan
+from testbed.prepare import find_method
+from testbed.scenario.schema import Scenario
+from testbed.scenario.trial import Trial
+from testbed.trace.events import Event
+from testbed.trace.gantt import run_end
+from testbed.trace.metrics import finite, metrics
+from testbed.trace.outcome import Outcome
+from testbed.trace.perfetto import trace
+
+
+class Recorder:
+    """The folder of one run, from before anything starts.
+
+    What is known of the run is written at once, each event as it happens, what is computed from them at the end. A run
+    that was cut off leaves a folder that `files.load` reads.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        trial: Trial,
+        plan: Plan,
+        runtime: Literal["emulate", "simulate"],
+        *,
+        command: str | None = None,
+        weights: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make ``folder``, which must not exist or be empty.
+
+        Args:
+            folder: where the run is to be found.
+            trial: what is run.
+            plan: who does what.
+            runtime: on which clock.
+            command: what reproduces the run; the command line of this process unless given.
+            weights: which file the first weights were read from, if any.
+
+        Raises:
+            InputError: the folder holds something.
+            HostError: it cannot be written.
+
+        """
+        self.path = folder.absolute()
+        self._trial = trial
+        self._plan = plan
+        self._written = 0
+        self._latest = float("-inf")
+        self._ordered = True
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            if any(self.path.iterdir()):
+                raise InputError(f"{folder}: holds something already: name another folder, or remove this one")
+            self._manifest = manifest(trial, runtime, command, weights)
+            self._manifest_file(self._manifest)
+            scenario, sources = beside_its_method(trial.scenario)
+            for name, text in {"scenario.yaml": scenario_yaml(scenario), **sources}.items():
+                (self.path / name).write_text(text, encoding="utf-8")
+            _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
+            # A line at a time: what was written is there, whatever ends this process.
+            self._events = (self.path / "events.jsonl").open("w", encoding="utf-8", buffering=1)
+
+    def event(self, event: Event) -> None:
+        """Write an event; raise `HostError` where that is impossible."""
+        with self._writing():
+            self._events.write(event.to_json() + "\n")
+        self._written += 1
+        self._ordered = self._ordered and event.time >= self._latest
+        self._latest = event.time
+
+    def finish(self, outcome: Outcome) -> Path:
+        """Write how the run ended and everything that is computed from its events; return where it is."""
+        facts = finished(self._manifest, outcome)
+        run = Run(
+            self.path,
+            self._trial,
+            self._plan,
+            outcome,
+            facts,
+            metrics(outcome, self._trial.experiment, self._plan, declared_by(self._trial)),
+        )
+        with self._writing():
+            self._events.close()
+            if not self._ordered or self._written != len(outcome.events):
+                _write_events(self.path / "events.jsonl", outcome.events)
+            if outcome.weights:
+                _write_weights(self.path / "weights.safetensors", outcome.weights)
+            rebuild(run)
+            self._manifest_file(facts)
+        return self.path
+
+    def abandon(self, error: BaseException) -> None:
+        """Note why a run ended without an outcome; one that never began leaves no folder."""
+        if self._written == 0:
+            self._events.close()
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        # Nothing more can be done where the disk is full: what is there stays.
+        with suppress(OSError):
+            self._events.close()
+            self._manifest_file({**self._manifest, "status": "failed", "error": str(error) or type(error).__name__})
+
+    def _manifest_file(self, facts: Mapping[str, Any]) -> None:
+        _replace(self.path / "manifest.json", json.dumps(finite(facts), indent=2, default=str) + "\n")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise HostError(f"{self.path}: cannot be written: {error.strerror or error}") from None
+
+
+def write(
+    folder: Path,
+    trial: Trial,
+    plan: Plan,
+    outcome: Outcome,
+    *,
+    command: str | None = None,
+    weights: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a run that is over; arguments and errors are those of `Recorder`."""
+    recorder = Recorder(folder, trial, plan, outcome.runtime, command=command, weights=weights)
+    return recorder.finish(outcome)
+
+
+def rebuild(run: Run) -> None:
+    """Write again everything in a run's folder that is computed: figures, verdict and trace."""
+    end = run_end(run.outcome.events, run.plan.lead)
+    expected = [asdict(expectation) for expectation in run.expectations]
+    _write_json(run.path / "metrics.json", {**run.metrics, "expectations": expected})
+    _write_json(run.path / "fidelity.json", _fidelity(run.outcome, run.metrics))
+    if run.metrics["series"]["objects"]:
+        _write_json(run.path / "boxes.json", run.metrics["series"]["objects"])
+    content = trace(run.outcome.events, end, run.trial.scenario.name)
+    (run.path / "trace.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def numbered(folder: Path) -> Path:
+    """Return ``folder``, or with a number the first such name that does not exist or is empty."""
+    number, place = 1, folder
+    while place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        number += 1
+        place = folder.with_name(f"{folder.name}-{number}")
+    return place
+
+
+def scenario_yaml(scenario: Scenario) -> str:
+    """Return the scenario as YAML with every default spelled out; it loads back equal."""
+    text = io.StringIO()
+    yaml = YAML()
+    yaml.default_flow_style = False
+    yaml.width = 110
+    yaml.dump(scenario.model_dump(mode="json", by_alias=True, exclude_none=True), text)
+    return text.getvalue()
+
+
+def beside_its_method(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
+    """Return the scenario as it can lie beside the file of its method, and the text of that file by name, if any."""
+    part = scenario.workload.method
+    code = external.code_of(find_method(scenario)) if part.file is not None else None
+    if part.file is None or code is None:
+        return scenario, {}
+    name = Path(part.file).name
+    workload = scenario.workload.model_copy(update={"method": part.model_copy(update={"file": name})})
+    return scenario.model_copy(update={"workload": workload}), {name: code.sources[code.module]}
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that there is always the former one or the new one, and never half of it."""
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def _write_events(path: Path, events: list[Event]) -> None:
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w", encoding="utf-8") as lines:
+        lines.writelines(event.to_json() + "\n" for event in events)
+    draft.replace(path)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(finite(value), indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _write_weights(path: Path, weights: dict[str, Any]) -> None:
+    from safetensors.torch import save
+
+    # safetensors refuses tensors that share memory or are not contiguous; a file it makes is its owner's alone.
+    path.write_bytes(save({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}))
+
+
+def _fidelity(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:
+    links = [item.to_json() for item in outcome.links]
+    return {"verdict": figures["verdict"], "figures": outcome.fidelity, "links": links}
