@@ -133,6 +133,19 @@ class LayerShard:
         self._tensors.update(new)
         self._sliced = SlicedLayer(self.layer, self.part, self._tensors, training=True)
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the gradients added up since the last update."""
+        return {name: gradient.clone() for name, gradient in self._gradients.items()}
+
+    def add_gradients(self, gradients: State) -> None:
+        """Add gradients that were computed earlier, of the same neurons."""
+        for name, added in gradients.items():
+            self._gradients[name] = self._gradients[name] + added if name in self._gradients else added.clone()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients added up since the last update."""
+        self._gradients.clear()
+
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the tensors of the slice, and of the momentum behind ``MOMENTUM``."""
         state = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
@@ -187,8 +200,7 @@ class LayerShard:
         wanted = torch.autograd.grad(
             (step.outputs * gradient).sum(), [step.inputs, *step.parameters.values()], allow_unused=True
         )
-        for name, added in zip(step.parameters, wanted[1:], strict=True):
-            if added is not None:
-                self._gradients[name] = self._gradients[name] + added if name in self._gradients else added
+        added = zip(step.parameters, wanted[1:], strict=True)
+        self.add_gradients({name: gradient for name, gradient in added if gradient is not None})
         assert wanted[0] is not None
         return wanted[0]

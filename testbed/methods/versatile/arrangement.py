@@ -1,0 +1,159 @@
+"""Who holds which neurons, and how that changes (Section V-B): in proportion to credibility, as devices leave and join.
+
+Pure: one arrangement follows from another. Neurons move within their layer only, so that no schedule changes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from testbed.methods.edgepipe.partition import Partition
+from testbed.seeds import derive
+
+Neurons = tuple[int, ...]
+"""Of one layer, in order."""
+Holders = Mapping[str, Neurons]
+"""Of one layer, by device; a member of the layer's group that holds nothing has an empty tuple."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Groups of adjacent layers, and the neurons that the members of each hold."""
+
+    groups: tuple[range, ...]
+    sizes: tuple[int, ...]
+    """Neurons by layer, the input layer first."""
+    layers: tuple[Holders, ...]
+    """By layer; all layers of a group have the same devices, in the same order."""
+    version: int = 0
+
+    def group(self, device: str) -> int | None:
+        """Return which group a device is a member of; None: of none."""
+        return next((index for index in range(len(self.groups)) if device in self.members(index)), None)
+
+    def members(self, group: int) -> tuple[str, ...]:
+        """Return the devices of a group."""
+        return tuple(self.layers[self.groups[group].start])
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All members, group after group."""
+        return tuple(name for group in range(len(self.groups)) for name in self.members(group))
+
+    def of(self, device: str, layer: int) -> Neurons:
+        """Return a device's neurons of a layer; none of a layer that is not its own."""
+        return self.layers[layer].get(device, ())
+
+
+@dataclass(frozen=True)
+class Move:
+    """Neurons of a layer that change hands."""
+
+    layer: int
+    neurons: Neurons
+    giver: str | None
+    """None: whoever held them is gone, and they start anew."""
+    taker: str
+
+
+def arrangement_of(division: Partition, devices: Sequence[str]) -> Arrangement:
+    """Return a division with its devices, one a super neuron."""
+    layers: list[dict[str, Neurons]] = [{} for _ in division.neurons]
+    for part, name in zip(division.super_neurons, devices, strict=True):
+        for layer in part.layers:
+            layers[layer][name] = tuple(part.of(layer))
+    return Arrangement(division.groups, division.neurons, tuple(layers))
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Return ``neuronNum``: so many neurons in proportion to weights, those left over where most is lacking.
+
+    Evenly where all weights are 0.
+    """
+    summed = math.fsum(weights)
+    # Without the guard, 0.6 / 0.75 * 10 would be a hair below 8.
+    exact = [total * weight / summed if summed else total / len(weights) for weight in weights]
+    found = [math.floor(value + 1e-9) for value in exact]
+    for index in sorted(range(len(exact)), key=lambda at: found[at] - exact[at])[: total - sum(found)]:
+        found[index] += 1
+    return found
+
+
+def rearranged(now: Arrangement, group: int, credibility: Mapping[str, float], seed: int) -> Arrangement:
+    """Return the same members of a group with neurons in proportion to their credibility."""
+    weights = {name: credibility[name] for name in now.members(group)}
+    return _with(now, group, [weights] * len(now.groups[group]), seed)
+
+
+def left(now: Arrangement, device: str, credibility: Mapping[str, float], seed: int) -> Arrangement:
+    """Return the arrangement without a device: the others of its group share all neurons by their credibility.
+
+    A group of which nobody is left has nobody; its neurons wait for one who joins.
+    """
+    group = now.group(device)
+    if group is None:
+        return now
+    weights = {name: credibility.get(name, 0.0) for name in now.members(group) if name != device}
+    return _with(now, group, [weights] * len(now.groups[group]), seed)
+
+
+def joined(now: Arrangement, device: str, seed: int) -> Arrangement:
+    """Return the arrangement with another device, in the group with the fewest; of equals the first.
+
+    It takes an even share of each layer, from the others in proportion to what they hold. Raises ValueError for a
+    member.
+    """
+    if now.group(device) is not None:
+        raise ValueError(f"{device} is a member already")
+    group = min(range(len(now.groups)), key=lambda index: len(now.members(index)))
+    weights = []
+    for layer in now.groups[group]:
+        held = {name: float(len(neurons)) for name, neurons in now.layers[layer].items()}
+        weights.append({**held, device: now.sizes[layer] / max(1, len(held))})
+    return _with(now, group, weights, seed)
+
+
+def moves(before: Arrangement, after: Arrangement, gone: Collection[str] = ()) -> list[Move]:
+    """Return what changes hands; the neurons of devices that are ``gone``, and those that nobody held, start anew."""
+    found = []
+    for layer, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
+        held = {neuron: name for name, neurons in old.items() if name not in gone for neuron in neurons}
+        for taker, neurons in new.items():
+            own = set(old.get(taker, ())) if taker not in gone else set()
+            changing: dict[str | None, list[int]] = {}
+            for neuron in neurons:
+                if neuron not in own:
+                    changing.setdefault(held.get(neuron), []).append(neuron)
+            found += [Move(layer, tuple(each), giver, taker) for giver, each in changing.items()]
+    return found
+
+
+def _with(now: Arrangement, group: int, weights: Sequence[Mapping[str, float]], seed: int) -> Arrangement:
+    """Return the next arrangement, in which the layers of a group are shared in proportion to weights."""
+    layers = list(now.layers)
+    for layer, wanted in zip(now.groups[group], weights, strict=True):
+        draws = random.Random(derive(seed, "rearrangement", now.version + 1, layer))
+        layers[layer] = _shared(layers[layer], wanted, now.sizes[layer], draws)
+    return replace(now, layers=tuple(layers), version=now.version + 1)
+
+
+def _shared(holders: Holders, weights: Mapping[str, float], size: int, draws: random.Random) -> dict[str, Neurons]:
+    """Return a layer's neurons by device: those with too many give some by chance, those with too few take them."""
+    if not weights:
+        return {}
+    counts = dict(zip(weights, shares(list(weights.values()), size), strict=True))
+    kept = {}
+    for name, count in counts.items():
+        held = holders.get(name, ())
+        kept[name] = draws.sample(held, min(count, len(held)))
+    free = sorted(set(range(size)) - {neuron for neurons in kept.values() for neuron in neurons})
+    draws.shuffle(free)
+    found = {}
+    for name, count in counts.items():
+        lacking = count - len(kept[name])
+        found[name] = tuple(sorted(kept[name] + free[:lacking]))
+        free = free[lacking:]
+    return found

@@ -1,0 +1,57 @@
+"""Equation (4): how well devices hear each other of late, from what was received and what was not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+
+from testbed.network.link import Pair
+
+ALPHA = 0.9
+"""Weight of the last window; the paper's."""
+
+Ratios = Mapping[Pair, float]
+"""By sender and receiver, from 0 to 1; nothing of a device with itself, which is 1."""
+
+
+def credibility(recent: float, before: float, alpha: float = ALPHA) -> float:
+    """Return C at the end of a window, in which the share ``recent`` of the transmissions was received."""
+    return alpha * recent + (1 - alpha) * before
+
+
+def updated(before: Ratios, recent: Ratios, alpha: float = ALPHA) -> dict[Pair, float]:
+    """Return C of all pairs; a pair of which there is no record of the window received nothing."""
+    pairs = {pair: None for pair in (*before, *recent) if pair[0] != pair[1]}
+    return {pair: credibility(recent.get(pair, 0.0), before.get(pair, 0.0), alpha) for pair in pairs}
+
+
+def average(table: Ratios, device: str) -> float:
+    """Return the credibility of a device, as a sender and as a receiver; 0 where there is no record of it."""
+    found = [value for pair, value in table.items() if device in pair and pair[0] != pair[1]]
+    return fmean(found) if found else 0.0
+
+
+def silent(recent: Ratios, device: str) -> bool:
+    """Return whether nobody who keeps a record of a device received anything of it: it has failed."""
+    return not any(value for (sender, _), value in recent.items() if sender == device)
+
+
+class Reception:
+    """What one device should have received in the window under way, and what it did."""
+
+    def __init__(self) -> None:
+        self._due: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
+
+    def note(self, senders: Iterable[str], received: Iterable[str]) -> None:
+        """Count one transmission of each of the senders, and those that arrived."""
+        self._due.update(senders)
+        self._received.update(received)
+
+    def close(self) -> dict[str, float]:
+        """Return by sender the share received, and begin the next window."""
+        shares = {sender: self._received[sender] / due for sender, due in self._due.items()}
+        self._due.clear()
+        self._received.clear()
+        return shares
