@@ -38,20 +38,32 @@ def silent(recent: Ratios, device: str) -> bool:
 
 
 class Reception:
-    """What one device should have received in the window under way, and what it did."""
+    """What one device received in the window under way, of what it should have: gaps in the numbers are losses.
+
+    A sender counts its casts, from 1, those of each kind to each layer by themselves, and puts the number into each.
+    What was lost behind the last one that arrived counts in the window in which the next one does.
+    """
 
     def __init__(self) -> None:
-        self._due: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
+        self._newest: dict[tuple[str, str], int] = {}
+        self._before: dict[tuple[str, str], int] = {}
+        """The newest when the window began."""
 
-    def note(self, senders: Iterable[str], received: Iterable[str]) -> None:
-        """Count one transmission of each of the senders, and those that arrived."""
-        self._due.update(senders)
-        self._received.update(received)
+    def note(self, sender: str, stream: str, number: int) -> None:
+        """Note a cast that has arrived; one with a lower number than before is of a sender that booted."""
+        key = (sender, stream)
+        if number <= self._newest.get(key, 0):
+            self._before[key] = 0
+        self._newest[key] = number
+        self._received[sender] += 1
 
-    def close(self) -> dict[str, float]:
-        """Return by sender the share received, and begin the next window."""
-        shares = {sender: self._received[sender] / due for sender, due in self._due.items()}
-        self._due.clear()
+    def close(self, senders: Iterable[str]) -> dict[str, float]:
+        """Return the share received of each sender, 0 of one that was not heard, and begin the next window."""
+        due: Counter[str] = Counter()
+        for key, number in self._newest.items():
+            due[key[0]] += number - self._before.get(key, 0)
+        found = {sender: min(1.0, self._received[sender] / due[sender]) if due[sender] else 0.0 for sender in senders}
+        self._before = dict(self._newest)
         self._received.clear()
-        return shares
+        return found

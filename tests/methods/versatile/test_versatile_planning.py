@@ -1,0 +1,160 @@
+"""VersatileFL's pure parts beside the examples that its paper works out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from testbed.methods.edgepipe.partition import partition
+from testbed.methods.versatile.arrangement import arrangement_of, joined, left, moves, rearranged, shares
+from testbed.methods.versatile.credibility import Reception, average, silent, updated
+from testbed.methods.versatile.forward import merged, valid
+from testbed.methods.versatile.thresholds import Stagnation, forward_threshold, reuse_limit
+
+INITIAL = [[1.0, 0.9, 0.3, 0.5], [0.6, 1.0, 0.9, 1.0], [0.3, 0.8, 1.0, 0.8], [0.5, 1.0, 0.9, 1.0]]
+RUNTIME = [[1.0, 0.0, 0.5, 0.1], [0.0, 1.0, 0.0, 0.0], [0.6, 0.0, 1.0, 0.3], [0.0, 0.0, 0.2, 0.1]]
+# Of the paper's Table I (c), but for device 4 with itself: it does not follow from (b), and is 1 as all others.
+AFTER = [[1.0, 0.09, 0.48, 0.14], [0.06, 1.0, 0.09, 0.10], [0.57, 0.08, 1.0, 0.35], [0.05, 0.10, 0.27, 1.0]]
+
+
+def table(rows):
+    return {(str(a), str(b)): value for a, row in enumerate(rows, 1) for b, value in enumerate(row, 1) if a != b}
+
+
+def test_the_credibility_of_table_1_follows_from_the_two_before_it():
+    found = updated(table(INITIAL), table(RUNTIME), alpha=0.9)
+    assert found == pytest.approx(table(AFTER))
+    assert average(found, "2") == pytest.approx(0.087, abs=5e-4)
+    assert [name for name in "1234" if silent(table(RUNTIME), name)] == ["2"]
+
+
+def test_a_device_of_which_nothing_is_known_has_no_credibility_and_a_silent_one_loses_it():
+    assert average({}, "1") == 0
+    assert updated({("1", "2"): 0.5}, {}) == pytest.approx({("1", "2"): 0.05})
+    assert updated({}, {("9", "2"): 0.5}) == pytest.approx({("9", "2"): 0.45})
+
+
+def test_gaps_in_the_numbers_of_a_sender_are_transmissions_that_were_lost():
+    reception = Reception()
+    for number in (1, 2, 4):
+        reception.note("a", "to 2", number)
+    reception.note("a", "to 1", 1)
+    reception.note("b", "to 2", 6)
+    assert reception.close(["a", "b", "c"]) == pytest.approx({"a": 4 / 5, "b": 1 / 6, "c": 0.0})
+    reception.note("a", "to 2", 5)
+    # It has booted meanwhile and counts from 1 again.
+    reception.note("b", "to 2", 1)
+    assert reception.close(["a", "b"]) == {"a": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize(("rates", "goes_on"), [([0.75, 1, 0.5], True), ([0.75, 0.25, 0.5], False), ([], True)])
+def test_a_batch_goes_on_while_every_success_rate_is_at_least_the_threshold(rates, goes_on):
+    assert valid(rates, 0.5) is goes_on
+
+
+def test_the_rates_of_a_layer_are_the_mean_of_those_told_by_the_devices_heard():
+    assert merged([(1.0, 0.5), (0.5, 0.25)], 2) == (0.75, 0.375)
+    assert merged([], 2) == (0.0, 0.0)
+
+
+def test_ten_neurons_are_shared_in_proportion_to_credibility():
+    assert shares([0.15, 0.6], 10) == [2, 8]
+    before = arrangement_of(partition([10], 2, "horizontal"), ["a", "b"])
+    after = rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
+    assert [len(after.of(name, 0)) - len(before.of(name, 0)) for name in "ab"] == [-3, 3]
+    (move,) = moves(before, after)
+    assert (move.giver, move.taker, len(move.neurons)) == ("a", "b", 3)
+    assert set(move.neurons) < set(before.of("a", 0))
+    # Which of them is drawn from the seed.
+    assert after == rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
+    assert len({rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed).of("a", 0) for seed in range(20)}) > 5
+
+
+@pytest.mark.parametrize(
+    ("weights", "total", "found"), [([1, 1, 1], 10, [4, 3, 3]), ([0, 0], 4, [2, 2]), ([5], 3, [3])]
+)
+def test_shares_add_up(weights, total, found):
+    assert shares(weights, total) == found
+
+
+def devices(count):
+    return [f"d{number}" for number in range(count)]
+
+
+def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
+    before = arrangement_of(partition([12, 12, 12, 12], 4, "hybrid"), devices(4))
+    without = left(before, "d3", {"d2": 0.8}, seed=1)
+    assert without.members(1) == ("d2",)
+    assert without.of("d2", 3) == tuple(range(12))
+    after = joined(without, "new", seed=1)
+    assert after.members(1) == ("d2", "new")
+    assert [len(after.of(name, layer)) for name in ("d2", "new") for layer in (2, 3)] == [6] * 4
+    # The other group is as it was.
+    assert after.layers[:2] == before.layers[:2]
+    third = joined(after, "third", seed=1)
+    assert [len(third.of(name, 0)) for name in ("d0", "d1", "third")] == [4, 4, 4]
+    with pytest.raises(ValueError, match="is a member already"):
+        joined(third, "third", seed=1)
+
+
+def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retires_travel():
+    before = arrangement_of(partition([8, 8], 2, "horizontal"), devices(2))
+    after = left(before, "d1", {"d0": 1.0}, seed=3)
+    assert {(move.giver, move.taker) for move in moves(before, after, gone={"d1"})} == {(None, "d0")}
+    assert {(move.giver, move.taker) for move in moves(before, after)} == {("d1", "d0")}
+    nobody = left(after, "d0", {}, seed=3)
+    assert nobody.members(0) == ()
+    again = joined(nobody, "d1", seed=3)
+    assert again.of("d1", 1) == tuple(range(8))
+    assert [move.giver for move in moves(nobody, again)] == [None, None]
+
+
+def carried_out(held, found, now):
+    """Move neurons as devices do; what the last device of a group takes along is nobody's."""
+    for move in found:
+        if move.giver is not None:
+            assert set(move.neurons) <= held[move.giver, move.layer]
+            held[move.giver, move.layer] -= set(move.neurons)
+        taken = held.setdefault((move.taker, move.layer), set())
+        assert not taken & set(move.neurons)
+        taken |= set(move.neurons)
+    return {place: neurons for place, neurons in held.items() if place[0] in now.devices}
+
+
+@pytest.mark.parametrize("kind", ["vertical", "hybrid", "horizontal"])
+def test_neurons_are_neither_lost_nor_doubled_whoever_fails_retires_and_joins(kind):
+    for seed in range(350):
+        draws = random.Random(seed)
+        sizes = [draws.randint(6, 20) for _ in range(draws.randint(1, 5))]
+        names = devices(draws.randint(len(sizes), 6))
+        now = arrangement_of(partition(sizes, len(names), kind), names)
+        held = {(name, layer): set(now.of(name, layer)) for name in names for layer in range(len(sizes))}
+        away: list[str] = []
+        for _ in range(10):
+            before, credibility = now, {name: draws.random() for name in now.devices}
+            event, gone = draws.choice(["fail", "retire", "join", "rearrange"]), set()
+            if event == "join" and away:
+                now = joined(now, away.pop(), seed)
+            elif event == "rearrange":
+                now = rearranged(now, draws.randrange(len(now.groups)), credibility, seed)
+            elif event in ("fail", "retire") and now.devices:
+                away.append(draws.choice(now.devices))
+                now = left(now, away[-1], credibility, seed)
+                gone = {away[-1]} if event == "fail" else set()
+                held = {place: neurons for place, neurons in held.items() if place[0] not in gone}
+            held = carried_out(held, moves(before, now, gone), now)
+            for layer, size in enumerate(sizes):
+                every = [neuron for neurons in now.layers[layer].values() for neuron in neurons]
+                assert sorted(every) == (list(range(size)) if now.layers[layer] else [])
+                assert all(held.get((name, layer), set()) == set(now.of(name, layer)) for name in now.layers[layer])
+
+
+def test_the_stages_become_stricter_as_the_loss_stops_improving():
+    assert [forward_threshold(stage) for stage in range(7)] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5]
+    assert [reuse_limit(stage) for stage in (0, 1, 9, 10, 11)] == [10, 9, 1, 0, 0]
+    stagnation = Stagnation()
+    stages = [stagnation.observe(step, 1.0 if step < 30 else 0.5) for step in range(200)]
+    # Better at steps 0 and 30; 60 steps later, and then every 60, the next stage begins.
+    assert [step for step in range(1, 200) if stages[step] > stages[step - 1]] == [90, 150]
+    assert Stagnation(patience=1).observe(0, 2.0) == 0
