@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import torch
 from torch.nn import functional
 
@@ -63,15 +65,24 @@ class Member:
 
     async def run(self, group: int, table: Timetable) -> None:
         """Train, and test over the same links."""
+        async for segment, action in self.slots(group, table):
+            await self.work(segment, action)
+
+    def slots(self, group: int, table: Timetable) -> AsyncIterator[tuple[Segment, LayerAction | None]]:
+        """Yield the work of a group's device, slot by slot, from the slot that it is."""
         ahead = segments(table, self._training.steps, len(self._tests), self._every)
-        async for segment, action in slots(self._device, self._slot, group, ahead):
-            if segment.tests:
-                await self._test(segment, action)
-            elif action is not None:
-                await self._train(action, segment.number(action.batch))
-                if action.kind == "forward" and action.layer:
-                    # Of older ones the losses did not come, and their slots are past.
-                    self._neurons.forget_before(action.layer, action.batch - table.staleness(action.layer) + 1)
+        return slots(self._device, self._slot, group, ahead)
+
+    async def work(self, segment: Segment, action: LayerAction | None) -> None:
+        """Do the work of a slot; None: the segment has ended."""
+        if segment.tests:
+            await self._test(segment, action)
+        elif action is not None:
+            await self._train(action, segment.number(action.batch))
+            if action.kind == "forward" and action.layer:
+                # Of older ones the losses did not come, and their slots are past.
+                oldest = action.batch - segment.table.staleness(action.layer) + 1
+                self._neurons.forget_before(action.layer, oldest)
 
     async def _train(self, action: LayerAction, number: int) -> None:
         if action.kind == "backward":
@@ -89,7 +100,8 @@ class Member:
             # The results of the batch before were shared in a slot that is over.
             for test in self._tests.unscored(len(self._tests) if action is None else action.batch):
                 results = self._exchange.outputs(self._output, segment.number(test), self._tests.samples(test))
-                self._tests.score(test, results.together())
+                known = self._missing.tests(results)
+                self._tests.score(test, torch.zeros_like(results.together()) if known is None else known)
         if action is None:
             if self._leads:
                 self._device.record("evaluate", step=segment.trained, **self._tests.finish())
@@ -99,7 +111,9 @@ class Member:
             await self._feed(self._tests.images(action.batch), number)
         else:
             arrived = self._exchange.outputs(layer - 1, number, self._tests.samples(action.batch))
-            await self._share(layer, number, await self._neurons.infer(layer, action.batch, arrived.together()))
+            inputs = self._missing.tests(arrived)
+            if inputs is not None:
+                await self._share(layer, number, await self._neurons.infer(layer, action.batch, inputs))
 
     async def _feed(self, values: torch.Tensor, number: int) -> None:
         """Cast the own values of the samples: what the input layer does."""
@@ -121,13 +135,15 @@ class Member:
 
     def _loss(self, step: int, number: int) -> torch.Tensor | None:
         """Return the gradient of the mean cross-entropy by the own outputs, if the results allow it."""
-        results = self._missing.results(self._exchange.outputs(self._output, number, self._training.samples))
-        if results is None:
-            return None
-        results.requires_grad_()
+        arrived = self._exchange.outputs(self._output, number, self._training.samples)
+        usable = self._missing.results(arrived)
+        results = (arrived.together() if usable is None else usable).requires_grad_()
         _, labels = self._training.batch(step)
         loss = functional.cross_entropy(results, labels)
-        (gradient,) = torch.autograd.grad(loss, [results])
         if self._leads:
+            # With zeros for what is missing, also where nothing is learnt from it.
             self._device.record("step", step=step, loss=float(loss.detach()), samples=len(labels))
+        if usable is None:
+            return None
+        (gradient,) = torch.autograd.grad(loss, [results])
         return pick(gradient, 1, self._placement.of(self._device.name, self._output))

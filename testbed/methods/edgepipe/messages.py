@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from testbed.methods.parts.typed import Typed
 
@@ -21,6 +21,8 @@ class Outputs(Typed, kind="outputs", key=("batch", "layer", "sender")):
     batch: int
     layer: int
     tensor: torch.Tensor
+    note: dict[str, Any] | None = None
+    """What a method tells along."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Losses(Typed, kind="losses", key=("batch", "layer", "sender")):
     batch: int
     layer: int
     tensor: torch.Tensor
+    note: dict[str, Any] | None = None
+    """What a method tells along."""
 
 
 KINDS = (Outputs, Losses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,8 @@ class Part:
     """Of the sender, in its layer."""
     tensor: torch.Tensor | None
     """(samples, values); None: it has not arrived."""
+    note: dict[str, Any] | None = None
+    """What was told along."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Learn(Protocol):
 
 @dataclass(frozen=True)
 class Missing:
-    """What to do with what is missing while training; in tests it always counts as zero."""
+    """What to do with what is missing."""
 
     inputs: Callable[[Arrived], torch.Tensor | None]
     """From the outputs of the layer before to (samples, its neurons); None: the batch goes no further here."""
@@ -87,6 +89,8 @@ class Missing:
     losses: Callable[[Arrived], torch.Tensor | None]
     """From the losses of the layer behind to the gradient of the own outputs; None: there is none."""
     learn: Learn
+    tests: Callable[[Arrived], torch.Tensor | None] = Arrived.together
+    """As `inputs`, in tests; of the results shared, None counts as zeros."""
 
 
 def all_of(losses: Arrived) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from testbed.methods.base import Problem
 from testbed.methods.edgepipe.missing import Learn
 from testbed.methods.edgepipe.planner import EdgePipeOptions, Work, dense_layers, slice_of, work
 from testbed.methods.parts.layer_shard import LayerShard
+from testbed.methods.parts.shard import State
 from testbed.models.sliced import draw
 from testbed.models.slices import Channels
 
@@ -29,13 +30,9 @@ class Neurons:
         self._learn = learn
         self._forwarded: set[tuple[int, int]] = set()
         """Layers and batches that wait for their losses."""
-        self.shards = {layer: self._shard(layer, neurons) for layer, neurons in held.items()}
-
-    def _shard(self, layer: int, neurons: Channels) -> LayerShard:
-        whole = self._layers[layer - 1]
-        part = slice_of(whole, neurons)
-        state = draw(self._problem.model, [(whole, part)], self._problem.seed)
-        return LayerShard(whole, part, state, self._problem.workload.optimizer)
+        self.shards: dict[int, LayerShard] = {}
+        for layer, neurons in held.items():
+            self.take(layer, neurons)
 
     async def forward(self, layer: int, batch: int, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs, (samples, own neurons), and keep what `backward` needs."""
@@ -73,6 +70,26 @@ class Neurons:
         for old in [old for at, old in self._forwarded if at == layer and old < batch]:
             self._forwarded.discard((layer, old))
             self.shards[layer].forget(old)
+
+    def give(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
+        """Part with some neurons of a layer, or all: return their state. Batches under way are forgotten there."""
+        self._forwarded = {each for each in self._forwarded if each[0] != layer}
+        shard = self.shards[layer]
+        if len(neurons) < len(shard.part.rows):
+            return shard.give(neurons)
+        return self.shards.pop(layer).state()
+
+    def take(self, layer: int, neurons: Channels, state: State | None = None) -> None:
+        """Take in neurons of a layer with their state; None: with first weights."""
+        self._forwarded = {each for each in self._forwarded if each[0] != layer}
+        whole = self._layers[layer - 1]
+        part = slice_of(whole, neurons)
+        if state is None:
+            state = draw(self._problem.model, [(whole, part)], self._problem.seed)
+        if layer in self.shards:
+            self.shards[layer].take(neurons, state)
+        else:
+            self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.optimizer)
 
     def _work(self, layer: int, samples: int) -> Work:
         return work(self._layers[layer - 1], self.shards[layer].part.rows, samples, self._problem)
