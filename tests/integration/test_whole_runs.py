@@ -118,6 +118,40 @@ def test_both_clocks_compute_the_same(tmp_path: Path) -> None:
     assert left_of("run-same") == []
 
 
+def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(tmp_path: Path) -> None:
+    smoke = Path(__file__).parents[2] / "scenarios" / "smoke" / "edgepipe.yaml"
+    shorter = ["--set", "faults=[]", "--set", "expect={}", "--set", "workload.steps=4", "--accept-links"]
+    runs = {}
+    for runtime in ("emulate", "simulate"):
+        done = command("run", smoke, "--runtime", runtime, "--out", tmp_path / runtime, *shorter)
+        assert done.returncode == 0, done.stderr
+        runs[runtime] = [json.loads(line) for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()]
+    emulated, simulated = ({heard(event) for event in runs[runtime] if "cast" in event} for runtime in runs)
+    late = late_casts(runs["emulate"], slot=0.6)
+    if late or len(emulated) != len(simulated):
+        pytest.skip(f"the host was too slow: {late} casts came after their slot, {len(simulated - emulated)} never")
+    assert emulated == simulated
+    # What is tested are the weights of all devices, so equal losses of steps and tests mean equal weights.
+    losses = {
+        runtime: [event["loss"] for event in runs[runtime] if event["event"] in ("step", "evaluate")]
+        for runtime in runs
+    }
+    assert len(losses["simulate"]) == 5
+    assert losses["emulate"] == pytest.approx(losses["simulate"], rel=1e-5)
+
+
+def heard(event: dict[str, Any]) -> tuple[str, str, int]:
+    return event["device"], event["peer"], event["cast"]
+
+
+def late_casts(events: list[dict[str, Any]], slot: float) -> int:
+    """Count casts that arrived when the slot after that in which they were called had begun."""
+    called = {(event["device"], event["number"]): event["start"] for event in events if event["event"] == "cast"}
+    return sum(
+        event["time"] // slot > called[event["peer"], event["cast"]] // slot for event in events if "cast" in event
+    )
+
+
 def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
     faults = [
         {"pause": "worker1", "when": {"device": "worker1", "begins": "forward", "batch": 8}, "for": "500ms"},
