@@ -15,7 +15,7 @@ from controller.report.html import environment
 from controller.report.plots import SERIES, Bars, Line, bar_plot, inline, line_plot, save
 from controller.report.terminal import VERDICTS
 from controller.results.reproduction import ReproducedRow
-from controller.results.run import Run, value_text
+from controller.results.run import Run, point_text, value_text
 from testbed import formats
 from testbed.scenario.paper import is_at
 from testbed.scenario.schema import PaperChart, PaperPart, PaperSeries
@@ -100,7 +100,7 @@ def _cells(row: ReproducedRow) -> Mapping[str, str | bool | None]:
 
 
 def _name(run: Run) -> str:
-    point = ", ".join(f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in run.trial.point.items())
+    point = point_text(run.trial.point)
     again = f"repetition {run.trial.repetition + 1}" if run.trial.repetition else ""
     return ", ".join(part for part in (point, again) if part) or run.path.name
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
-from controller.results.run import Run
+from controller.results.run import Run, point_text
 from controller.results.summary import CONFIDENCE, all_figures, interval
 from testbed.formats import FigureKind
 from testbed.scenario.expect import look_up, parse_condition
@@ -50,6 +51,10 @@ def reproduce(part: PaperPart, runs: Sequence[Run]) -> list[ReproducedRow]:
 
 def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> ReproducedRow:
     chosen = [run for run in runs if is_at(run.trial.point, row.at)]
+    note = row.note
+    if row.least:
+        chosen, where = _least(chosen, row)
+        note = "; ".join(filter(None, (where, note)))
     below = chosen if row.over is None else [run for run in runs if is_at(run.trial.point, row.over)]
     pairs = _paired(chosen, below)
     values = []
@@ -68,7 +73,24 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> R
     used = {run.path: run for pair in pairs for run in pair}.values()
     untrusted = sum(run.metrics["verdict"]["kind"] == "not trusted" for run in used)
     paper = paper_value(row, figures)
-    return ReproducedRow(row.name, kind, paper, mean, half, len(values), untrusted, row.expect, holds, row.note)
+    return ReproducedRow(row.name, kind, paper, mean, half, len(values), untrusted, row.expect, holds, note)
+
+
+def _least(runs: Sequence[Run], row: PaperRow) -> tuple[list[Run], str]:
+    """Return the runs of the point where a row's figure is least, and what that point has which the row leaves open."""
+    points: dict[str, list[Run]] = {}
+    for run in runs:
+        points.setdefault(json.dumps(run.trial.point, sort_keys=True), []).append(run)
+    means = [
+        (fmean(values), place)
+        for place, group in points.items()
+        if (values := [value for run in group if (value := figure(run, row.figure)) is not None])
+    ]
+    if not means:
+        return [], ""
+    found = points[min(means, key=lambda each: each[0])[1]]
+    left = {key: value for key, value in found[0].trial.point.items() if key not in row.at}
+    return found, f"least at {point_text(left)}"
 
 
 def _paired(chosen: Sequence[Run], below: Sequence[Run]) -> list[tuple[Run, Run]]:

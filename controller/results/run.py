@@ -81,3 +81,8 @@ def value_text(value: object) -> str:
     return " ".join(
         value_text(inner) if key == "name" else f"{key} {value_text(inner)}" for key, inner in value.items()
     )
+
+
+def point_text(point: Mapping[str, object]) -> str:
+    """Write a point of a sweep for a reader."""
+    return ", ".join(f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in point.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,7 @@ def trials(scenario: Scenario) -> list[Trial]:
 
 def _check_count(scenario: Scenario) -> None:
     """Refuse more runs than anybody waits for, before any of them is made."""
-    swept_points = math.prod(len(values) for values in scenario.sweep.values())
+    swept_points = sum(math.prod(map(len, grid.values())) for _, grid in _grids(scenario))
     points = len(scenario.points) + (swept_points if scenario.sweep or not scenario.points else 0)
     if points * scenario.repetitions > MAX_RUNS:
         key = "repetitions" if scenario.repetitions > points else "sweep" if scenario.sweep else "points"
@@ -66,7 +66,12 @@ def _check_count(scenario: Scenario) -> None:
 
 def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
     source = scenario.source
-    problems = [Diagnostic(("sweep", key), "has no values") for key, values in scenario.sweep.items() if not values]
+    problems = [
+        Diagnostic((*place, key), "has no values")
+        for place, grid in _grids(scenario)
+        for key, values in grid.items()
+        if not values
+    ]
     problems += [
         Diagnostic(("points", index), "sets no key") for index, point in enumerate(scenario.points) if not point
     ]
@@ -90,10 +95,19 @@ def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
 def swept(scenario: Scenario) -> Iterator[tuple[Key, dict[str, object]]]:
     """Yield each point, all combinations of the sweep and then the further ones, with where it is written."""
     if scenario.sweep or not scenario.points:
-        for values in itertools.product(*scenario.sweep.values()):
-            yield ("sweep",), dict(zip(scenario.sweep, values, strict=True))
+        for place, grid in _grids(scenario):
+            for values in itertools.product(*grid.values()):
+                yield place, dict(zip(grid, values, strict=True))
     for index, point in enumerate(scenario.points):
         yield ("points", index), dict(point)
+
+
+def _grids(scenario: Scenario) -> Iterator[tuple[Key, Mapping[str, Sequence[Any]]]]:
+    """Yield each sweep, with where it is written."""
+    if isinstance(scenario.sweep, Mapping):
+        yield ("sweep",), scenario.sweep
+    else:
+        yield from ((("sweep", index), grid) for index, grid in enumerate(scenario.sweep))
 
 
 def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:

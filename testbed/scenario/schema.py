@@ -59,6 +59,7 @@ class PaperRow(Part):
     at: dict[str, Any] = Field(
         default_factory=dict, description="which points of the sweep: swept key, or one inside it -> value"
     )
+    least: bool = Field(False, description="of the points that `at` leaves, take the one where the figure is least")
     over: dict[str, Any] | None = Field(
         None, description="divide by the same figure at these points, repetition by repetition"
     )
@@ -133,8 +134,9 @@ class Scenario(Part):
         "each `time,what,value`",
     )
     repetitions: int = Field(1, ge=1, description="runs of each point, each with its own seed")
-    sweep: dict[str, tuple[Any, ...]] = Field(
-        default_factory=dict, description="dotted key of this file -> values; all combinations run"
+    sweep: dict[str, tuple[Any, ...]] | tuple[dict[str, tuple[Any, ...]], ...] = Field(
+        default_factory=dict,
+        description="dotted key of this file -> values; all combinations run; of a list of such sweeps, those of each",
     )
     points: tuple[dict[str, Any], ...] = Field(
         (), description="further points beside the sweep's, each with its own dotted keys and values"

@@ -60,6 +60,17 @@ def test_ratios_are_taken_repetition_by_repetition(tmp_path: Path) -> None:
     assert "| row | 2 s | 4 s |" in (tmp_path / "paper.md").read_text()
 
 
+def test_the_least_of_several_points_says_which_it_is(tmp_path: Path) -> None:
+    runs = made(tmp_path, {("gpipe", 0): 2.0, ("gpipe", 1): 6.0, ("1f1b", 0): 3.0, ("1f1b", 1): 3.0})
+    over = {"workload.method.schedule": "gpipe"}
+    part = rows(
+        {"figure": "step_time", "least": True, "note": "ours"}, {"figure": "step_time", "least": True, "over": over}
+    )
+    least, score = reproduction.reproduce(part, runs)
+    assert (least.ours, least.runs, least.note) == (3.0, 2, "least at method schedule 1f1b; ours")
+    assert score.ours == pytest.approx((1.5 + 0.5) / 2)
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [
@@ -77,6 +88,17 @@ def test_rows_that_cannot_come_out_are_refused_before_anything_runs(row: dict[st
     )
     with pytest.raises(InputError, match=told):
         prepare(trials(scenario)[0])
+
+
+def test_several_sweeps_give_the_points_of_each() -> None:
+    two = [{"workload.batch_size": [8, 16], "seed": [1, 2]}, {"workload.method.schedule": ["gpipe"]}]
+    found = trials(Scenario.model_validate(recorded.SCENARIO | {"sweep": two}))
+    assert len(found) == 5
+    assert found[1].point == {"workload.batch_size": 8, "seed": 2}
+    assert found[4].point == {"workload.method.schedule": "gpipe"}
+    two[1] = {"seed": []}
+    with pytest.raises(InputError, match=r"sweep.1.seed: has no values"):
+        trials(Scenario.model_validate(recorded.SCENARIO | {"sweep": two}))
 
 
 def test_further_points_stand_beside_the_sweep() -> None:

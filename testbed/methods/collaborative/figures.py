@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from statistics import fmean, median
 from typing import Any
 
+from testbed.methods.collaborative.planner import CollaborativeDetails
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Column, Declared, Figure, Row, Table
 from testbed.trace.intervals import Interval, clip, total, union
@@ -25,6 +26,27 @@ def _window(event: Event) -> Interval:
 def _round_time(record: Record) -> float | None:
     durations = [event.fields["duration"] for event in _rounds(record)]
     return median(durations) if durations else None
+
+
+def _epoch_time(record: Record) -> float | None:
+    """Return the seconds of an epoch, whatever part of one a round is: an iteration takes as long as any other.
+
+    Of the first round. The slowest device decides; what follows its last iteration stays as it is.
+    """
+    if not _rounds(record) or not isinstance(details := record.plan.details, CollaborativeDetails):
+        return None
+    start, end = _window(_rounds(record)[0])
+    found = []
+    for name, portion in details.portions.items():
+        computing = [bar for bar in record.bars.get(name, ()) if bar.kind == "compute"]
+        updates = [bar.end for bar in computing if bar.label == "update" and start <= bar.end <= end]
+        if len(updates) > 1:
+            period = (updates[-1] - updates[0]) / (len(updates) - 1)
+            found.append((updates[-1], (portion.epoch - len(updates)) * period))
+    if not found:
+        return None
+    last = max(update for update, _ in found)
+    return max(update + rest for update, rest in found) - start + end - last
 
 
 def _idle(record: Record, device: str) -> float:
@@ -91,6 +113,7 @@ def _names(devices: Mapping[str, int] | list[str]) -> str:
 DECLARED = Declared(
     figures=(
         Figure("round_time", "seconds", "median, from one average of the models to the next", _round_time, brief=True),
+        Figure("epoch_time", "seconds", "of an epoch, by the iterations of the first round", _epoch_time),
         Figure("server_idle_time", "seconds", "that the server does not compute, the mean of a round", _server_idle),
         Figure(
             "device_idle_time",

@@ -34,6 +34,8 @@ class Portion(BaseModel):
     """Predicted seconds that its layers take to the server and back."""
     iterations: int
     """Of a round."""
+    epoch: int
+    """Iterations of an epoch."""
 
     @property
     def round_time(self) -> float:
@@ -105,10 +107,10 @@ class Team:
         """Return the samples of an iteration, about: a device with fewer than a batch makes one of all it has."""
         return min(self.problem.workload.batch_size, self.problem.samples[device.name])
 
-    def iterations(self, device: DeviceSpec, parallel: int) -> int:
-        """Return the iterations of a round."""
+    def iterations(self, device: DeviceSpec, parallel: int) -> dict[str, int]:
+        """Return the iterations of a round and of an epoch."""
         per_epoch = iterations(self.problem.samples[device.name], self.batch(device), parallel)
-        return len(self.length.iterations(0, per_epoch))
+        return {"iterations": len(self.length.iterations(0, per_epoch)), "epoch": per_epoch}
 
     def profile(self, device: DeviceSpec, at_once: int) -> PairProfile:
         """Return what a device and the server take, ``at_once`` devices together keeping the server busy."""
@@ -146,7 +148,7 @@ def whole(team: Team, device: DeviceSpec) -> Portion:
         parallel=1,
         iteration_time=found.local_training(batch, batch),
         exchange_time=found.exchange(found.depth),
-        iterations=team.iterations(device, 1),
+        **team.iterations(device, 1),
     )
 
 
@@ -157,7 +159,7 @@ def _divided(team: Team, device: DeviceSpec, found: PairProfile, choice: Choice)
         parallel=choice.parallel,
         iteration_time=found.iteration(choice, team.batch(device)),
         exchange_time=found.exchange(choice.split),
-        iterations=team.iterations(device, choice.parallel),
+        **team.iterations(device, choice.parallel),
     )
 
 

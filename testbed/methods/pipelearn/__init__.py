@@ -26,7 +26,9 @@ class PipeLearnOptions(GroupOptions):
         "graph",
     )
     least: int = Field(
-        8, ge=1, description="samples of a mini-batch at least, where N is chosen; the fewest that the paper has"
+        4,
+        ge=1,
+        description="samples of a mini-batch at least, where N is chosen: batch normalisation has only these",
     )
     candidates: Literal["all", "paper"] = Field(
         "all",
