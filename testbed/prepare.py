@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Network
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from testbed.methods.base import Method, Problem
 from testbed.methods.external import MethodCode, from_code
 from testbed.models import CATALOG, create, weights
 from testbed.models.chain import Model
+from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.plan import Plan
 from testbed.scenario import paper
 from testbed.scenario.expand import device_names, no_such_devices, trials
@@ -330,6 +332,10 @@ def _figures(scenario: Scenario) -> dict[str, Figure]:
 
 def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
     names = [device.name for device in trial.experiment.devices]
+    for name in sorted({*RESERVED_NAMES} & {*names}):
+        yield Diagnostic(("devices", name), "no device can have this name, the testbed has one of its own: rename it")
+    if not has_room(IPv4Network(trial.scenario.network.subnet), len(names)):
+        yield Diagnostic(("network", "subnet"), no_room(trial.scenario.network.subnet, len(names)))
     for index, part in enumerate(trial.scenario.faults):
         for key, text in no_such_devices(checks.devices_named(part), trial.scenario, names):
             yield Diagnostic(("faults", index, *key), text)

@@ -8,39 +8,21 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 from testbed.errors import HostError, InputError
+from testbed.network.checks import has_room, no_room, prefix_for
 
 DEFAULT_RANGE = "198.18.0.0/15"
 """Set aside for benchmarks between networks (RFC 2544): no user's own network is there."""
-SMALLEST = 24
-_RESERVED = 3
-"""Of every subnet: its own address, the bridge's, and the broadcast address."""
-
-
-def prefix_for(devices: int) -> int:
-    """Return the length of prefix that leaves every device an address: 24, or less for more than 253."""
-    prefix = SMALLEST
-    while 2 ** (32 - prefix) < devices + _RESERVED:
-        prefix -= 1
-    return prefix
 
 
 def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network]) -> Iterator[IPv4Network]:
     """Yield the subnets of a range that have room for the devices and overlap nothing that is taken, lowest first.
 
-    Raises InputError where the range is none, or too small for the devices.
+    Raises InputError where the range is too small for the devices.
     """
-    try:
-        whole = IPv4Network(within)
-    except ValueError as error:
-        raise InputError(
-            f"'{within}' is not an IPv4 range ({error}): write '{DEFAULT_RANGE}'", ("network", "subnet")
-        ) from error
+    whole = IPv4Network(within)
+    if not has_room(whole, devices):
+        raise InputError(no_room(within, devices), ("network", "subnet"))
     prefix = max(prefix_for(devices), whole.prefixlen)
-    if 2 ** (32 - prefix) < devices + _RESERVED:
-        raise InputError(
-            f"'{within}' has no room for {devices} devices: write a range of /{prefix_for(devices)} or larger",
-            ("network", "subnet"),
-        )
     obstacles = [network for network in taken if network.overlaps(whole)]
     for subnet in whole.subnets(new_prefix=prefix):
         if not any(subnet.overlaps(obstacle) for obstacle in obstacles):

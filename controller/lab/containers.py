@@ -13,11 +13,10 @@ from docker.types import LogConfig, Mount
 from controller.lab.networks import network_name
 from controller.lab.removal import DEVICE, ROLE, RUN, labelled_runs
 from controller.lab.runstate import RunState
-from testbed.errors import HostError, TestbedError
+from testbed.errors import HostError, InputError
 from testbed.hardware import DeviceSpec
+from testbed.network.checks import SHAPER
 from testbed.ports import CONTROL_PORT
-
-SHAPER = "shaper"
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
 """To configure networks, to enter the devices' namespaces (two of them), and to be scheduled in time."""
@@ -89,12 +88,12 @@ def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer
 def container_logs(client: docker.DockerClient, run: str, name: str, *, follow: bool = False) -> Iterator[bytes]:
     """Yield what a device's container (or `shaper`) has written, piece by piece; with ``follow`` until it ends.
 
-    Raises TestbedError where there is no such container, or no longer.
+    Raises InputError where there is no such container, or no longer.
     """
     try:
         yield from client.api.logs(container_name(run, name), stream=True, follow=follow)
     except NotFound:
-        raise TestbedError(f"there is no container of {name} in {run}, and so no log: see 'testbed ps'") from None
+        raise InputError(f"there is no container of {name} in {run}, and so no log: see 'testbed ps'") from None
 
 
 def container_name(run: str, name: str) -> str:

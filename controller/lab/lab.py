@@ -20,7 +20,6 @@ from controller.lab import runstate
 from controller.lab.addresses import device_addresses
 from controller.lab.agents import Agent
 from controller.lab.containers import (
-    SHAPER,
     DeviceContainer,
     container_logs,
     container_name,
@@ -37,6 +36,7 @@ from controller.lab.networks import make_networks, network_name
 from controller.lab.removal import DEVICE, RUN, remove_run
 from testbed.errors import HostError, InputError, TestbedError
 from testbed.experiment import Experiment
+from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
 from testbed.quantities import format_size
 from testbed.scenario.expand import trials
@@ -47,7 +47,6 @@ WORKERS = max(4, 2 * (os.cpu_count() or 1))
 """Containers made at once: more only queue up inside the engine."""
 MINIMAL_MEMORY = 32 * 2**20
 """Bytes; in less the agent does not even start (an idle one needs some 25 MB, one with torch some 200 MB more)."""
-RESERVED_NAMES = {SHAPER, "control", "data"}
 
 LinkBackend = Literal["auto", "netem", "userspace"]
 """What shapes the links; auto takes netem where the kernel has it."""
@@ -310,9 +309,6 @@ def _check_devices(experiment: Experiment) -> None:
                 f"devices: {device.name} has {format_size(device.memory)} of memory, in which no agent starts: give it "
                 f"{format_size(MINIMAL_MEMORY)} at least, or run it with '--runtime simulate'"
             )
-    clash = RESERVED_NAMES & {device.name for device in experiment.devices}
-    if clash:
-        raise InputError(f"devices: no device can be called '{clash.pop()}': the testbed has one of its own; rename it")
 
 
 @contextlib.contextmanager

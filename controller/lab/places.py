@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from testbed.errors import HostError
+
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 BUILD = CHECKOUT / ".build"
 
@@ -13,5 +15,9 @@ def state_folder() -> Path:
     """Return the folder of state files and logs, made with access for its owner only."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     folder = Path(base) / "testbed"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        why = error.strerror or error
+        raise HostError(f"{folder}: cannot be made: {why}: name another place by XDG_STATE_HOME") from None
     return folder

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from ipaddress import IPv4Network
 from typing import NamedTuple
 
 from testbed.network.link import GilbertElliott, Link
 
 MIN_RATE = 8e3
 """bit/s. A full packet takes 1.5 s at this rate; below it kernels count in units too coarse to hold a rate."""
+
+SHAPER = "shaper"
+"""Name of the container that shapes the links."""
+RESERVED_NAMES = (SHAPER, "control", "data")
+"""Names of a run's own container and networks, and of no device."""
+SMALLEST_PREFIX = 24
+_RESERVED_ADDRESSES = 3
+"""Of every subnet: its own address, the bridge's, and the broadcast address."""
 
 
 class Impossible(NamedTuple):
@@ -37,6 +46,24 @@ def problems(link: Link) -> list[Impossible]:
     if not found:
         found += _combinations(link)
     return found
+
+
+def prefix_for(devices: int) -> int:
+    """Return the length of prefix that leaves every device an address: 24, or less for more than 253."""
+    prefix = SMALLEST_PREFIX
+    while 2 ** (32 - prefix) < devices + _RESERVED_ADDRESSES:
+        prefix -= 1
+    return prefix
+
+
+def has_room(subnet: IPv4Network, devices: int) -> bool:
+    """Tell whether a range of addresses has one for every device."""
+    return subnet.num_addresses >= devices + _RESERVED_ADDRESSES
+
+
+def no_room(subnet: str, devices: int) -> str:
+    """Say what is wrong with a range that is too small."""
+    return f"'{subnet}' has no room for {devices} devices: write a range of /{prefix_for(devices)} or larger"
 
 
 def rate_problem(rate: float) -> str:

@@ -121,8 +121,11 @@ class NetworkPart(Part):
     @classmethod
     def _is_a_subnet(cls, value: str) -> str:
         try:
-            return str(IPv4Network(value))
+            network = IPv4Network(value)
         except ValueError as error:
             raise ValueError(
                 f"'{value}' is not a range of addresses ({error}): write one such as 10.20.0.0/16"
             ) from None
+        if network.is_global or network.is_loopback or network.is_link_local or network.is_multicast:
+            raise ValueError(f"'{value}' belongs to others: write a private range such as 10.20.0.0/16")
+        return str(network)

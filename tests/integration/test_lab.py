@@ -236,7 +236,6 @@ def test_ctrl_c_while_a_lab_is_made_leaves_nothing(client: docker.DockerClient, 
     ("change", "message"),
     [
         ({"devices": {"a": {"memory": "20MiB"}, "b": {}}}, "a has 20MiB of memory.*32MiB at least"),
-        ({"devices": {"a": {}, "shaper": {}}}, "no device can be called 'shaper'"),
         ({"network": {"subnet": "10.9.8.0/30"}}, "no room for 3 devices"),
     ],
 )
