@@ -149,7 +149,7 @@ class RealDevice:
     def _charge(self, cost: Cost) -> Charge:
         if self._spec.slowdown is not None:
             return slowed(self._spec.slowdown)
-        return fixed(cost.flops / self._spec.speed)
+        return fixed(self._spec.seconds(cost))
 
     def hear(self, instant: float) -> None:
         """Note that a timer of the program's loop goes off, which was set to this monotonic instant."""

@@ -21,9 +21,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a piece of work is charged: floating-point operations, a multiply and an add being two."""
+    """What a piece of work is charged; `testbed.hardware.DeviceSpec.seconds` makes time of it."""
 
     flops: float = 0.0
+    """Floating-point operations, a multiply and an add being two."""
+    bytes: float = 0.0
+    """That its layers read and write."""
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.flops - other.flops, self.bytes - other.bytes)
+
+    def __mul__(self, times: float) -> Cost:
+        return Cost(times * self.flops, times * self.bytes)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Device(Protocol):
         """Return the next message of any peer, in the order of arrival."""
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Do the work on one of the device's processors; takes ``cost.flops / speed`` of the device's time.
+        """Do the work on one of the device's processors; takes what ``cost`` does of the device's time.
 
         Calls queue up and begin in the order of the calls, as many at once as the device has processors: one, unless
         the scenario says otherwise. Records ``begin`` and ``compute``.

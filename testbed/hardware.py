@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from testbed.device import Cost
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -26,6 +28,17 @@ class DeviceSpec:
     """bit/s on the wire that it receives from all others together."""
     processors: int = 1
     """Pieces of work that it computes at once, each at ``speed``."""
+    memory_rate: float | None = None
+    """Bytes/s at which layers read what enters them and write what leaves, of each processor; None: in no time."""
+
+    def seconds(self, cost: Cost) -> float:
+        """Return how long work takes one processor: FLOPs over speed, and bytes over the memory rate.
+
+        Plans, estimates, pacing and the simulator all take it from here. Normalisation, activation and pooling have no
+        FLOPs; a convolution has both.
+        """
+        computing = cost.flops / self.speed
+        return computing if self.memory_rate is None else computing + cost.bytes / self.memory_rate
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,8 @@ class Profile:
     """Where the figures come from."""
     processors: int = 1
     """That compute at once, each at ``speed``."""
+    memory_rate: float | None = None
+    """Bytes/s that layers read and write, of each processor; None: not known, and no time is charged for it."""
 
 
 _GIB = 2.0**30
@@ -117,6 +132,15 @@ _PROFILES = (
         "as edge-server",
         "PipeLearn (Zhang et al.), test platform: 8 cores, 32 GB; the paper gives no speed",
         processors=8,
+    ),
+    Profile(
+        "epyc-thread",
+        107e9,
+        8 * _GIB,
+        "measured, float32 training",
+        "`testbed models vgg5 --data synthetic-3x32x32 --measure 100`, torch 2.13, one thread of a virtual AMD EPYC; "
+        "memory is an assumption",
+        memory_rate=4.2e9,
     ),
     Profile(
         "cloud-server",

@@ -19,6 +19,7 @@ _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d]
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 SIZE_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+BYTE_RATE_UNITS = {f"{unit}/s": factor for unit, factor in SIZE_UNITS.items()}
 SPEED_UNITS = {"flops": 1.0, "kflops": 1e3, "mflops": 1e6, "gflops": 1e9, "tflops": 1e12}
 FRACTION_UNITS = {"%": 0.01}
 
@@ -96,6 +97,11 @@ def parse_speed(value: object) -> float:
     return _parse("speed", value, SPEED_UNITS, "3.6gflops")
 
 
+def parse_byte_rate(value: object) -> float:
+    """Return bytes/s, of memory, from text like ``4.4GB/s``."""
+    return _parse("byte rate", value, BYTE_RATE_UNITS, "4.4GB/s")
+
+
 def parse_fraction(value: object) -> float:
     """Return a fraction of one from text like ``1%``."""
     fraction = _parse("fraction", value, FRACTION_UNITS, "1%")
@@ -138,6 +144,11 @@ def format_speed(value: float) -> str:
     return _format(value, SPEED_UNITS)
 
 
+def format_byte_rate(value: float) -> str:
+    """Write bytes/s with their unit."""
+    return _format(value, BYTE_RATE_UNITS)
+
+
 def format_fraction(value: float) -> str:
     """Write a fraction of one as per cent."""
     return _format(value, FRACTION_UNITS)
@@ -153,4 +164,5 @@ Rate = Annotated[float, *_annotate(parse_rate, format_rate, "50mbit")]
 Duration = Annotated[float, *_annotate(parse_duration, format_duration, "5ms")]
 Fraction = Annotated[float, *_annotate(parse_fraction, format_fraction, "1%")]
 Size = Annotated[float, *_annotate(parse_size, format_size, "1GiB")]
+ByteRate = Annotated[float, *_annotate(parse_byte_rate, format_byte_rate, "4.4GB/s")]
 Speed = Annotated[float, *_annotate(parse_speed, format_speed, "3.6gflops")]

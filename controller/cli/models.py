@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
 import click
 
 from controller.cli.options import as_json
 from controller.cli.printing import dump, make_console, options, print_catalogue
 from testbed import formats
+from testbed.quantities import format_byte_rate, format_speed
+
+if TYPE_CHECKING:
+    from testbed.models.chain import Model
 
 
 @click.command()
 @click.argument("name", required=False)
 @click.option("--data", default="digits", show_default=True, help="Data set whose images and classes NAME is for.")
+@click.option(
+    "--measure", type=click.IntRange(1), metavar="BATCH", help="Time NAME's layers here, on this many samples."
+)
 @as_json
-def models(name: str | None, data: str, as_json: bool) -> None:
+def models(name: str | None, data: str, measure: int | None, as_json: bool) -> None:
     """List the models a scenario can name, with their options; with NAME, the units of one.
 
     A model is cut between its units, so there are at most as many stages as units. Figures are per sample: FLOPs of
     the forward (a multiply and an add are two), and the bytes that cross the cut after a unit.
+
+    With --measure each layer is trained by itself on one thread of this machine; printed are its processor time, and
+    the `speed` and `memory_rate` of a device that fit all of them best.
 
     \b
     Examples:
       testbed models
       testbed models cnn
       testbed models vgg5 --data cifar10
+      testbed models vgg5 --data synthetic-3x32x32 --measure 100
     """
     from controller.report import tables
     from testbed.data.catalog import describe as describe_data
@@ -40,7 +54,11 @@ def models(name: str | None, data: str, as_json: bool) -> None:
             print_catalogue(entries, lambda entry: entry["summary"])
         return
     source = describe_data(data)
-    figures = describe(create(name, {}, source.shape, source.classes))
+    model = create(name, {}, source.shape, source.classes)
+    if measure is not None:
+        _print_measured(model, measure, as_json)
+        return
+    figures = describe(model)
     if as_json:
         dump(figures)
         return
@@ -62,3 +80,31 @@ def models(name: str | None, data: str, as_json: bool) -> None:
             f"{unit['cut_bytes']:,}",
         )
     console.print(table)
+
+
+def _print_measured(model: Model, batch_size: int, as_json: bool) -> None:
+    """Measure the layers of a model here; print their times and the rates that fit them."""
+    from controller.bench.layers import measure, rates
+    from controller.report import tables
+    from testbed.hardware import DeviceSpec
+
+    times = measure(model, batch_size)
+    try:
+        speed, memory_rate = rates(times)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        dump({"speed": speed, "memory_rate": memory_rate, "layers": [asdict(each) for each in times]})
+        return
+    fitted = DeviceSpec("this machine", speed, 0.0, memory_rate=memory_rate)
+    measured, charged = sum(each.seconds for each in times), sum(fitted.seconds(each.cost) for each in times)
+    flops = sum(each.cost.flops for each in times)
+    numbers = ("time", "of all", "as charged", "of the FLOPs")
+    table = tables.table("unit", "layer", *numbers, right=numbers)
+    for each in times:
+        shares = (each.seconds / measured, fitted.seconds(each.cost) / charged, each.cost.flops / flops)
+        table.add_row(each.unit, each.layer, formats.seconds(each.seconds), *(f"{share:.1%}" for share in shares))
+    console = make_console()
+    console.print(table)
+    speed, memory_rate = (float(f"{each:.3g}") for each in (speed, memory_rate))
+    console.print(f"\nspeed: {format_speed(speed)}, memory_rate: {format_byte_rate(memory_rate)}")

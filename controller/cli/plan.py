@@ -11,6 +11,7 @@ import click
 from controller.cli.options import as_json, overrides
 from controller.cli.printing import dump, make_console
 from testbed import formats
+from testbed.device import Cost
 
 CLASSES_SHOWN = 4
 """Of a device, those with most samples; all of them are in the JSON."""
@@ -123,9 +124,10 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
     workload, device = problem.workload, problem.device(piece.device)
     units = problem.model.units[piece.first : piece.last]
     training = workload.task == "train"
-    flops = piece.flops
-    if flops is None:
-        flops = sum(unit.forward_flops + (unit.backward_flops if training else 0.0) for unit in units)
+    cost = Cost(piece.flops or 0.0)
+    if piece.flops is None:
+        cost = sum((unit.forward_cost + unit.backward_cost * training for unit in units), cost)
+    cost *= workload.batch_size
     parameters = piece.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)
@@ -133,6 +135,7 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
         "device": device.name,
         "profile": device.profile,
         "speed": device.speed,
+        "memory_rate": device.memory_rate,
         "first": piece.first,
         "last": piece.last,
         "units": [unit.name for unit in units],
@@ -141,8 +144,8 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
         "parameters": parameters,
         "memory": piece.memory,
         "memory_available": device.memory,
-        "flops": flops * workload.batch_size,
-        "compute_time": flops * workload.batch_size / device.speed,
+        "flops": cost.flops,
+        "compute_time": device.seconds(cost),
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from testbed.device import Cost
 from testbed.models.layers import Layer, sequence, shapes
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
 from testbed.seeds import derive
@@ -70,6 +71,17 @@ class Unit:
     def backward_flops(self) -> float:
         """FLOPs of backward for one sample."""
         return BACKWARD_OVER_FORWARD * self.forward_flops
+
+    @cached_property
+    def forward_cost(self) -> Cost:
+        """What forward is charged for one sample."""
+        accesses = sum(layer.accesses(shape) for layer, shape in self._entering)
+        return Cost(self.forward_flops, BYTES_PER_VALUE * accesses)
+
+    @property
+    def backward_cost(self) -> Cost:
+        """What backward is charged for one sample: it reads and writes a gradient for each value of forward."""
+        return Cost(self.backward_flops, self.forward_cost.bytes)
 
     @property
     def weight_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Layers as frozen descriptions: shapes, parameters, FLOPs and how each divides; torch modules only when asked for.
 
 FLOPs are those of convolutions and matrix products, a multiply and an add being two, biases left out: the convention
-of torch's FLOP counter and of the papers. Activations, pooling and normalisation are charged nothing.
+of torch's FLOP counter and of the papers. Activations, pooling and normalisation have none: what they cost is what they
+read and write, `Layer.accesses`, on devices that have a rate for that.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ class Layer(Protocol):
 
     def activations(self, shape: Shape) -> int:
         """Values of all outputs made within the layer for one sample, its own output among them."""
+
+    def accesses(self, shape: Shape) -> int:
+        """Values that forward reads and writes for one sample: what enters and what leaves, without weights."""
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module, its initial weights drawn from ``generator`` and nothing else."""
@@ -224,6 +228,10 @@ class Plain:
         """Values of all outputs made within the layer for one sample."""
         return math.prod(self.output(shape))
 
+    def accesses(self, shape: Shape) -> int:
+        """Values that forward reads and writes for one sample."""
+        return math.prod(shape) + math.prod(self.output(shape))
+
 
 @dataclass(frozen=True)
 class ReLU(Plain):
@@ -308,6 +316,10 @@ class Flatten(Plain):
     def output(self, shape: Shape) -> Shape:
         """One axis with all values."""
         return (math.prod(shape),)
+
+    def accesses(self, shape: Shape) -> int:
+        """None: torch looks at the same values in another way."""
+        return 0
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
@@ -559,6 +571,10 @@ class Residual(Plain):
     def activations(self, shape: Shape) -> int:
         """Outputs within block and shortcut, and the sum."""
         return sum(layer.activations(entering) for layer, entering in self._all(shape)) + math.prod(self.output(shape))
+
+    def accesses(self, shape: Shape) -> int:
+        """Those of block and shortcut, and of the sum, which reads two values for each that it writes."""
+        return sum(layer.accesses(entering) for layer, entering in self._all(shape)) + 3 * math.prod(self.output(shape))
 
     def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
         """Return all first weights, whatever the slice."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.models.chain import Unit
 from testbed.network.link import Link, Pair
@@ -41,12 +42,12 @@ class UnitTimes:
         return tuple(map(sum, zip(self.forward, self.backward, self.update, strict=True)))
 
     @staticmethod
-    def by_formula(units: Sequence[Unit], batch_size: int, speed: float, update_flops: float) -> UnitTimes:
-        """Return what the testbed charges a device of this speed: FLOPs over FLOP/s."""
+    def by_formula(units: Sequence[Unit], batch_size: int, device: DeviceSpec, update_flops: float) -> UnitTimes:
+        """Return what the testbed charges this device."""
         return UnitTimes(
-            tuple(batch_size * unit.forward_flops / speed for unit in units),
-            tuple(batch_size * unit.backward_flops / speed for unit in units),
-            tuple(update_flops * unit.parameters / speed for unit in units),
+            tuple(device.seconds(unit.forward_cost * batch_size) for unit in units),
+            tuple(device.seconds(unit.backward_cost * batch_size) for unit in units),
+            tuple(device.seconds(Cost(update_flops * unit.parameters)) for unit in units),
         )
 
 
@@ -188,9 +189,14 @@ def measured(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
     return {pair: Link(None if math.isinf(rate) else rate) for pair, rate in rates.items()}
 
 
-def capacities(devices: Sequence[DeviceSpec]) -> tuple[float, ...]:
-    """Return the capacities that the scenario gives, relative to the first device."""
-    return tuple(devices[0].speed / device.speed for device in devices)
+def capacities(devices: Sequence[DeviceSpec], units: Sequence[Unit]) -> tuple[float, ...]:
+    """Return the capacities that the scenario gives, relative to the first device: C_i of equation (3).
+
+    Of all units together, as the paper has one for a device: exact for each unit where speeds and memory rates of the
+    devices are in proportion.
+    """
+    whole = sum((unit.forward_cost + unit.backward_cost for unit in units), Cost())
+    return tuple(device.seconds(whole) / devices[0].seconds(whole) for device in devices)
 
 
 def divisible_limit(speeds: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
 """Partitions of a model over devices in a row: planned, checked against their memory, and timed by formula.
 
-The times are those the testbed charges: FLOPs over the device's speed, bytes on the wire over the link's rate, and
+The times are those the testbed charges: `DeviceSpec.seconds`, bytes on the wire over the link's rate, and
 the link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share it;
 ``half_duplex`` makes them share it, which is the factor 2 of equation (5) of FTPipeHD.
 """
@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 from testbed import formats
 from testbed.data.batches import micro_batches
+from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.models.chain import Model, Unit
@@ -54,12 +55,12 @@ class Chain:
         return self.model.units
 
     @cached_property
-    def _forward(self) -> list[float]:
-        return [0.0, *accumulate(unit.forward_flops for unit in self.units)]
+    def _forward(self) -> list[Cost]:
+        return [Cost(), *accumulate(unit.forward_cost for unit in self.units)]
 
     @cached_property
-    def _backward(self) -> list[float]:
-        return [0.0, *accumulate(unit.backward_flops for unit in self.units)]
+    def _backward(self) -> list[Cost]:
+        return [Cost(), *accumulate(unit.backward_cost for unit in self.units)]
 
     @cached_property
     def _parameters(self) -> list[int]:
@@ -67,11 +68,11 @@ class Chain:
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a forward of units ``first`` up to but without ``last``."""
-        return samples * (self._forward[last] - self._forward[first]) / self.devices[stage].speed
+        return self.devices[stage].seconds((self._forward[last] - self._forward[first]) * samples)
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a backward."""
-        return samples * (self._backward[last] - self._backward[first]) / self.devices[stage].speed
+        return self.devices[stage].seconds((self._backward[last] - self._backward[first]) * samples)
 
     def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
         """Return the seconds a link is busy with what crosses a cut, and its delay; activation and gradient alike."""
@@ -264,7 +265,7 @@ class SynchronousPipeline(Chain):
 
     def update_time(self, stage: int, first: int, last: int) -> float:
         """Return the seconds of the update that ends a step."""
-        return self.update_flops * (self._parameters[last] - self._parameters[first]) / self.devices[stage].speed
+        return self.devices[stage].seconds(Cost(self.update_flops * (self._parameters[last] - self._parameters[first])))
 
     def _stage_time(self, stage: int, first: int, last: int) -> float:
         """Forward and backward of the largest micro-batch, and its share of the update."""

@@ -158,6 +158,7 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
                 uplink=part.uplink,
                 downlink=part.downlink,
                 slowdown=part.slowdown,
+                memory_rate=part.memory_rate if part.memory_rate is not None else profile.memory_rate,
                 processors=part.processors if part.processors is not None else profile.processors,
             )
     if problems:

@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from testbed.faults.parts import FaultPart
 from testbed.network.parts import NetworkPart
 from testbed.part import Name, Part
-from testbed.quantities import Duration, Rate, Size, Speed
+from testbed.quantities import ByteRate, Duration, Rate, Size, Speed
 from testbed.scenario.source import Source
 from testbed.workload import WorkloadPart
 
@@ -26,6 +26,13 @@ class DevicePart(Part):
         None, ge=1, le=1000, description="make this number of alike devices, named <name>1 to <name>N"
     )
     speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed")
+    memory_rate: ByteRate | None = Field(
+        None,
+        gt=0,
+        description="what layers read and write a second, added to the time of their FLOPs; normalisation, activation "
+        "and pooling have no other. `testbed models NAME --measure` finds it. Default: the profile's, mostly none: all "
+        "of it takes no time",
+    )
     processors: int | None = Field(
         None,
         ge=1,

@@ -235,7 +235,7 @@ class SimulatedDevice:
             except Exception as error:  # noqa: BLE001 - it is the program's to handle
                 work.future.set_exception(error)
                 continue
-            work.remaining = work.cost.flops / self.host.speed
+            work.remaining = self.host.spec.seconds(work.cost) / self.host.factor
             self._under_way.append(work)
             self._go_on(work)
 

@@ -53,8 +53,8 @@ class Host:
 
     name: str
     spec: DeviceSpec
-    speed: float = field(init=False)
-    """FLOP/s right now."""
+    factor: float = 1.0
+    """The share of its own speed at which it computes right now."""
     device: Guest | None = None
     """What its present program sees; None while it is off or boots."""
     booting: int | None = None
@@ -66,9 +66,6 @@ class Host:
     paused: bool = False
     held: list[tuple[Callable[[Any], None], Any]] = field(default_factory=list)
     """What arrived while it was paused, and what to do about it then."""
-
-    def __post_init__(self) -> None:
-        self.speed = self.spec.speed
 
     def state(self) -> DeviceState:
         """Return whether it is on; while it boots it is."""

@@ -231,12 +231,11 @@ class World:
             if (source, target) in self._channels:
                 self._channels[source, target].refresh(link)
         for name, factor in changed.speeds.items():
-            speed = now.speed(name)
-            self.record("speed", target=name, factor=factor, speed=speed)
+            self.record("speed", target=name, factor=factor, speed=now.speed(name))
             host = self.hosts[name]
-            before, host.speed = host.speed, speed
+            before, host.factor = host.factor, factor
             if host.device is not None:
-                host.device.change_speed(speed / before)
+                host.device.change_speed(factor / before)
 
     def why_still(self) -> str:
         """Say what each device waits for."""

@@ -14,7 +14,7 @@ from testbed.methods.parts import costs
 from testbed.methods.parts.arrangement import StagesOptions, all_devices, pieces
 from testbed.network.link import Pair
 from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, divisible_limit
-from testbed.partition.asynchronous import capacities as of_speeds
+from testbed.partition.asynchronous import capacities as given
 from testbed.partition.cuts import even
 from testbed.partition.redistribution import StagePartition, take_over
 from testbed.plan import Details, Piece, Plan
@@ -59,7 +59,6 @@ def pipeline_over(
     """
     options, workload, units = problem.options, problem.workload, problem.model.units
     update_flops = costs.update_flops(workload.optimizer)
-    first = problem.devices[0].speed
     chain = options.chain_every > 0
 
     def extra(stage: int, start: int, end: int) -> float:
@@ -79,7 +78,7 @@ def pipeline_over(
         devices=tuple(problem.device(name) for name in names),
         links=problem.links,
         batch_size=workload.batch_size,
-        profile=profile or UnitTimes.by_formula(units, workload.batch_size, first, update_flops),
+        profile=profile or UnitTimes.by_formula(units, workload.batch_size, problem.devices[0], update_flops),
         capacities=tuple(capacities or [1.0] * len(names)),
         momentum=workload.optimizer.momentum > 0,
         vertical_sync=options.vertical_sync,
@@ -194,7 +193,7 @@ def plan(
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     partition = partitioner.initial()
     devices = [problem.device(name) for name in partition.devices]
-    true = pipeline_over(problem, partition.devices, capacities=of_speeds(devices))
+    true = pipeline_over(problem, partition.devices, capacities=given(devices, problem.model.units))
     alone = true.without_links()
     return Plan(
         method=method,
@@ -207,7 +206,7 @@ def plan(
             slowest_stage=true.slowest_stage(partition.cuts),
             least_bottleneck=true.bottleneck(true.least_bottleneck()),
             least_slowest_stage=alone.bottleneck(alone.least_bottleneck()),
-            divisible_limit=divisible_limit([device.speed for device in true.devices]),
+            divisible_limit=divisible_limit([1 / capacity for capacity in true.capacities]),
             stage_times=tuple(true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))),
         ),
     )

@@ -153,7 +153,7 @@ class AsynchronousUpdates:
         aggregated = 0
         if versions.aggregates(done - self._base, self._depth, self._asynchrony.aggregate):
             aggregated = self._depth
-            cost = Cost(cost.flops + aggregated * costs.parameters(stage.units))
+            cost += Cost(aggregated * costs.parameters(stage.units))
         advance = partial(stage.shard.advance, (batch, 0), self.version(batch), self.version(done), aggregated)
         begun = stage.device.now()
         await stage.compute(advance, cost, Span("update", batch))

@@ -1,6 +1,6 @@
 """Phases 1 and 2 of PipeLearn's optimisation (Zhang et al., III-C): what an epoch takes, by formula.
 
-The times are those that the testbed charges: FLOPs over the speed, bytes on the wire over the link's rate, the link's
+The times are those that the testbed charges: `DeviceSpec.seconds`, bytes on the wire over the link's rate, the link's
 delay. The paper gives a mini-batch 1/N of the time of a batch of B; here it has floor(B/N) samples and their time,
 which is the same where N divides B.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.methods.collaborative.stages import Kind, iteration_time
 from testbed.methods.parts import costs
@@ -129,16 +130,13 @@ def profile(
     ``at_once`` devices share one of the server's processors: each finds it as many times slower.
     """
 
-    def layers(speed: float) -> tuple[LayerTimes, ...]:
-        update = costs.update_flops(optimizer)
-        return tuple(
-            LayerTimes(unit.forward_flops / speed, unit.backward_flops / speed, update * unit.parameters / speed)
-            for unit in model.units
-        )
+    def layers(spec: DeviceSpec, times: float = 1.0) -> tuple[LayerTimes, ...]:
+        works = ((unit.forward_cost, unit.backward_cost, costs.update((unit,), optimizer)) for unit in model.units)
+        return tuple(LayerTimes(*(times * spec.seconds(cost) for cost in work)) for work in works)
 
     return PairProfile(
-        device=layers(device.speed),
-        server=layers(server.speed / at_once),
+        device=layers(device),
+        server=layers(server, at_once),
         volumes=tuple(model.cut_bytes(index + 1) for index in range(len(model.units))),
         states=tuple(BYTES_PER_VALUE * unit.parameters for unit in model.units),
         up=up,
@@ -184,4 +182,4 @@ def _epochs(members: Sequence[EpochShare], choices: Sequence[Choice], batch_size
 
 def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
     """Return the seconds that the server needs to average this many models."""
-    return AGGREGATION_FLOPS * model.parameters * devices / server.speed
+    return server.seconds(Cost(AGGREGATION_FLOPS * model.parameters * devices))

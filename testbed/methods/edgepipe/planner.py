@@ -112,6 +112,7 @@ def work(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[Ed
 
 def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
     """Divide the layers, map the super neurons onto devices, time the slots. Raises `InputError`."""
+    costs.check_flops_alone("edgepipe", problem.devices)
     if problem.workload.model.weights is not None:
         raise InputError("edgepipe begins with weights drawn from the seed: leave this out", ("model", "weights"))
     division = division_of(problem)

@@ -1,4 +1,4 @@
-"""What a stage is charged and needs: FLOPs of each piece of work, bytes of memory.
+"""What a stage is charged and needs: FLOPs and accessed bytes of each piece of work, bytes of memory.
 
 Forward and backward are the units' formulas times the samples. An update is charged 2 FLOPs a parameter for the step
 itself, 2 more with momentum and 2 more with weight decay; copying weights (a checkpoint, a new shard, building one)
@@ -25,12 +25,12 @@ def parameters(units: Sequence[Unit]) -> int:
 
 def forward(units: Sequence[Unit], samples: int) -> Cost:
     """Return the cost of a forward."""
-    return Cost(samples * sum(unit.forward_flops for unit in units))
+    return sum((unit.forward_cost for unit in units), Cost()) * samples
 
 
 def backward(units: Sequence[Unit], samples: int) -> Cost:
     """Return the cost of a backward."""
-    return Cost(samples * sum(unit.backward_flops for unit in units))
+    return sum((unit.backward_cost for unit in units), Cost()) * samples
 
 
 def update_flops(optimizer: OptimizerPart) -> float:
@@ -61,3 +61,11 @@ def check_memory(device: DeviceSpec, memory: float) -> None:
             f"{formats.size(memory)}: use more or larger devices, a smaller model or a smaller batch_size",
             ("devices", device.name, "memory"),
         )
+
+
+def check_flops_alone(method: str, devices: Sequence[DeviceSpec]) -> None:
+    """Raise `InputError` where a device has a memory rate, for a method whose work is charged by FLOPs alone."""
+    for device in devices:
+        if device.memory_rate is not None:
+            text = f"the work of the method '{method}' is charged by its FLOPs alone: leave the memory rate out"
+            raise InputError(text, ("devices", device.name, "memory_rate"))

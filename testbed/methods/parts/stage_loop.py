@@ -132,7 +132,7 @@ class StageLoop:
         if stage.position.after is not None:
             given = await stage.mailbox.take(Gradient, passage.key)
             if policy.recompute:
-                cost = Cost(cost.flops + costs.forward(stage.units, passage.samples).flops)
+                cost += costs.forward(stage.units, passage.samples)
         del self._under_way[number]
         work = partial(stage.shard.backward, passage.key, None if given is None else given.tensor)
         gradient, seconds = await self._timed(work, cost, policy.span("backward", *passage.key))

@@ -63,7 +63,7 @@ class Single(Method[SingleOptions]):
             method=self.name,
             lead=chosen,
             pieces=(Piece(device=chosen, first=0, last=len(units), memory=memory),),
-            step_time=sum(cost.flops for cost in work) / device.speed,
+            step_time=sum(map(device.seconds, work)),
         )
 
     async def program(self, device: Device, job: Job[SingleOptions]) -> None:

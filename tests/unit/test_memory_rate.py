@@ -1,0 +1,86 @@
+"""What layers read and write takes time where a device has a rate for it, the same in plans and in runs."""
+
+import pytest
+
+from controller.bench.layers import LayerTime, measure, rates
+from testbed.data import load
+from testbed.device import Cost
+from testbed.errors import InputError
+from testbed.hardware import DeviceSpec
+from testbed.methods.collaborative.figures import DECLARED
+from testbed.models import create
+from testbed.models.layers import BatchNorm2d, Conv2d, Residual
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+from testbed.simulation import simulate
+from testbed.trace.metrics import metrics
+
+WORK = {"model": {"name": "vgg5"}, "data": {"name": "digits", "train": 64, "test": 16}, "batch_size": 16, "steps": 8}
+
+
+def scenario(method: dict, rate: str | None, **keys) -> Scenario:
+    given = {} if rate is None else {"memory_rate": rate}
+    return Scenario.model_validate(
+        {
+            "name": "test",
+            "devices": {"device": {"speed": "100mflops", "count": 3, **given}},
+            "network": {"topology": "mesh", "link": {"rate": "100mbit", "delay": "1ms"}},
+            "workload": {**WORK, **keys, "method": method},
+            "time_limit": "1h",
+        }
+    )
+
+
+def test_accesses_by_hand() -> None:
+    conv1, *_, fc2 = create("vgg5", {}, (3, 32, 32), 10).units
+    map_of = 32 * 32 * 32
+    # Convolution, normalisation, activation, pooling; each reads what enters and writes what leaves.
+    values = (3 * 32 * 32 + map_of) + 2 * map_of + 2 * map_of + (map_of + map_of // 4)
+    assert conv1.forward_cost.bytes == conv1.backward_cost.bytes == 4 * values
+    assert fc2.forward_cost == Cost(2.0 * 128 * 10, 4 * (128 + 10))
+    block = Residual((Conv2d(4, padding=1), BatchNorm2d()))
+    assert block.accesses((4, 5, 5)) == 100 * (2 + 2 + 3)
+
+
+def test_a_device_adds_both_rates_and_by_default_charges_flops_alone() -> None:
+    cost = Cost(flops=3e9, bytes=8e9)
+    assert DeviceSpec("one", 1e9, 1.0).seconds(cost) == 3.0
+    assert DeviceSpec("one", 1e9, 1.0, memory_rate=2e9).seconds(cost) == 7.0
+
+
+@pytest.mark.parametrize(
+    "method",
+    [{"name": "single"}, {"name": "gpipe", "micro_batches": 2}, {"name": "pipedream"}, {"name": "federated"}],
+    ids=lambda method: method["name"],
+)
+def test_runs_take_what_is_planned(method: dict) -> None:
+    data = {**WORK["data"], "split": "iid"} if method["name"] == "federated" else WORK["data"]
+
+    def taken(rate: str | None) -> tuple[float, float]:
+        (trial,) = trials(scenario(method, rate, data=data))
+        ready = prepare(trial)
+        outcome = simulate(ready, load(trial.scenario.workload.data))
+        found = metrics(outcome, trial.experiment, ready.plan, DECLARED)
+        return found.get("round_time") or found["step_time"], ready.plan.step_time
+
+    slow, plain = taken("10MB/s"), taken(None)
+    assert slow[0] > 1.2 * plain[0]
+    # A round of federated learning takes what its devices need to load the model beside, whatever the memory rate.
+    assert slow[0] - plain[0] == pytest.approx(slow[1] - plain[1], rel=1e-3)
+
+
+def test_methods_that_reckon_in_flops_refuse_it() -> None:
+    with pytest.raises(InputError, match="is charged by its FLOPs alone"):
+        prepare(next(iter(trials(scenario({"name": "distributed"}, "1GB/s", task="infer", requests=1, steps=None)))))
+
+
+def test_rates_of_a_machine_come_out_of_its_layers() -> None:
+    device = DeviceSpec("one", 5e9, 1.0, memory_rate=3e8)
+    work = [Cost(1e9, 1e6), Cost(2e8, 5e7), Cost(0.0, 1e8)]
+    assert rates([LayerTime("unit", "layer", cost, device.seconds(cost)) for cost in work]) == pytest.approx((5e9, 3e8))
+    with pytest.raises(ValueError, match="no speed and memory rate"):
+        rates([LayerTime("unit", "layer", cost, 1 / (1 + cost.flops)) for cost in work])
+    found = measure(create("mlp", {"hidden": [8]}, (1, 8, 8), 10), batch_size=4)
+    assert [each.layer for each in found] == ["Flatten", "Linear", "ReLU", "Linear"]
+    assert all(each.seconds > 0 for each in found)
