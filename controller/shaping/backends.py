@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from controller.shaping import interfaces, modules, netem, nfqueue, receiver, sender, tc
+from controller.shaping import interfaces, modules, netem, nfqueue, sender, tc
+from controller.shaping.chain import receiving
 from controller.shaping.delayline import DelayLine, QueueImpairment
 from controller.shaping.namespaces import Namespace, command, read_proc
 from controller.shaping.nfqueue import open_socket
@@ -87,13 +88,7 @@ class Userspace:
         impairments = self._impairments(device, new, old)
         if impairments or old is None or old.downlink != new.downlink:
             self._line.set(device, impairments, _rate_and_limit(new.downlink))
-        if old is None or receiver.chain_rules(old) != receiver.chain_rules(new):
-            command([f"{self._iptables}-restore", "-w", "--noflush"], receiver.restore(new))
-        if old is None:
-            jump = receiver.jump(new)
-            shown = command([self._iptables, "-w", "-S", "INPUT"])
-            if f"-A {' '.join(jump)}" not in shown.splitlines():
-                command([self._iptables, "-w", "-I", *jump])
+        receiving(new).apply(self._iptables, None if old is None else receiving(old))
 
     def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
         """Nothing is done by ``tc`` here."""
@@ -115,14 +110,14 @@ class Userspace:
 
     def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
         """Read back, and say where the kernel holds something else than the plan."""
-        problems = receiver.chain_differences(plan, command([self._iptables, "-w", "-S"]))
+        problems = receiving(plan).differences(command([self._iptables, "-w", "-S"]))
         served = {row["queue"] for row in kernel_queues()}
         wanted = {line.number for line in plan.receivers if line.queued}
         return problems + [f"netfilter queue {number} is served by nobody" for number in wanted - served]
 
     def forget(self, device: str) -> None:
         """Forget a device that is gone."""
-        self._line.close(device)
+        self._line.forget(device)
 
     def close(self) -> None:
         """End the delay line."""

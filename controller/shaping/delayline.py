@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from controller.shaping.helper import Helper
 from testbed.network.link import Link
@@ -30,7 +29,7 @@ class QueueImpairment:
 
 
 class DelayLine(Helper):
-    """The server's end."""
+    """The server's end. Its statistics also tell, per device and queue, what passed and was dropped."""
 
     def __init__(self) -> None:
         super().__init__("controller.shaping.engine", "delay line")
@@ -40,10 +39,6 @@ class DelayLine(Helper):
         with netfilter, injector:
             self.ask({"do": "open", "device": device}, (netfilter.fileno(), injector.fileno()))
 
-    def close(self, device: str) -> None:
-        """Forget a device; the kernel drops what is still queued for it."""
-        self.ask({"do": "close", "device": device})
-
     def set(self, device: str, impairments: Sequence[QueueImpairment], downlink: tuple[float, int] | None) -> None:
         """Say what becomes of the packets of these queues from now on; raises HostError if the kernel refuses.
 
@@ -52,11 +47,3 @@ class DelayLine(Helper):
         for first in range(0, max(1, len(impairments)), _AT_ONCE):
             some = [asdict(each) for each in impairments[first : first + _AT_ONCE]]
             self.ask({"do": "set", "device": device, "impairments": some, "downlink": downlink})
-
-    def statistics(self) -> dict[str, Any]:
-        """Return lateness percentiles, processor time, and per device and queue what passed and was dropped."""
-        return self.ask({"do": "statistics"})
-
-    def reset(self) -> None:
-        """Reset the lateness figures."""
-        self.ask({"do": "reset"})

@@ -46,27 +46,6 @@ _COPY = b"+"
 class _Line:
     """One queue: the packets on their way over one link."""
 
-    __slots__ = (
-        "accept",
-        "accept_all",
-        "constant",
-        "corrupts",
-        "delay",
-        "drop",
-        "dropped",
-        "duplicated",
-        "duplicates",
-        "heap",
-        "latest",
-        "listed",
-        "lost",
-        "ordered",
-        "passed",
-        "queue",
-        "random",
-        "spoiled",
-    )
-
     def __init__(self, queue: int, link: Link, seed: str) -> None:
         self.queue = queue
         self.accept = nfqueue.verdict_prefix(queue, nfqueue.ACCEPT)

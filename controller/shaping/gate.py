@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from controller.shaping import gating, nfqueue
 from controller.shaping.backends import kernel_queues
@@ -18,7 +17,10 @@ from controller.shaping.namespaces import command
 
 
 class Gate(Helper):
-    """The server's end of the gate. Its rules come and go by `apply`, in the device's namespace."""
+    """The server's end of the gate. Its rules come and go by `apply`, in the device's namespace.
+
+    Its statistics also tell what passed and was lost.
+    """
 
     def __init__(self, iptables: str) -> None:
         super().__init__("controller.shaping.gatekeeper", "gate of the medium")
@@ -34,27 +36,12 @@ class Gate(Helper):
                 self.ask({"do": "open", "device": device}, [netfilter.fileno()])
         # It must be known what becomes of packets before a rule leads them here.
         self.ask({"do": "set", "device": device, "routes": {address: asdict(route) for address, route in new.items()}})
-        if old is None or gating.rules(old) != gating.rules(new):
-            command([f"{self._iptables}-restore", "-w", "--noflush"], gating.restore(new))
-        jump = gating.jump(interface)
-        if old is None and f"-A {' '.join(jump)}" not in command([self._iptables, "-w", "-S", "OUTPUT"]).splitlines():
-            command([self._iptables, "-w", "-I", *jump])
+        before = None if old is None else gating.chain(interface, old)
+        gating.chain(interface, new).apply(self._iptables, before)
 
     def differences(self, interface: str, routes: Mapping[str, Route]) -> list[str]:
         """Read back, and say where the kernel holds something else."""
-        problems = gating.differences(interface, routes, command([self._iptables, "-w", "-S"]))
+        problems = gating.chain(interface, routes).differences(command([self._iptables, "-w", "-S"]))
         if routes and gating.QUEUE not in {row["queue"] for row in kernel_queues()}:
             problems.append("the queue of the medium is served by nobody")
         return problems
-
-    def forget(self, device: str) -> None:
-        """Forget a device; the kernel drops what it still has to transmit."""
-        self.ask({"do": "close", "device": device})
-
-    def statistics(self) -> dict[str, Any]:
-        """Return how late transmissions ended, processor time, and what passed and was lost."""
-        return self.ask({"do": "statistics"})
-
-    def reset(self) -> None:
-        """Reset the lateness figures."""
-        self.ask({"do": "reset"})

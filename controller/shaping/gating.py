@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from controller.shaping.chain import Chain
 from controller.shaping.medium import Route
 from controller.shaping.plan import queue_limit
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.cell import Cell, cell_of
 from testbed.network.link import Link, Pair
 
-CHAIN = "TESTBED-GATE"
 QUEUE = 60_000
 """Number of the netfilter queue in each device's namespace; the delay line's count from 1."""
 GATED_RATE = 25e6
@@ -50,28 +50,7 @@ def _channel(cell: Cell) -> str:
     return "cell of " + ", ".join(cell.devices)
 
 
-def rules(gated: Mapping[str, Route]) -> list[str]:
-    """Return the rules of our chain as ``iptables -S`` prints them."""
-    return [f"-A {CHAIN} -d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated]
-
-
-def restore(gated: Mapping[str, Route]) -> str:
-    """Return the input for ``iptables-restore --noflush`` that replaces our chain in one step."""
-    return "\n".join(["*filter", f":{CHAIN} - [0:0]", *rules(gated), "COMMIT", ""])
-
-
-def jump(interface: str) -> list[str]:
-    """Return the rule that sends what leaves by the data interface through our chain."""
-    return ["OUTPUT", "-o", interface, "-j", CHAIN]
-
-
-def differences(interface: str, gated: Mapping[str, Route], shown: str) -> list[str]:
-    """Compare with what ``iptables -S`` says of the filter table."""
-    lines = shown.splitlines()
-    found = [line for line in lines if line.startswith(f"-A {CHAIN} ")]
-    wanted = rules(gated)
-    problems = [f"rule is missing: {rule}" for rule in wanted if rule not in found]
-    problems += [f"rule is too many: {rule}" for rule in found if rule not in wanted]
-    if f"-A {' '.join(jump(interface))}" not in lines:
-        problems.append(f"the rule that leads from OUTPUT to {CHAIN} is missing")
-    return problems
+def chain(interface: str, gated: Mapping[str, Route]) -> Chain:
+    """Return the chain that leads what leaves by the data interface for these addresses into the queue."""
+    rules = tuple(f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated)
+    return Chain("TESTBED-GATE", ("OUTPUT", "-o", interface), rules)

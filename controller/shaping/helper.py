@@ -102,9 +102,17 @@ class Helper:
                 raise HostError(f"the {self._what} has ended: {error}; see the shaper's log") from error
             return self._answer()
 
-    def alive(self) -> bool:
-        """Say whether the process still runs."""
-        return self._process.poll() is None
+    def forget(self, device: str) -> None:
+        """Forget a device; the kernel drops what is still queued for it."""
+        self.ask({"do": "close", "device": device})
+
+    def statistics(self) -> dict[str, Any]:
+        """Return lateness percentiles and processor time, and what else the process counts."""
+        return self.ask({"do": "statistics"})
+
+    def reset(self) -> None:
+        """Reset the lateness figures."""
+        self.ask({"do": "reset"})
 
     def stop(self) -> None:
         """End the process."""

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from controller.shaping import netem, nfqueue, receiver, sender, tolerance
+from controller.shaping import netem, nfqueue, sender, tolerance
 from controller.shaping.lateness import LatenessHistogram
 from controller.shaping.plan import Endpoint, InterfacePlan, burst, line_limit, plan, queue_limit
 from controller.shaping.probes import rounds
@@ -81,17 +81,16 @@ def test_a_peer_with_a_new_address_gets_a_new_filter_only() -> None:
 
 
 def test_only_impaired_links_pass_through_a_queue() -> None:
-    assert receiver.restore(plan_of_a()) == (
+    assert receiving(plan_of_a()).restore() == (
         "*filter\n:TESTBED - [0:0]\n-A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2\nCOMMIT\n"
     )
     down = plan(A, "eth1", None, PEERS, {("b", "a"): Link(up=False, delay=0.02), ("c", "a"): Link(rate=1e6)})
-    assert receiver.chain_rules(down) == ["-A TESTBED -s 198.18.0.3/32 -j DROP"]
+    assert receiving(down).lines == ["-A TESTBED -s 198.18.0.3/32 -j DROP"]
 
 
 def test_a_pair_without_a_link_is_dropped() -> None:
-    assert receiver.chain_rules(plan(A, "eth1", None, PEERS, {("b", "a"): Link()})) == [
-        "-A TESTBED -s 198.18.0.4/32 -j DROP"
-    ]
+    chain = receiving(plan(A, "eth1", None, PEERS, {("b", "a"): Link()}))
+    assert chain.lines == ["-A TESTBED -s 198.18.0.4/32 -j DROP"]
 
 
 def test_a_downlink_counts_the_packets_of_every_link() -> None:
@@ -211,7 +210,7 @@ def test_reading_back_names_every_difference() -> None:
         "class 1:12 has a rate of 49000000 bit/s instead of 50000000",
         "packets to 198.18.0.3 go to class 1:2 instead of 1:12",
     ]
-    assert receiver.chain_differences(wanted, "-A INPUT -i eth1 -j TESTBED\n-A TESTBED -s 1.2.3.4/32 -j DROP") == [
+    assert receiving(wanted).differences("-A INPUT -i eth1 -j TESTBED\n-A TESTBED -s 1.2.3.4/32 -j DROP") == [
         "rule is missing: -A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2",
         "rule is too many: -A TESTBED -s 1.2.3.4/32 -j DROP",
     ]
