@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from testbed.wire import Message, WireError
@@ -61,17 +62,8 @@ class _Form:
     state: str | None
 
 
-_FORMS: dict[type[Typed], _Form] = {}
-
-
+@cache
 def _form(kind: type[Typed]) -> _Form:
-    found = _FORMS.get(kind)
-    if found is None:
-        found = _FORMS[kind] = _read_form(kind)
-    return found
-
-
-def _read_form(kind: type[Typed]) -> _Form:
     values: list[tuple[str, bool]] = []
     tensors: list[str] = []
     state = None
@@ -91,11 +83,8 @@ def _read_form(kind: type[Typed]) -> _Form:
 def encode(message: Typed) -> Message:
     """Return a typed message as it travels."""
     form = _form(type(message))
-    values: dict[str, Any] = {}
-    for name, optional in form.values:
-        value = getattr(message, name)
-        if value is not None or not optional:
-            values[name] = value
+    said = ((name, getattr(message, name), optional) for name, optional in form.values)
+    values = {name: value for name, value, optional in said if value is not None or not optional}
     given = {name: getattr(message, name) for name in form.tensors}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     if form.state is not None:
