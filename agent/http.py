@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any
 
 from cheroot.server import HTTPConnection, HTTPServer
@@ -27,21 +28,6 @@ _LINGER_SECONDS = 10.0
 _LINGER_SLICE = 0.25
 _HANG_UP_SECONDS = 2.0
 _DRAINED = 1 << 16
-_REASONS = {
-    200: "OK",
-    204: "No Content",
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    409: "Conflict",
-    411: "Length Required",
-    413: "Content Too Large",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
 
 
 class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's words
@@ -166,7 +152,7 @@ def respond(environ: Environ, start_response: StartResponse, status: int, docume
     headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")] if body else []
     if not body and status != 204:
         headers = [("Content-Length", "0")]
-    start_response(f"{status} {_REASONS[status]}", headers)
+    start_response(f"{status} {HTTPStatus(status).phrase}", headers)
     return [body] if body else []
 
 

@@ -12,8 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Shells start background jobs with SIGINT ignored, and children inherit that: some tests send it to theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples each time: a suite that fails only now and then is broken.
-settings.register_profile("repeatable", derandomize=True)
+# The same examples each time, however long a busy host takes for one: a suite that fails only now and then is broken.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 

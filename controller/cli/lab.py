@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from controller.cli.options import as_json, links, overrides
-from controller.cli.table import table
+from controller.cli.printing import print_table
 
 if TYPE_CHECKING:
     from controller.lab.lab import LinkBackend
@@ -40,7 +40,7 @@ def up(scenario: Path, overrides: tuple[str, ...], links: LinkBackend, as_json: 
         return
     click.echo(f"run {lab.run_id} is up on {lab.subnet}")
     rows = [[each.name, each.state, each.address, each.control_url] for each in lab.devices.values()]
-    table(["device", "state", "address", "control"], rows)
+    print_table(["device", "state", "address", "control"], rows)
     click.echo(f"end it with: testbed down {lab.run_id}")
 
 
@@ -93,7 +93,7 @@ def ps(as_json: bool) -> None:
     ]
     rows += [[run, "", "networks only", "", "", ""] for run, containers in labs.items() if not containers]
     if rows:
-        table(["run", "device", "state", "since", "address", "control"], rows)
+        print_table(["run", "device", "state", "since", "address", "control"], rows)
     else:
         click.echo("no run is up")
 

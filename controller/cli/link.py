@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from controller.cli.linkoptions import link_options, read
 from controller.cli.options import as_json
-from controller.cli.table import table
+from controller.cli.printing import print_table
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.report.grouping import describe
@@ -62,7 +62,7 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
         click.echo(json.dumps({**shown, "links": links_to_json(chosen)}, indent=2))
     else:
         click.echo(f"backend {shown['backend']}")
-        table(
+        print_table(
             ["source", "destination", "figures"],
             [[*pair, describe(each.to_json())] for pair, each in chosen.items()],
         )
@@ -175,7 +175,7 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
                 ]
             )
         header = ["source", "destination", "requested", "rate", "delay", "loss", "packets", "problem"]
-        table(header, rows)
+        print_table(header, rows)
     problems = sum(each.problem is not None for each in measured)
     if problems:
         raise TestbedError(f"{problems} of {len(measured)} links are outside their tolerance")

@@ -25,6 +25,13 @@ def dump(value: object) -> None:
     click.echo(json.dumps(value, indent=2, default=str))
 
 
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns as wide as they need to be, plain enough to cut up with awk."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
 def options(model: type[BaseModel]) -> list[dict[str, Any]]:
     """Describe what a method or a model lets the scenario choose."""
     properties = model.model_json_schema().get("properties", {})

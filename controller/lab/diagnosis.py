@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 import docker
-from docker.errors import APIError, DockerException, ImageNotFound
+from docker.errors import APIError, DockerException
 
 from controller.lab import capability
 from controller.lab.engine import connect, facts, is_local
-from controller.lab.images import REGISTRY_BASE, names
+from controller.lab.images import REGISTRY_BASE, exists, names
 from controller.shaping import modules
 from controller.shaping.backends import MODULES
 from controller.shaping.capability import DEVICE_RATE
@@ -137,20 +137,12 @@ def _engine(client: docker.DockerClient) -> Iterator[HostCheck]:
 
 def _images(client: docker.DockerClient) -> HostCheck:
     wanted = names()
-    lacking = [kind for kind, tag in vars(wanted).items() if not _has(client, tag)]
+    lacking = [kind for kind, tag in vars(wanted).items() if not exists(client, tag)]
     if lacking:
         return HostCheck(
             "images", "missing", f"not built yet: {', '.join(lacking)}", "'make images', or the first run does"
         )
     return HostCheck("images", "ok", f"{wanted.device}, {wanted.shaper}")
-
-
-def _has(client: docker.DockerClient, tag: str) -> bool:
-    try:
-        client.images.get(tag)
-    except ImageNotFound:
-        return False
-    return True
 
 
 def _registry(client: docker.DockerClient) -> HostCheck:
@@ -186,7 +178,7 @@ def _within(seconds: float, ask: Callable[[], str]) -> str:
 def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
     """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
     image = names().shaper
-    if not _has(client, image):
+    if not exists(client, image):
         yield HostCheck("links", "unknown", "the shaper's image is not built yet", "'make images', then ask again")
         return
     found = _backend_problems(client, image)

@@ -86,14 +86,14 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
     # Read once: a file that is saved meanwhile must not end up under the hash of what it was.
     code = {kind: _code_files(kind) for kind in CODE}
     wanted = _names(code)
-    if _exists(client, wanted.device) and _exists(client, wanted.shaper):
+    if exists(client, wanted.device) and exists(client, wanted.shaper):
         return wanted
     with _one_at_a_time():
         for kind in CODE:
-            if _exists(client, wanted.code(kind)):
+            if exists(client, wanted.code(kind)):
                 continue
-            if not _exists(client, wanted.runtime(kind)):
-                if not _exists(client, wanted.base):
+            if not exists(client, wanted.runtime(kind)):
+                if not exists(client, wanted.base):
                     _make_base(client, wanted.base, say)
                 say(f"building the {kind}'s Python packages into {wanted.runtime(kind)}")
                 _build_runtime(client, kind, wanted.base, wanted.runtime(kind))
@@ -403,7 +403,8 @@ def _reason(error: BaseException) -> str:
     return text.strip().splitlines()[-1] if text.strip() else type(error).__name__
 
 
-def _exists(client: docker.DockerClient, tag: str) -> bool:
+def exists(client: docker.DockerClient, tag: str) -> bool:
+    """Say whether the engine has an image."""
     try:
         client.images.get(tag)
     except ImageNotFound:

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from controller.report.figures import figure
 from controller.results.run import Run
 from testbed import formats
 from testbed.formats import FigureKind
 from testbed.scenario.expect import look_up
-from testbed.trace.figures import Column, Row, Table
-from testbed.trace.registry import rows_of
+from testbed.trace.figures import Column, Figure, Row, Table
+from testbed.trace.registry import kind_of, rows_of
 
 _NAMED = re.compile(r"\{([\w.-]+)\}")
 
@@ -38,6 +37,11 @@ def _line(row: Row, run: Run) -> tuple[str, str] | None:
             return None
         texts.append(text)
     return texts[0], texts[1]
+
+
+def figure(name: str, value: Any, figures: Mapping[str, Figure]) -> str:
+    """Write a figure of metrics.json as its kind asks for; ``figures`` are those that there are."""
+    return formats.of_kind(kind_of(name, figures), value)
 
 
 def fill(template: str, run: Run) -> str | None:

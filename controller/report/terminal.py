@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from controller.report import declared, tables
-from controller.report.figures import figure
 from controller.report.grouping import group_links
 from controller.results.reproduction import ReproducedRow
 from controller.results.run import Run, value_text
@@ -279,7 +278,7 @@ def found_text(expectation: Expectation, run: Run) -> str:
         return "no such figure"
     if isinstance(value, float) and kind_of(expectation.key, run.figures) in ("share", "number"):
         return f"{value:.4g}"
-    return figure(expectation.key, value, run.figures)
+    return declared.figure(expectation.key, value, run.figures)
 
 
 def _verdict(judged: Mapping[str, Any]) -> Panel:

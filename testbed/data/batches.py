@@ -7,7 +7,6 @@ smaller than the batch makes one batch of all its samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 
@@ -50,9 +49,3 @@ def micro_batches(size: int, parts: int) -> tuple[slice, ...]:
     small, larger = divmod(size, parts)
     edges = np.cumsum([0] + [small + 1] * larger + [small] * (parts - larger)).tolist()
     return tuple(slice(begin, end) for begin, end in pairwise(edges))
-
-
-def in_order(samples: int, batch_size: int) -> Iterator[slice]:
-    """Cut samples into batches in their order, the last one smaller: for evaluation."""
-    for begin in range(0, samples, batch_size):
-        yield slice(begin, min(begin + batch_size, samples))

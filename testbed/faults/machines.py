@@ -16,11 +16,9 @@ class MachineStep(Protocol):
     @property
     def switches(self) -> bool:
         """Whether it changes the state of a device and nothing else."""
-        ...
 
     def apply(self, now: Conditions) -> Conditions:
         """Return the conditions after it."""
-        ...
 
 
 class RecordedStep(MachineStep, Protocol):
@@ -28,7 +26,6 @@ class RecordedStep(MachineStep, Protocol):
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the name and the fields of each event to record for it."""
-        ...
 
 
 class Machines(Protocol):
@@ -37,35 +34,27 @@ class Machines(Protocol):
     @property
     def shown(self) -> Conditions:
         """The links and speeds in force; what it says of the devices' states may be out of date."""
-        ...
 
     def states(self) -> Mapping[str, DeviceState]:
         """Look up the state of every device."""
-        ...
 
     def lock(self) -> AbstractContextManager[object]:
         """Keep others from changing links and speeds within a block."""
-        ...
 
     def show(self, now: Conditions, changed: Changed) -> None:
         """Let the devices have the links and speeds that changed, at once; ``now`` is what is in force with them."""
-        ...
 
     def kill(self, device: str) -> None:
         """End a device at once: its memory is lost."""
-        ...
 
     def restart(self, device: str) -> None:
         """Boot a device that is down, with the links and the speed that are in force."""
-        ...
 
     def pause(self, device: str) -> None:
         """Let a device stand still: its memory is kept."""
-        ...
 
     def resume(self, device: str) -> None:
         """Let a paused device go on."""
-        ...
 
 
 def carry_out(step: MachineStep, machines: Machines) -> Changed:

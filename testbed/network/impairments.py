@@ -37,15 +37,6 @@ def quantiles(distribution: Distribution) -> tuple[float, ...]:
     return tuple((value - mean) / deviation for value in raw)
 
 
-def least_delay(jitter: float, distribution: Distribution) -> float:
-    """Return the shortest mean delay at which cutting negative delays off leaves the jitter nearly what it is.
-
-    Of a normal distribution a fortieth lies more than two deviations below the mean; cut there it loses 3 % of its
-    deviation.
-    """
-    return jitter * (2.0 if distribution == "normal" else -quantiles(distribution)[0])
-
-
 def chain(link: Link) -> GilbertElliott | None:
     """Return the chain behind a link's losses, None where they are independent.
 

@@ -142,8 +142,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
 def strikes(events: Sequence[Event]) -> list[Strike]:
     """Return every fault that struck, in order, with when it was undone and when the method had outlived it."""
     outlived = recoveries(events)
-    result = []
-    for strike in _bare_strikes(events):
-        recovered = next((item.resumed for item in outlived if item.struck == strike.struck), None)
-        result.append(Strike(strike.action, strike.target, strike.intended, strike.struck, strike.undone, recovered))
-    return result
+    return [
+        replace(strike, recovered=next((item.resumed for item in outlived if item.struck == strike.struck), None))
+        for strike in _bare_strikes(events)
+    ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from testbed.trace.critical import CriticalPaths, Lateness
 from testbed.trace.events import Event
-from testbed.trace.intervals import Interval, clip, total
+from testbed.trace.intervals import Interval, clip, holds, total
 from testbed.trace.record import Record
 
 
@@ -66,11 +65,4 @@ def waited(own: Sequence[Event], phase: Sequence[Interval]) -> float:
 
 def deficit(own: Sequence[Event], phase: Sequence[Interval]) -> float:
     """Return by how many seconds the host made computations late that ended within a phase, in order and disjoint."""
-    starts = [start for start, _ in phase]
-    lost = 0.0
-    for event in own:
-        if event.event == "compute":
-            place = bisect_left(starts, event.time) - 1
-            if place >= 0 and event.time <= phase[place][1]:
-                lost += late(event.fields)
-    return lost
+    return sum(late(event.fields) for event in own if event.event == "compute" and holds(phase, event.time))

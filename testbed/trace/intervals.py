@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
 """(start, end) in seconds; empty unless start < end."""
@@ -48,6 +49,12 @@ def subtract(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[I
 def total(intervals: Iterable[Interval]) -> float:
     """Return the seconds covered, each instant counted once."""
     return sum(end - start for start, end in union(intervals))
+
+
+def holds(intervals: Sequence[Interval], moment: float) -> bool:
+    """Say whether a moment is in one of disjoint intervals in order: after its start, at most at its end."""
+    place = bisect_left(intervals, (moment,)) - 1
+    return place >= 0 and moment <= intervals[place][1]
 
 
 def overlaps(interval: Interval, others: Iterable[Interval]) -> bool:

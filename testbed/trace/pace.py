@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from testbed.framing import wire_bytes
 from testbed.network.link import Pair
 from testbed.trace.figures import Figure, Metrics, Row
-from testbed.trace.intervals import Interval, subtract, total, union
+from testbed.trace.intervals import holds, subtract, total, union
 from testbed.trace.record import Record, Step, after
 
 
@@ -29,12 +29,6 @@ def _once(record: Record) -> list[Step]:
 
 def _samples(record: Record) -> int:
     return sum(step.samples or 0 for step in record.once(_once))
-
-
-def _samples_per_second(record: Record) -> float | None:
-    if not record.steps:
-        return None
-    return _samples(record) / record.end if record.end > 0 else 0.0
 
 
 def _seconds(record: Record) -> list[float]:
@@ -66,9 +60,8 @@ def busiest_share(record: Record) -> float | None:
     )
     busy = [total(part) - total(subtract(part, windows)) for part in computing]
     carried: dict[Pair, float] = {}
-    inside = _Membership(windows)
     for event in record.of("send"):
-        if inside.holds(event.time):
+        if holds(windows, event.time):
             pair = (event.device, event.fields["peer"])
             link = record.experiment.links.get(pair)
             if link is not None:
@@ -76,16 +69,9 @@ def busiest_share(record: Record) -> float | None:
     return min(1.0, max([*busy, *carried.values()], default=0.0) / seconds)
 
 
-class _Membership:
-    """Says of instants that only rise whether they lie in one of several disjoint intervals."""
-
-    def __init__(self, intervals: Collection[Interval]) -> None:
-        self._left = sorted(intervals, reverse=True)
-
-    def holds(self, moment: float) -> bool:
-        while self._left and self._left[-1][1] < moment:
-            self._left.pop()
-        return bool(self._left) and self._left[-1][0] < moment
+def _of_steps(compute: Callable[[Record], float]) -> Callable[[Record], float | None]:
+    """Return what computes a figure where there is a step; None elsewhere."""
+    return lambda record: compute(record) if record.steps else None
 
 
 FIGURES = (
@@ -100,20 +86,21 @@ FIGURES = (
         "steps_repeated",
         "number",
         "training steps done again after a recovery",
-        lambda record: len(record.steps) - len(record.once(_once)) if record.steps else None,
+        _of_steps(lambda record: len(record.steps) - len(record.once(_once))),
     ),
+    Figure("samples", "number", "training samples of the steps, each step counted once", _of_steps(_samples)),
     Figure(
-        "samples",
+        "samples_per_second",
         "number",
-        "training samples of the steps, each step counted once",
-        lambda record: _samples(record) if record.steps else None,
+        "samples over duration",
+        _of_steps(lambda record: _samples(record) / record.end if record.end > 0 else 0.0),
+        compared=True,
     ),
-    Figure("samples_per_second", "number", "samples over duration", _samples_per_second, compared=True),
     Figure(
         "step_time",
         "seconds",
         "median over the undisturbed steps; a step's time runs from the step before it of the same device",
-        lambda record: median(_seconds(record)) if record.steps else None,
+        _of_steps(lambda record: median(_seconds(record))),
         brief=True,
         compared=True,
     ),
@@ -121,21 +108,21 @@ FIGURES = (
         "step_time_mean",
         "seconds",
         "mean over the undisturbed steps",
-        lambda record: fmean(_seconds(record)) if record.steps else None,
+        _of_steps(lambda record: fmean(_seconds(record))),
         compared=True,
     ),
     Figure(
         "step_time_p95",
         "seconds",
         "95th percentile over the undisturbed steps",
-        lambda record: percentile(_seconds(record), 95) if record.steps else None,
+        _of_steps(lambda record: percentile(_seconds(record), 95)),
         compared=True,
     ),
     Figure(
         "steady_steps",
         "number",
         "undisturbed steps; 0 when there was none and all had to be used",
-        lambda record: sum(step.steady for step in record.steps) if record.steps else None,
+        _of_steps(lambda record: sum(step.steady for step in record.steps)),
     ),
     Figure("predicted_step_time", "seconds", "what the planner predicted", lambda record: record.plan.step_time),
     Figure(

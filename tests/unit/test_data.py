@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.data import DATASETS, describe, load
-from testbed.data.batches import batch, in_order, micro_batches, steps_per_epoch
+from testbed.data.batches import batch, micro_batches, steps_per_epoch
 from testbed.data.catalog import Remote, train_labels
 from testbed.data.fetch import fetch
 from testbed.data.split import holdout
@@ -275,7 +275,6 @@ def test_micro_batches_of_a_batch_that_does_not_divide() -> None:
     assert micro_batches(3, 1) == (slice(0, 3),)
     with pytest.raises(ValueError, match="a batch of 3 cannot be cut into 4 micro-batches: take 1 to 3"):
         micro_batches(3, 4)
-    assert list(in_order(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
 
 
 @pytest.fixture

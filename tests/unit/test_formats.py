@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.report.figures import figure
+from controller.report.declared import figure
 from testbed import formats
 from testbed.trace.registry import COMMON
 

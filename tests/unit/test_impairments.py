@@ -47,16 +47,6 @@ def test_jitter_is_the_standard_deviation_with_memory_and_without(distribution: 
     assert correlation(values) == pytest.approx(memory, abs=0.1 if distribution == "pareto" else 0.03)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_the_least_delay_keeps_the_jitter(distribution: Distribution) -> None:
-    least = impairments.least_delay(0.005, distribution)
-    draw = impairments.delays(Link(delay=least, jitter=0.005, distribution=distribution), "seed")
-    assert draw is not None
-    values = [draw() for _ in range(40_000)]
-    assert pstdev(values) == pytest.approx(0.005, rel=0.05)
-    assert fmean(values) == pytest.approx(least, rel=0.02)
-
-
 @pytest.mark.parametrize("loss", [0.001, 0.1, 0.5])
 def test_independent_loss(loss: float) -> None:
     lost = impairments.losses(Link(loss=loss), "seed")

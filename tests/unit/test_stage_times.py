@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from testbed.errors import InputError
 from testbed.framing import wire_bytes
 from testbed.hardware import DeviceSpec
-from testbed.methods.parts.aggregation import mean
+from testbed.methods.parts.versions import mean
 from testbed.models import create
 from testbed.models.chain import Model, chain
 from testbed.models.layers import Linear

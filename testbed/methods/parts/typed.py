@@ -82,7 +82,7 @@ def _form(kind: type[Typed]) -> _Form:
 
 def encode(message: Typed) -> Message:
     """Return a typed message as it travels."""
-    form = _form(type(message))
+    form = _form(type(message))  # type: ignore[arg-type]  # the hash of a class, not of its instances
     said = ((name, getattr(message, name), optional) for name, optional in form.values)
     values = {name: value for name, value, optional in said if value is not None or not optional}
     given = {name: getattr(message, name) for name in form.tensors}
@@ -94,7 +94,7 @@ def encode(message: Typed) -> Message:
 
 def decode(kind: type[K], message: Message) -> K:
     """Return a message that arrived, as its kind; raises `WireError` where its fields are not those of the kind."""
-    form = _form(kind)
+    form = _form(kind)  # type: ignore[arg-type]
     tensors = {name: message.tensors[name] for name in form.tensors if name in message.tensors}
     given: dict[str, Any] = {**message.fields, **tensors}
     if form.state is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
-
-from testbed.methods.parts import aggregation
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +73,21 @@ class Versions:
         """Put the mean of the last ``count`` versions in the newest one's place."""
         import torch
 
-        means = aggregation.mean([self._sets[self.newest - back] for back in range(count)])
+        means = mean([self._sets[self.newest - back] for back in range(count)])
         with torch.no_grad():
             for name, parameter in self.latest.items():
                 parameter.copy_(means[name])
+
+
+def mean(versions: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the mean of the last n - i versions of a stage's trained weights: what replaces the newest.
+
+    Only trained weights have versions. Momentum and the running statistics of batch normalisation are one for all and
+    follow every batch, so there is nothing to average in them. See `testbed.schedule.versions.aggregates` for when.
+    """
+    import torch
+
+    names = list(versions[0])
+    if any(list(version) != names for version in versions):
+        raise ValueError("versions of different units have no mean")
+    return {name: torch.stack([version[name] for version in versions]).mean(0) for name in names}
