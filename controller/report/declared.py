@@ -1,4 +1,4 @@
-"""What is declared of runs, as text: lines at the head of a report, and the tables that a method adds."""
+"""What is declared of runs, as text: lines at the head of a report, and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testbed import formats
 from testbed.formats import FigureKind
 from testbed.scenario.expect import look_up
 from testbed.trace.figures import Column, Figure, Row, Table
-from testbed.trace.registry import kind_of, rows_of
+from testbed.trace.registry import kind_of, rows_of, tables_of
 
 _NAMED = re.compile(r"\{([\w.-]+)\}")
 
@@ -64,8 +64,8 @@ class Written:
 
 
 def tables(run: Run, *, wide: bool = True) -> Iterator[Written]:
-    """Yield the tables that the run's method adds and that have a row; without wide columns where there is no room."""
-    for table in run.declared.tables:
+    """Yield the declared tables that have a row; without wide columns where there is no room."""
+    for table in tables_of(run.declared):
         columns = tuple(column for column in table.columns if wide or not column.wide)
         rows = [[_cell(column, item) for column in columns] for item in _items(table, run.metrics)]
         if rows:

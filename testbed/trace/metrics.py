@@ -8,7 +8,7 @@ from typing import Any
 
 from testbed.experiment import Experiment
 from testbed.plan import Plan
-from testbed.trace import devices, recovery, traffic
+from testbed.trace import devices, phases, recovery, traffic
 from testbed.trace.figures import NOTHING, Declared
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Record, Step
@@ -24,10 +24,11 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Decl
     where they were drawn from the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady, and the
     device where several report some; ``evaluations``; ``requests``; ``objects``: boxes of each sample asked about),
     ``devices`` by name (``testbed.trace.devices``), ``links`` (those used or measured), ``fault_list``,
-    ``recovery_list``, ``verdict`` (``testbed.trace.verdict``), and the lists that the method declares.
+    ``recovery_list``, ``phase_list`` (``testbed.trace.phases``), ``verdict`` (``testbed.trace.verdict``), and the lists
+    that the method declares.
 
     The steady phase is every step but a device's first that has the usual number of samples and whose time holds no
-    evaluation, no fault, no recovery and no pause.
+    fault, no recovery, no pause, and no evaluation unless that of most steps does.
     """
     record = Record(outcome, experiment, plan, declared.events, declared.recovery)
     values = ((name, figure.compute(record)) for name, figure in figures_of(declared).items())
@@ -42,6 +43,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Decl
         "links": record.once(traffic.links),
         "fault_list": recovery.faults(record),
         "recovery_list": record.once(recovery.recovery_list),
+        "phase_list": record.once(phases.phases),
         **{name: items for name, items in lists if items},
         "verdict": record.once(verdict),
     }

@@ -46,6 +46,16 @@ def _after(record: Record) -> float | None:
     return median(seconds) if seconds else None
 
 
+def _during(record: Record) -> float | None:
+    spans = union(interval for _, interval in record.disturbances)
+    seconds = [
+        step.seconds
+        for step in record.steps
+        if step.usual and any(start <= step.window[0] and step.time <= end for start, end in spans)
+    ]
+    return median(seconds) if seconds else None
+
+
 def busiest_share(record: Record) -> float | None:
     """Return the largest share of the time since the last change that a device computes or a link carries.
 
@@ -137,6 +147,13 @@ FIGURES = (
         "seconds",
         "median over the undisturbed steps after the last recovery or pause, of all where there was none",
         _after,
+        compared=True,
+    ),
+    Figure(
+        "step_time_disturbed",
+        "seconds",
+        "median over the steps during disturbances, such as a fault that lasts",
+        _during,
         compared=True,
     ),
     Figure(

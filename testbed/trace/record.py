@@ -34,9 +34,11 @@ class Step:
     """Since the step before it of the same device, or the start of the workload."""
     loss: float | None
     samples: int | None
+    usual: bool
+    """Whether it can be compared: not the device's first, as many samples as most, and no evaluation in its time,
+    unless there is one in the time of most."""
     steady: bool
-    """Whether it is usual and nothing disturbed it: not the device's first, as many samples as most, and in its time no
-    evaluation, no fault, no recovery and no pause."""
+    """Whether it is usual and nothing disturbed it: no fault, no recovery and no pause in its time."""
 
     @property
     def window(self) -> Interval:
@@ -140,42 +142,53 @@ class Record:
         return max([0.0, *resumed, *(pause.end for pause in self.pauses)])
 
     @cached_property
-    def _disturbed(self) -> list[Interval]:
-        faults = [strike.window(self.end) for strike in self.strikes if not strike.mends]
-        recovering = [(item.detected, self.end if item.resumed is None else item.resumed) for item in self.recoveries]
-        standing = [(pause.start, pause.end) for pause in self.pauses]
+    def disturbances(self) -> list[tuple[str, Interval]]:
+        """What disturbed the run, and when: faults that did not mend, recoveries, pauses."""
+        faults = [(f"{each.action} {each.target}", each.window(self.end)) for each in self.strikes if not each.mends]
+        recovering = [
+            ("recovery", (each.detected, self.end if each.resumed is None else each.resumed))
+            for each in self.recoveries
+        ]
+        standing = [(pause.name, (pause.start, pause.end)) for pause in self.pauses]
         return [*faults, *standing, *recovering]
 
     @cached_property
     def steps(self) -> list[Step]:
         """Every training step that was reported, in the order of time; those done again after a fault stand twice."""
         done = self.of("step")
-        usual = Counter(event.fields.get("samples") for event in done).most_common(1)
-        evaluated = [event.time for event in self.of("evaluate")]
         before: dict[str, float] = {}
-        found = []
+        windows: list[Interval] = []
         for event in done:
-            begun = before.get(event.device, 0.0)
-            steady = (
-                event.device in before
-                and event.fields.get("samples") == usual[0][0]
-                and bisect_right(evaluated, begun) == bisect_right(evaluated, event.time)
-                and not overlaps((begun, event.time), self._disturbed)
-            )
-            fields = event.fields
-            found.append(
-                Step(
-                    event.device,
-                    fields.get("step"),  # type: ignore[arg-type]
-                    event.time,
-                    event.time - begun,
-                    fields.get("loss"),
-                    fields.get("samples"),
-                    steady,
-                )
-            )
+            windows.append((before.get(event.device, 0.0), event.time))
             before[event.device] = event.time
-        return found
+        usual = self._usual(done, windows)
+        disturbed = [interval for _, interval in self.disturbances]
+        return [
+            Step(
+                event.device,
+                event.fields.get("step"),  # type: ignore[arg-type]
+                event.time,
+                window[1] - window[0],
+                event.fields.get("loss"),
+                event.fields.get("samples"),
+                comparable,
+                comparable and not overlaps(window, disturbed),
+            )
+            for event, window, comparable in zip(done, windows, usual, strict=True)
+        ]
+
+    def _usual(self, done: Sequence[Event], windows: Sequence[Interval]) -> list[bool]:
+        """Return of each step whether it is `Step.usual`."""
+        samples = Counter(event.fields.get("samples") for event in done).most_common(1)
+        met: set[str] = set()
+        alike = []
+        for event in done:
+            alike.append(event.device in met and event.fields.get("samples") == samples[0][0])
+            met.add(event.device)
+        evaluated = [event.time for event in self.of("evaluate")]
+        alone = [bisect_right(evaluated, start) == bisect_right(evaluated, end) for start, end in windows]
+        mostly_alone = 2 * sum(one and other for one, other in zip(alike, alone, strict=True)) >= sum(alike)
+        return [one and (other or not mostly_alone) for one, other in zip(alike, alone, strict=True)]
 
     @cached_property
     def steady(self) -> list[Step]:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from testbed.formats import FigureKind
-from testbed.trace import course, devices, learning, pace, recovery, requests, traffic
-from testbed.trace.figures import Declared, Figure, Row, by_name
+from testbed.trace import course, devices, learning, pace, phases, recovery, requests, traffic
+from testbed.trace.figures import Declared, Figure, Row, Table, by_name
 
 COMMON: Mapping[str, Figure] = by_name(
     [
@@ -35,6 +35,11 @@ def rows_of(declared: Declared) -> tuple[Row, ...]:
     """Return the lines at the head of the report of such a run."""
     common = (*learning.ROWS, *pace.ROWS, *requests.ROWS, *recovery.ROWS)
     return (*common, *declared.rows, *recovery.LAST_ROWS, *course.ROWS)
+
+
+def tables_of(declared: Declared) -> tuple[Table, ...]:
+    """Return the tables of the report of such a run."""
+    return (phases.TABLE, *declared.tables)
 
 
 def kind_of(name: str, figures: Mapping[str, Figure]) -> FigureKind:
