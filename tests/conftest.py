@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
+NOT_MEASURED = "not measured here"
 AWAITED = 40.0
 """Seconds that a test of time waits, twice at most, for others to leave the host alone."""
 
@@ -25,8 +27,9 @@ AWAITED = 40.0
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Repeat a test marked ``timed`` that fails while others keep the host busy, once they no longer do.
 
-    On a host that nobody else uses it is repeated once, at once: a hypervisor may have taken a processor for some
-    milliseconds, which is not to be seen afterwards. What is wrong fails twice.
+    Where they go on it is skipped as not measured. On a host that nobody else uses it is repeated once, at once: a
+    hypervisor may have taken a processor for some milliseconds, which is not to be seen afterwards. What is wrong fails
+    twice.
     """
     if pyfuncitem.get_closest_marker("timed") is None:
         return None
@@ -38,9 +41,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             pyfuncitem.obj(**arguments)
             break
         except AssertionError:
-            quiet = load_by_others() <= BUSY
-            if attempt == 2 or (quiet and attempt == 1):
-                raise
-            if not quiet:
+            if load_by_others() <= BUSY:
+                if attempt > 0:
+                    raise
+            elif attempt == 2:
+                pytest.skip(f"{NOT_MEASURED}: others keep the host busy")
+            else:
                 await_quiet(AWAITED)
     return True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line what was not proved, and why."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
+    )
+    if reasons:
+        found = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"not proved here: {found}", yellow=True)
