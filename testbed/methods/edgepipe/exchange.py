@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from testbed.methods.edgepipe.messages import Losses, Outputs
 from testbed.methods.edgepipe.missing import Arrived, Part
 from testbed.methods.edgepipe.partition import Partition
+from testbed.methods.edgepipe.recovery import Transmit
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.models.slices import Channels, pick
 
@@ -26,6 +28,10 @@ class Placement(Protocol):
 
     def neurons(self, layer: int) -> int:
         """Return how many neurons a layer has."""
+
+    @property
+    def layers(self) -> int:
+        """How many there are, the input layer too."""
 
 
 class Notes(Protocol):
@@ -62,20 +68,57 @@ class Planned:
         """Return how many neurons a layer has."""
         return self._division.neurons[layer]
 
+    @property
+    def layers(self) -> int:
+        """How many there are, the input layer too."""
+        return len(self._division.neurons)
+
+
+@dataclass
+class Tally:
+    """Parts that were due, and those that had arrived."""
+
+    due: int = 0
+    came: int = 0
+
 
 class Exchange:
     """The casts of one device, and those that it hears."""
 
     def __init__(
-        self, mailbox: Mailbox, placement: Placement, transmissions: int, under_way: int, notes: Notes | None = None
+        self, mailbox: Mailbox, placement: Placement, transmit: Transmit, under_way: int, notes: Notes | None = None
     ) -> None:
         """``under_way``: how many batches there are at most between the first layer's forward and its backward."""
+        self.until = math.inf
+        """When the present slot ends, and nothing more is cast; seconds."""
         self._mailbox = mailbox
         self._placement = placement
-        self._transmissions = transmissions
+        self._transmit = transmit
         self._under_way = under_way
         self._notes = notes
         self._name = mailbox.device.name
+        self._arrived: dict[tuple[type[Outputs | Losses], int, int], dict[str, Outputs | Losses]] = {}
+        """By kind, batch and layer: what has come of it, by sender."""
+        self._oldest = {Outputs: 0, Losses: 0}
+        """Batches of which a message still counts."""
+        mailbox.on(Outputs, self._take)
+        mailbox.on(Losses, self._take)
+        self.tally = {"forward": Tally(), "backward": Tally(), "sharing": Tally()}
+        """How many parts came from other devices in time, by what they were for."""
+
+    def _take(self, message: Outputs | Losses) -> None:
+        if message.sender != self._name:
+            self._transmit.heard(message)
+        kind = type(message)
+        if message.batch >= self._oldest[kind]:
+            self._arrived.setdefault((kind, message.batch, message.layer), {}).setdefault(message.sender, message)
+
+    def _expire(self, kind: type[Outputs | Losses], before: int) -> None:
+        """Drop what was not used of batches before one, and whatever of them still comes."""
+        if before > self._oldest[kind]:
+            self._oldest[kind] = before
+            for old in [key for key in self._arrived if key[0] is kind and key[1] < before]:
+                del self._arrived[old]
 
     async def cast(self, layer: int, message: Sent) -> None:
         """Transmit to all that hold a layer; what a device has for itself costs nothing."""
@@ -86,34 +129,38 @@ class Exchange:
             self._mailbox.post(self._name, message)
         others = [name for name in receivers if name != self._name]
         if others:
-            for _ in range(self._transmissions):
-                await self._mailbox.cast(others, message)
+            await self._transmit(others, message, self.until)
 
     def outputs(self, layer: int, batch: int, samples: int) -> Arrived:
-        """Return what has arrived of a layer's outputs."""
-        parts = [self._part(Outputs, batch, layer, sender) for sender in self._placement.holders(layer)]
-        self._mailbox.expire(Outputs, (batch - self._under_way - 1,))
-        return Arrived(layer, batch, samples, self._placement.neurons(layer), tuple(parts))
+        """Return what has arrived of a layer's outputs, once."""
+        shared = layer == self._placement.layers - 1
+        parts = self._parts(Outputs, batch, layer, self.tally["sharing" if shared else "forward"])
+        self._expire(Outputs, batch - self._under_way - 1)
+        return Arrived(layer, batch, samples, self._placement.neurons(layer), parts)
 
     def losses(self, layer: int, batch: int, samples: int) -> Arrived:
-        """Return what has arrived of the losses of the own neurons of a layer, sent by the layer behind it.
+        """Return what has arrived of the losses of the own neurons of a layer, sent by the layer behind it, once.
 
         What comes later of batches before is dropped.
         """
-        own = self._placement.of(self._name, layer)
-        parts = []
-        for sender in self._placement.holders(layer + 1):
-            part = self._part(Losses, batch, layer + 1, sender)
-            parts.append(part if part.tensor is None else replace(part, tensor=pick(part.tensor, 1, own)))
-        self._mailbox.expire(Losses, (batch,))
-        return Arrived(layer + 1, batch, samples, self._placement.neurons(layer + 1), tuple(parts))
+        parts = self._parts(Losses, batch, layer + 1, self.tally["backward"], self._placement.of(self._name, layer))
+        self._expire(Losses, batch)
+        return Arrived(layer + 1, batch, samples, self._placement.neurons(layer + 1), parts)
 
-    def _part(self, kind: type[Sent], batch: int, layer: int, sender: str) -> Part:
-        """Return what a device has sent of its neurons of a layer."""
-        message = self._mailbox.pop(kind, (batch, layer, sender))
+    def _parts(
+        self, kind: type[Outputs | Losses], batch: int, layer: int, tally: Tally, own: Channels | None = None
+    ) -> tuple[Part, ...]:
+        """Return what the holders of a layer have sent; of losses the part that is for the ``own`` neurons."""
+        came = self._arrived.pop((kind, batch, layer), {})
+        holders = self._placement.holders(layer)
+        tally.due += len(holders) - (self._name in holders)
+        tally.came += sum(sender in came for sender in holders if sender != self._name)
+        return tuple(self._part(came.get(sender), layer, sender, own) for sender in holders)
+
+    def _part(self, message: Outputs | Losses | None, layer: int, sender: str, own: Channels | None) -> Part:
         neurons: Channels | None = self._placement.of(sender, layer)
         if message is not None and self._notes is not None:
             neurons = self._notes.hear(message)
         if message is None or neurons is None:
             return Part(sender, self._placement.of(sender, layer), None)
-        return Part(sender, neurons, message.tensor, message.note)
+        return Part(sender, neurons, message.tensor if own is None else pick(message.tensor, 1, own), message.note)

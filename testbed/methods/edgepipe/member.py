@@ -13,7 +13,15 @@ from testbed.methods.edgepipe.exchange import Exchange, Placement, Planned
 from testbed.methods.edgepipe.messages import KINDS, Losses, Outputs
 from testbed.methods.edgepipe.missing import EDGEPIPE, Missing
 from testbed.methods.edgepipe.neurons import Neurons
-from testbed.methods.edgepipe.planner import EdgePipeDetails, EdgePipeOptions, division_of, timetable_of
+from testbed.methods.edgepipe.planner import (
+    EdgePipeDetails,
+    EdgePipeOptions,
+    answering_time,
+    division_of,
+    test_batch,
+    timetable_of,
+)
+from testbed.methods.edgepipe.recovery import Acknowledged, Repeated, Transmit
 from testbed.methods.edgepipe.slots import slots
 from testbed.methods.edgepipe.testing import TestRuns
 from testbed.methods.edgepipe.timeslots import LayerAction, Segment, Timetable, segments
@@ -31,9 +39,17 @@ async def run(device: Device, job: EdgePipeJob) -> None:
         division, table = division_of(problem), timetable_of(details)
         part = division.super_neurons[details.devices.index(device.name)]
         placement = Planned(division, details.devices)
-        exchange = Exchange(mailbox, placement, problem.options.transmissions, table.staleness(1))
+        exchange = Exchange(mailbox, placement, recovery(mailbox, job), table.staleness(1))
         neurons = Neurons(device, problem, {layer: part.of(layer) for layer in part.layers if layer}, EDGEPIPE.learn)
         await Member(device, job, placement, exchange, neurons, EDGEPIPE).run(part.group, table)
+
+
+def recovery(mailbox: Mailbox, job: EdgePipeJob) -> Transmit:
+    """Return the way to cast that the options name."""
+    options = job.problem.options
+    if options.recovery == "ack":
+        return Acknowledged(mailbox, answering_time(job.problem, mailbox.device.name))
+    return Repeated(mailbox, options.transmissions if options.recovery == "r-tx" else 1)
 
 
 class Member:
@@ -52,12 +68,12 @@ class Member:
         assert job.dataset is not None
         problem = job.problem
         self._device = device
-        self._slot = job.plan.details.slot
+        self._details = job.plan.details
         self._leads = job.plan.lead == device.name
         self._every = problem.options.evaluate_every
         self._training = Training(job.dataset, problem.workload, problem.seed)
-        self._tests = TestRuns(job.dataset, problem.workload.batch_size, problem.options.test_runs)
-        self._output = job.plan.details.groups[-1][1] - 1
+        self._tests = TestRuns(job.dataset, test_batch(problem), problem.options.test_runs)
+        self._output = placement.layers - 1
         self._placement = placement
         self._exchange = exchange
         self._neurons = neurons
@@ -70,19 +86,30 @@ class Member:
 
     def slots(self, group: int, table: Timetable) -> AsyncIterator[tuple[Segment, LayerAction | None]]:
         """Yield the work of a group's device, slot by slot, from the slot that it is."""
-        ahead = segments(table, self._training.steps, len(self._tests), self._every)
-        return slots(self._device, self._slot, group, ahead)
+        slot, test_slot = self._details.slot, self._details.test_slot
+        ahead = segments(table, slot, self._training.steps, test_slot, len(self._tests), self._every)
+        return slots(self._device, group, ahead)
 
     async def work(self, segment: Segment, action: LayerAction | None) -> None:
         """Do the work of a slot; None: the segment has ended."""
+        self._exchange.until = segment.next(self._device.now())
         if segment.tests:
             await self._test(segment, action)
-        elif action is not None:
+        elif action is None:
+            self._report(segment)
+        else:
             await self._train(action, segment.number(action.batch))
             if action.kind == "forward" and action.layer:
                 # Of older ones the losses did not come, and their slots are past.
                 oldest = action.batch - segment.table.staleness(action.layer) + 1
                 self._neurons.forget_before(action.layer, oldest)
+
+    def _report(self, segment: Segment) -> None:
+        """Tell at the end of training what has arrived, and that tests begin."""
+        for passing, tally in self._exchange.tally.items():
+            self._device.record("passed", to=passing, due=tally.due, came=tally.came)
+        if self._leads:
+            self._device.record("tests", step=segment.trained)
 
     async def _train(self, action: LayerAction, number: int) -> None:
         if action.kind == "backward":

@@ -36,4 +36,13 @@ class Losses(Typed, kind="losses", key=("batch", "layer", "sender")):
     """What a method tells along."""
 
 
-KINDS = (Outputs, Losses)
+@dataclass(frozen=True)
+class Heard(Typed, kind="heard"):
+    """Acknowledgement of a cast: the kind of message, its batch and layer."""
+
+    what: str
+    batch: int
+    layer: int
+
+
+KINDS = (Outputs, Losses, Heard)

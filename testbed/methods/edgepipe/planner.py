@@ -26,6 +26,9 @@ from testbed.network.link import Pair
 from testbed.plan import Details, Piece, Plan
 from testbed.quantities import Duration
 
+ANSWER = 0.005
+"""Seconds that a device may take to acknowledge a cast, beside the transmission."""
+
 
 class EdgePipeOptions(Options):
     """Options of `EdgePipe`."""
@@ -38,10 +41,14 @@ class EdgePipeOptions(Options):
     """Who takes which super neuron: Algorithm 2, by chance, or the best of all orders."""
     pipelined: bool = True
     """False: a batch begins when the one before it is through (the paper's Model)."""
-    transmissions: int = Field(1, ge=1, le=100)
-    """How often each message is cast, all in one timeslot; 2 is the paper's r-TX."""
+    recovery: Literal["none", "r-tx", "ack"] = "none"
+    """Nothing; each message cast `transmissions` times; or until all have acknowledged it or the timeslot is over."""
+    transmissions: int = Field(2, ge=1, le=100)
+    """How often each message is cast with `r-tx`, all in one timeslot."""
     test_runs: int = Field(1, ge=1, le=1000)
     """How often all test samples pass at an evaluation, each time over the links as they are."""
+    test_batch: int | None = Field(None, ge=1)
+    """Samples of a test batch; None: those of `batch_size`. With all test samples in one, a test run is one pass."""
     evaluate_every: int | None = Field(None, ge=1)
     """Steps from one evaluation to the next; None: at the end only. The pipeline drains before each."""
     slot: Duration | None = Field(None, gt=0)
@@ -64,6 +71,8 @@ class EdgePipeDetails(Details):
     pipelined: bool
     slot: float
     """Seconds."""
+    test_slot: float
+    """Seconds of a timeslot of tests, whose batches may be larger."""
 
 
 def timetable_of(details: EdgePipeDetails) -> Timetable:
@@ -120,7 +129,7 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
     order, reached = _mapped(problem, division, mapping.matrix(names, lambda a, b: ratios.get((a, b), 0.0)))
     devices = tuple(names[index] for index in order)
-    _check_links(division, devices, ratios)
+    _check_links(division, devices, ratios, acknowledged=problem.options.recovery == "ack")
     table = timetable(division.groups, problem.options.pipelined)
     slot = _slot(problem, division, devices)
     last = division.holders(len(division.neurons) - 1)
@@ -139,6 +148,7 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
             score=reached,
             pipelined=problem.options.pipelined,
             slot=slot,
+            test_slot=max(slot, sum(_needed(problem, division, devices, test_batch(problem)))),
         ),
     )
 
@@ -157,10 +167,15 @@ def _mapped(problem: Problem[EdgePipeOptions], division: Partition, ratios: Matr
     return order, mapping.score(wanted, ratios, order)
 
 
-def _check_links(division: Partition, devices: tuple[str, ...], ratios: Mapping[Pair, float]) -> None:
-    """Raise `InputError` where super neurons that transmit to each other never hear each other."""
+def _check_links(
+    division: Partition, devices: tuple[str, ...], ratios: Mapping[Pair, float], acknowledged: bool
+) -> None:
+    """Raise `InputError` where super neurons that transmit to each other never hear each other, or never the answer."""
     for a, row in enumerate(passes(division)):
         for b, count in enumerate(row):
+            if count and acknowledged and ratios.get((devices[b], devices[a]), 0) <= 0:
+                text = f"ack needs a way back, and {devices[a]} receives nothing of {devices[b]}: use r-tx, or a link"
+                raise InputError(text, ("method", "recovery"))
             if count and (devices[a], devices[b]) not in ratios:
                 text = f"no link leads from {devices[a]} to {devices[b]}, which have to hear each other: use mesh"
                 raise InputError(text, ("network", "topology"))
@@ -169,12 +184,14 @@ def _check_links(division: Partition, devices: tuple[str, ...], ratios: Mapping[
                 raise InputError(text + "lower the message_loss of that link", ("network",))
 
 
+def test_batch(problem: Problem[EdgePipeOptions]) -> int:
+    """Return the most samples of a test batch."""
+    return problem.options.test_batch or problem.workload.batch_size
+
+
 def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...]) -> float:
     """Return the seconds of a timeslot, as given or as they follow. Raises `InputError` for one that is too short."""
-    computing = transmitting = 0.0
-    for part, name in zip(division.super_neurons, devices, strict=True):
-        computing = max(computing, _longest_computation(problem, part, problem.device(name)))
-        transmitting = max(transmitting, _longest_transmission(problem, division, part, name))
+    computing, transmitting = _needed(problem, division, devices, problem.workload.batch_size)
     needed = computing + transmitting
     given = problem.options.slot
     if given is None:
@@ -186,25 +203,55 @@ def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple
     return given
 
 
-def _longest_computation(problem: Problem[EdgePipeOptions], part: SuperNeuron, device: DeviceSpec) -> float:
-    layers, samples = dense_layers(problem), problem.workload.batch_size
+def _needed(
+    problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...], samples: int
+) -> tuple[float, float]:
+    """Return the longest computation and the longest transmission of any device for so many samples, in seconds."""
+    parts = list(zip(division.super_neurons, devices, strict=True))
+    return (
+        max(_longest_computation(problem, part, problem.device(name), samples) for part, name in parts),
+        max(_longest_transmission(problem, division, part, name, samples) for part, name in parts),
+    )
+
+
+def _longest_computation(
+    problem: Problem[EdgePipeOptions], part: SuperNeuron, device: DeviceSpec, samples: int
+) -> float:
+    layers = dense_layers(problem)
     learning = [layer for layer in part.layers if layer]
     each = [work(layers[at - 1], part.of(at), samples, problem) for at in learning]
     return max((max(one.forward, one.backward + one.update) / device.speed for one in each), default=0.0)
 
 
 def _longest_transmission(
-    problem: Problem[EdgePipeOptions], division: Partition, part: SuperNeuron, name: str
+    problem: Problem[EdgePipeOptions], division: Partition, part: SuperNeuron, name: str, samples: int
 ) -> float:
-    """Return the seconds until a device's longest message of a batch has arrived everywhere, as often as it is cast."""
+    """Return the seconds until a device's longest message has arrived everywhere, as often as it is cast.
+
+    With ``ack`` until it was acknowledged once.
+    """
     outputs = [len(part.of(layer)) for layer in part.layers]
     losses = [division.neurons[layer - 1] for layer in part.layers if layer > 1]
-    values = max(outputs + losses) * problem.workload.batch_size
-    leaving = [link for pair, link in problem.links.items() if pair[0] == name]
-    rate = broadcast_rate(leaving)
-    delay = max((link.delay + 4 * link.jitter for link in leaving), default=0.0)
-    times = problem.options.transmissions
-    return delay + (0.0 if rate is None else times * 8 * wire.size_around(BYTES_PER_VALUE * values) / rate)
+    rate, delay = _leaving(problem, name)
+    values, options = max(outputs + losses) * samples, problem.options
+    size = wire.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
+    answered = answering_time(problem, name) if options.recovery == "ack" else 0.0
+    return delay + answered + (0.0 if rate is None else 8 * size / rate)
+
+
+def answering_time(problem: Problem[EdgePipeOptions], name: str) -> float:
+    """Return the seconds after a cast of a device has left, until all have acknowledged it one after the other."""
+    _, there = _leaving(problem, name)
+    others = [device.name for device in problem.devices if device.name != name]
+    back = [_leaving(problem, other) for other in others]
+    casting = sum(8 * wire.size_around(0) / rate for rate, _ in back if rate is not None)
+    return there + casting + max((delay for _, delay in back), default=0.0) + ANSWER
+
+
+def _leaving(problem: Problem[EdgePipeOptions], name: str) -> tuple[float | None, float]:
+    """Return the bit/s of a device's casts, None without a limit, and the seconds until all have heard one."""
+    links = [link for pair, link in problem.links.items() if pair[0] == name]
+    return broadcast_rate(links), max((link.delay + 4 * link.jitter for link in links), default=0.0)
 
 
 def _parameters(layer: GraphLayer, neurons: Channels) -> int:

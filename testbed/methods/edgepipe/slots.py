@@ -9,20 +9,20 @@ from testbed.methods.edgepipe.timeslots import LayerAction, Segment
 
 
 async def slots(
-    device: Device, length: float, group: int, segments: Iterable[Segment]
+    device: Device, group: int, segments: Iterable[Segment]
 ) -> AsyncIterator[tuple[Segment, LayerAction | None]]:
-    """Yield the work of each slot as it begins, and None as each segment ends; ``length`` is in seconds.
+    """Yield the work of each slot as it begins, and None as each segment ends.
 
     Slots that are over are left out: the device was off, or stood still.
     """
     for segment in segments:
-        if device.now() >= segment.end * length:
+        if device.now() >= segment.end:
             continue
         for slot, action in segment.work(group):
-            await _until(device, slot * length)
-            if device.now() < (slot + 1) * length:
+            await _until(device, segment.begin(slot))
+            if device.now() < segment.begin(slot + 1):
                 yield segment, action
-        await _until(device, segment.end * length)
+        await _until(device, segment.end)
         yield segment, None
 
 

@@ -6,6 +6,7 @@ b * period, and sent backward in slot ``backward[l]`` + b * period. In other slo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -100,8 +101,10 @@ class Segment:
     """Batches in a row, from an empty pipeline to an empty one: some steps of training, or the tests after them."""
 
     tests: bool
-    start: int
-    """Its first slot."""
+    start: float
+    """Seconds at which its first slot begins."""
+    slot: float
+    """Seconds of each."""
     table: Timetable
     batches: range
     """Steps, or test batches from 0 on."""
@@ -111,36 +114,46 @@ class Segment:
     """Steps that are done at its end."""
 
     @property
-    def end(self) -> int:
-        """The slot behind its last one."""
-        return self.start + self.table.slots(len(self.batches))
+    def end(self) -> float:
+        """Seconds at which its last slot ends."""
+        return self.begin(self.table.slots(len(self.batches)))
+
+    def begin(self, slot: int) -> float:
+        """Return the seconds at which one of its slots, from 0, begins."""
+        return self.start + slot * self.slot
+
+    def next(self, now: float) -> float:
+        """Return the seconds at which the slot after the present one begins."""
+        return self.begin(math.floor((now - self.start) / self.slot + 1e-9) + 1)
 
     def number(self, batch: int) -> int:
         """Return the number of one of its batches among all that are fed."""
         return self.first + batch - self.batches.start
 
     def work(self, group: int) -> Iterator[tuple[int, LayerAction]]:
-        """Yield the slots in which a device of a group has work, and what it does with which of the batches."""
-        for slot, action in enumerate(self.table.actions(group, len(self.batches)), self.start):
+        """Yield its slots, from 0, in which a device of a group has work, and that with which of the batches."""
+        for slot, action in enumerate(self.table.actions(group, len(self.batches))):
             if action is not None:
                 yield slot, replace(action, batch=self.batches.start + action.batch)
 
 
-def segments(table: Timetable, steps: int, tests: int, every: int | None = None) -> Iterator[Segment]:
+def segments(
+    table: Timetable, slot: float, steps: int, test_slot: float, tests: int, every: int | None = None
+) -> Iterator[Segment]:
     """Yield training and the test batches after ``every`` so many steps, or after all; the last steps are tested too.
 
-    The pipeline drains before tests and fills again after them.
+    The pipeline drains before tests and fills again after them. Slots are in seconds.
     """
-    slot = number = 0
-    testing = _forward_only(table)
+    start, number, testing = 0.0, 0, _forward_only(table)
     for begin in range(0, steps, every or steps):
         trained = range(begin, min(begin + (every or steps), steps))
-        for segment in (
-            Segment(False, slot, table, trained, number, trained.stop),
-            Segment(True, slot + table.slots(len(trained)), testing, range(tests), number + len(trained), trained.stop),
+        for is_test, length, rhythm, batches in (
+            (False, slot, table, trained),
+            (True, test_slot, testing, range(tests)),
         ):
+            segment = Segment(is_test, start, length, rhythm, batches, number, trained.stop)
             yield segment
-            slot, number = segment.end, number + len(segment.batches)
+            start, number = segment.end, number + len(batches)
 
 
 def _forward_only(table: Timetable) -> Timetable:

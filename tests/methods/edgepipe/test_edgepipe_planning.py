@@ -300,19 +300,20 @@ def test_a_schedule_is_drawn_a_line_a_group():
 
 def test_training_and_tests_take_turns_each_in_slots_of_its_own():
     table = schedule("hybrid")
-    found = list(segments(table, steps=7, tests=4, every=3))
+    found = list(segments(table, 0.5, 7, 2.0, 4, every=3))
     assert [each.tests for each in found] == [False, True] * 3
     assert [each.batches for each in found[::2]] == [range(3), range(3, 6), range(6, 7)]
     assert [each.trained for each in found] == [3, 3, 6, 6, 7, 7]
     assert [each.first for each in found] == [0, 3, 7, 10, 14, 15]
     assert [each.start for each in found[1:]] == [each.end for each in found[:-1]]
-    assert found[0].end == table.slots(3)
+    assert found[0].end == table.slots(3) * 0.5
     # Forward only: six layers, then two slots a batch.
-    assert found[1].end - found[1].start == 6 + 3 * 2
+    assert found[1].end - found[1].start == (6 + 3 * 2) * 2.0
+    assert (found[1].next(found[1].start), found[1].next(found[1].end - 0.1)) == (found[1].begin(1), found[1].end)
     for segment in found:
         for group in range(3):
             work = list(segment.work(group))
-            assert all(segment.start <= slot < segment.end for slot, _ in work)
+            assert all(segment.start <= segment.begin(slot) < segment.end for slot, _ in work)
             assert {action.batch for _, action in work} == set(segment.batches)
             numbers = [segment.number(action.batch) for _, action in work if action.kind == "forward"]
             assert set(numbers) == set(range(segment.first, segment.first + len(segment.batches)))

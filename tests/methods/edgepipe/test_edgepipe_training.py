@@ -46,7 +46,7 @@ def reference(scenario):
         ({"allocation": "horizontal"}, [1] * 5),
         ({"layers": 4}, [2, 1, 1, 1, 1]),
         ({"mapping": "random"}, [3, 2, 2, 1, 1]),
-        ({"transmissions": 2}, [3, 2, 2, 1, 1]),
+        ({"recovery": "r-tx"}, [3, 2, 2, 1, 1]),
         ({"pipelined": False}, [1] * 5),
     ],
 )
@@ -107,12 +107,65 @@ def test_repeated_transmissions_are_casts_more_and_are_heard_more_often():
     network = {"link": {"message_loss": "50%"}}
     casts, learned = [], []
     for times in (1, 2, 6):
-        outcome = run(six({"transmissions": times, "allocation": "vertical"}, network=network))
+        outcome = run(six({"recovery": "r-tx", "transmissions": times, "allocation": "vertical"}, network=network))
         casts.append(len(of(outcome, "cast")))
         learned.append(sum(each["span"] == "backward" for each in of(outcome, "compute")))
     assert learned[0] < learned[1] < learned[2] <= 12 * 5
     # The output layer's losses always go out; what is not learnt is not cast on.
     assert casts[0] < casts[1] < casts[2]
+
+
+def casts_of(outcome):
+    return [each["message"] for each in of(outcome, "cast")]
+
+
+def test_acknowledged_casts_are_repeated_to_those_that_miss_them_until_nothing_is_lost():
+    network = {"link": {"message_loss": "30%"}}
+    acknowledged, lost = (run(six({"recovery": name}, network=network)) for name in ("ack", "none"))
+    kinds = casts_of(acknowledged)
+    sent = sum(kind != "heard" for kind in kinds)
+    assert sent > 1.5 * len(casts_of(lost))
+    assert kinds.count("heard") == sum(each["message"] != "heard" for each in of(acknowledged, "receive"))
+    peers = [len(each["peers"]) for each in of(acknowledged, "cast") if each["message"] != "heard"]
+    assert min(peers) == 1
+    losses = [step["loss"] for step in of(run(six()), "step")]
+    assert [step["loss"] for step in of(acknowledged, "step")] == pytest.approx(losses, rel=1e-5)
+    (trial,) = trials(six())
+    figures = metrics(acknowledged, trial.experiment, planned(six())[1], EdgePipe.declared)
+    assert figures["learned"] == figures["forward_passed"] == figures["backward_passed"] == 1
+    assert figures["training_casts"] < len(kinds)
+
+
+def test_what_nobody_acknowledges_is_given_up_when_the_slot_is_over():
+    devices = planned(six({"mapping": "random"}))[1].details.devices
+    written = lossy({"recovery": "ack"}, (devices[2], devices[0]))
+    _, chosen = planned(written)
+    outcome = run(written)
+    steps = [event.time for event in outcome.events if event.event == "step"]
+    assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx([4 * chosen.details.slot] * 11)
+    assert sum(named(event, "cast", devices[2]) for event in outcome.events) > 12 * 4 * 2
+
+
+def test_figures_count_what_came_and_tell_training_from_tests():
+    written = six({"test_runs": 2, "evaluate_every": 6})
+    outcome = run(written)
+    (trial,) = trials(written)
+    figures = metrics(outcome, trial.experiment, planned(written)[1], EdgePipe.declared)
+    assert [figures[f"{each}_passed"] for each in ("forward", "backward", "sharing")] == [1, 1, 1]
+    # For a batch each of six devices casts the outputs of two layers, and four of them the losses of two.
+    assert figures["training_casts"] == 12 * (12 + 8)
+    # Twice two test runs of three batches.
+    assert figures["casts"] == 12 * (12 + 8) + 2 * 2 * 3 * 12
+    assert [each["step"] for each in of(outcome, "tests")] == [6, 12]
+
+
+def test_a_test_batch_of_all_samples_has_slots_that_are_long_enough():
+    written = six({"test_batch": 40, "test_runs": 3, "margin": "0s"})
+    _, chosen = planned(written)
+    assert chosen.details.test_slot > chosen.details.slot
+    (all_at_once,), (usual,) = (of(run(each), "evaluate") for each in (written, six()))
+    assert all_at_once["accuracy"] == usual["accuracy"]
+    assert all_at_once["loss"] == pytest.approx(usual["loss"], rel=1e-5)
 
 
 def test_test_runs_pass_over_the_lossy_links_each_by_itself():
@@ -134,10 +187,10 @@ def test_test_runs_pass_over_the_lossy_links_each_by_itself():
     assert same["loss"] == pytest.approx(once["loss"])
 
 
-def lossy(scenario_keys, *pairs):
+def lossy(method, *pairs):
     links = [{"from": a, "to": b, "message_loss": "99.9999999%"} for a, b in pairs]
     network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
-    return six({"mapping": "random"}, network=network, **scenario_keys)
+    return six({"mapping": "random", **method}, network=network)
 
 
 def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before():
@@ -261,3 +314,15 @@ def test_plans_that_cannot_be_are_refused_by_their_key(keys, key, said):
     with pytest.raises(InputError, match=said) as caught:
         plan(problem)
     assert caught.value.key == key
+
+
+def test_acknowledgements_need_a_way_back():
+    # What holds the input layer alone has to hear nothing but acknowledgements.
+    method = {"allocation": "vertical", "mapping": "random"}
+    deaf = planned(six(method))[1].details.devices[0]
+    others = [name for name in ("source", *(f"worker{number}" for number in range(1, 6))) if name != deaf]
+    network = {"links": [{"from": name, "to": deaf, "message_loss": "100%"} for name in others]}
+    assert planned(six(method, network=network))
+    with pytest.raises(InputError, match="ack needs a way back") as caught:
+        planned(six({**method, "recovery": "ack"}, network=network))
+    assert caught.value.key == ("method", "recovery")
