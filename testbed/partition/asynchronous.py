@@ -23,9 +23,14 @@ from testbed.partition.pipeline import Chain
 from testbed.schedule import Action, asynchronous_1f1b, play
 from testbed.schedule.timeline import Slot
 from testbed.schedule.versions import in_flight, kept
+from testbed.wire import size_around
 
 Extra = Callable[[int, int, int], float]
 """(stage, first unit, one after its last) -> bytes it keeps beside its own training, such as replicas."""
+
+
+Replicas = Callable[[int, int, int], Mapping[int, float]]
+"""(stage, first unit, one after its last) -> bytes that it sends to other stages to keep, by stage, a batch's share."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class AsynchronousPipeline(Chain):
     half_duplex: bool = False
     """Whether activations and gradients share a link's rate: the factor 2 of equation (5)."""
     extra: Extra = lambda stage, first, last: 0.0
+    replicas: Replicas = lambda stage, first, last: {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +125,25 @@ class AsynchronousPipeline(Chain):
             back, _ = self.transfer(stage + 1, stage, cut, self.batch_size)
             return there + back if self.half_duplex else max(there, back)
 
-        return Costs(self.stage_time, boundary)
+        def stage(stage: int, first: int, last: int) -> float:
+            return max(self.stage_time(stage, first, last), self._replicating(stage, first, last))
+
+        return Costs(stage, boundary)
+
+    def _replicating(self, stage: int, first: int, last: int) -> float:
+        """Return the seconds for one batch of the busiest link that a stage sends its replicas over.
+
+        The paper's equation (5) leaves them out. They share a link with what is sent to the same neighbour anyway.
+        """
+        busiest = 0.0
+        for target, size in self.replicas(stage, first, last).items():
+            link = self.links.get((self.devices[stage].name, self.devices[target].name))
+            if link is None:
+                continue
+            cut = {stage + 1: last, stage - 1: first}.get(target)
+            other = 0.0 if cut is None else self.transfer(stage, target, cut, self.batch_size)[0]
+            busiest = max(busiest, link.transmission_time(size_around(size)) + other)
+        return busiest
 
     @property
     def passage_costs(self) -> Costs:

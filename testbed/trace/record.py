@@ -18,7 +18,7 @@ from testbed.trace.intervals import Interval, overlaps, union
 from testbed.trace.outcome import Outcome
 
 Computed = TypeVar("Computed")
-Tell = Callable[[Recovery], dict[str, Any]]
+Tell = Callable[[Recovery, "Record"], dict[str, Any]]
 """What a method adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
 
 

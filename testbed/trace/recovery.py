@@ -89,7 +89,7 @@ def recovery_list(record: Record) -> list[dict[str, Any]]:
     ``deficit`` is by how many seconds the host made one device's computations late meanwhile, the worst one's.
     """
     told = record.tell_recovery
-    return [_recovery(item, record) | (told(item) if told else {}) for item in record.recoveries]
+    return [_recovery(item, record) | (told(item, record) if told else {}) for item in record.recoveries]
 
 
 def _recovery(item: Recovery, record: Record) -> dict[str, Any]:

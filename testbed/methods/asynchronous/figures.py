@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from testbed.methods.asynchronous.messages import FetchedUnit
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Column, Declared, Figure, Metrics, Row, Table
@@ -15,19 +16,25 @@ Item = Mapping[str, Any]
 # How it recovers: the phases "repartitioned", "redistributed" and "trained" of its recovery events.
 
 
-def _recovery(item: Recovery) -> dict[str, Any]:
+def _received(record: Record, begun: float, ended: float) -> float:
+    """Return the bytes of weights and optimizer state that devices received in this time, as messages."""
+    got = (event for event in record.of("receive") if begun <= event.time <= ended)
+    return float(sum(event.fields["bytes"] for event in got if event.fields["message"] == FetchedUnit.kind))
+
+
+def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
     decided, sent, trained = (item.phases.get(name) for name in ("repartitioned", "redistributed", "trained"))
     return {
         "repartitioned": decided.time if decided else None,
         "redistributed": sent.time if sent else None,
         "trained": trained.time if trained else None,
-        "moved": sent.fields.get("bytes") if sent else None,
+        "moved": _received(record, item.detected, sent.time) if sent else None,
         "case": decided.fields.get("case") if decided else None,
     }
 
 
 def _recoveries(record: Record) -> list[dict[str, Any]]:
-    return [{"struck": item.struck, "detected": item.detected} | _recovery(item) for item in record.recoveries]
+    return [{"struck": item.struck, "detected": item.detected} | _recovery(item, record) for item in record.recoveries]
 
 
 def _span(item: Item, begun: str, ended: str) -> float | None:
@@ -73,7 +80,7 @@ RECOVERY = (
         "longest, from the detection until the first batch after it was trained",
         lambda record: _longest(record, "detected", "trained"),
     ),
-    Figure("recovery_bytes", "bytes", "weights and optimizer state that recoveries moved", _moved),
+    Figure("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved),
 )
 
 RECOVERIES = Table(
@@ -113,11 +120,15 @@ def _moving(record: Record) -> float | None:
 
 def _changed_bytes(record: Record) -> float | None:
     changes = _changes(record)
-    return sum(event.fields["bytes"] for event in changes) if changes else None
+    return sum(_moved_by(event, record) for event in changes) if changes else None
+
+
+def _moved_by(change: Event, record: Record) -> float:
+    return _received(record, change.time - change.fields["seconds"] + change.fields["draining"], change.time)
 
 
 def _repartition_list(record: Record) -> list[dict[str, Any]]:
-    return [{"time": event.time, **event.fields} for event in _changes(record)]
+    return [{"time": event.time, **event.fields, "bytes": _moved_by(event, record)} for event in _changes(record)]
 
 
 def _partition(item: Item) -> str:
@@ -154,7 +165,12 @@ CHANGES = (
         "longest that such a change took from then on: agreeing and moving",
         _moving,
     ),
-    Figure("repartition_bytes", "bytes", "weights and optimizer state that such changes moved", _changed_bytes),
+    Figure(
+        "repartition_bytes",
+        "bytes",
+        "received in such changes: weights and optimizer state, as messages",
+        _changed_bytes,
+    ),
 )
 
 REPARTITIONS = Table(
@@ -231,7 +247,7 @@ DECLARED = Declared(
             "repartition",
             "the partition has changed before this batch",
             ("batch",),
-            ("step", "partition", "seconds", "draining", "bytes"),
+            ("step", "partition", "seconds", "draining"),
             pause=True,
         ),
         EventType(

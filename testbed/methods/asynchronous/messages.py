@@ -151,6 +151,14 @@ class Measure(Typed, kind="measure"):
 
 
 @dataclass(frozen=True)
+class Deviates(Typed, kind="deviates"):
+    """To the coordinator: my link to another stage carries more or less than was measured."""
+
+    configuration: int
+    target: str
+
+
+@dataclass(frozen=True)
 class Packet(Typed, kind="packet"):
     """To the stage that the link is measured to; only its size matters."""
 
@@ -158,7 +166,7 @@ class Packet(Typed, kind="packet"):
 
 
 @dataclass(frozen=True)
-class Measured(Typed, kind="measured", key=("sender", "target")):
+class Measured(Typed, kind="measured"):
     """To the coordinator: what was measured."""
 
     configuration: int
@@ -184,6 +192,7 @@ KINDS: tuple[type[Typed], ...] = (
     stage.Output,
     Drained,
     Measure,
+    Deviates,
     Packet,
     Measured,
 )

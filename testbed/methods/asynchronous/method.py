@@ -56,7 +56,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
 
         def stage_of(prepare: Prepare) -> Stage:
             stage = Stage(mailbox, problem, StagePosition.told(device.name, coordinator, prepare))
-            stage.train = AsynchronousUpdates(stage, options.asynchrony, store.replicas).train
+            stage.train = AsynchronousUpdates(stage, options.asynchrony, store).train
             return stage
 
         def with_replicas(status: Status) -> Status:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from pydantic import ConfigDict, Field
@@ -33,6 +33,7 @@ class AsynchronousOptions(StagesOptions):
     )
     evaluate_every: int | None = Field(None, ge=1, description="steps; None: at the end only")
     return_window: Duration = Field(0.0, description="how long a lost device may take to come back")
+    selection: Duration = Field(5.0, description="how long devices may take to answer before training begins without")
     chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")
     global_every: int = Field(100, ge=0, description="batches after which all weights go to the first device; 0: never")
 
@@ -73,6 +74,15 @@ def pipeline_over(
         points = 3 if chain or options.global_every else 2
         return points * costs.state_bytes(units[0 if chain else start : end], workload.optimizer)
 
+    def replicas(stage: int, start: int, end: int) -> dict[int, float]:
+        """Return the bytes of a stage's own units that go to the next stage and to the first, a batch's share."""
+        state, sent = costs.state_bytes(units[start:end], workload.optimizer), dict.fromkeys(range(len(names)), 0.0)
+        if chain:
+            sent[(stage + 1) % len(names)] += state / options.chain_every
+        if options.global_every:
+            sent[0] += state / options.global_every
+        return {target: size for target, size in sent.items() if size and target != stage}
+
     return AsynchronousPipeline(
         model=problem.model,
         devices=tuple(problem.device(name) for name in names),
@@ -84,6 +94,7 @@ def pipeline_over(
         vertical_sync=options.vertical_sync,
         window=options.in_flight,
         extra=extra,
+        replicas=replicas,
     )
 
 
@@ -128,8 +139,14 @@ class HomogeneousPartitioner:
         """Return the neighbours, both ways, whose link is yet to be measured."""
         return []
 
-    def learn(self, profile: UnitTimes | None, rates: Mapping[Pair, float]) -> None:
-        """Take in what was measured: seconds of each unit on the first device, bit/s between devices."""
+    def profiled(self, profile: UnitTimes) -> None:
+        """Take in the seconds of each unit on the first device."""
+
+    def measured(self, pair: Pair, rate: float) -> None:
+        """Take in the bit/s of a link."""
+
+    def forget(self, one: str, other: str) -> None:
+        """Take back what was measured between two devices: it is so no more."""
 
     def better(self, old: StagePartition, there: Sequence[str]) -> StagePartition | None:
         """Return a partition that is worth changing to, or None: only for devices that have come."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from testbed.methods.asynchronous.replicas import Lineage, Point
 from testbed.methods.asynchronous.replication import held_at, resume_point
-from testbed.methods.parts import costs
 from testbed.methods.parts.membership import Held
-from testbed.models.chain import Unit
 from testbed.partition.redistribution import Need, StagePartition, needs
-from testbed.workload import OptimizerPart
 
 
 @dataclass(frozen=True)
@@ -25,11 +22,6 @@ class Placement:
     def need(self, device: str) -> Need | None:
         """Return where a device finds its units; None where they come from the seed."""
         return self.needs.get(device)
-
-    def bytes(self, units: Sequence[Unit], optimizer: OptimizerPart) -> float:
-        """Return the bytes of weights and optimizer state that are fetched."""
-        fetched = (unit for need in self.needs.values() for of in need.fetch.values() for unit in of)
-        return sum(costs.state_bytes([units[unit]], optimizer) for unit in fetched)
 
 
 def place(

@@ -9,8 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from testbed.methods.asynchronous.messages import Commit, Fetch, FetchedUnit, Measure, Measured, Packet, Prepare
-from testbed.methods.asynchronous.profiling import bandwidth
+from testbed.methods.asynchronous.messages import (
+    Commit,
+    Deviates,
+    Fetch,
+    FetchedUnit,
+    Measure,
+    Measured,
+    Packet,
+    Prepare,
+)
+from testbed.methods.asynchronous.profiling import LinkWatch, bandwidth
 from testbed.methods.asynchronous.replicas import BEGINNING, Point
 from testbed.methods.asynchronous.store import ReplicaStore
 from testbed.methods.parts.mailbox import Mailbox
@@ -42,6 +51,9 @@ class Preparation:
         """Whether its units come from the seed."""
         self._awaited: set[int] = set()
         """Units that are still to come."""
+        self._watches: dict[str, LinkWatch] = {}
+        """Of the links that this device has measured, by their targets."""
+        mailbox.sends.acknowledged = self._acknowledged
         mailbox.on_open(self._give_up)
         mailbox.on(Prepare, self._prepare)
         mailbox.on(FetchedUnit, self._take_in)
@@ -95,7 +107,16 @@ class Preparation:
             self._mailbox.start_in_configuration(self._measure_link(measure))
 
     async def _measure_link(self, measure: Measure) -> None:
-        """Measure the link to another stage and tell the coordinator."""
-        rate = await bandwidth(self._mailbox, measure.target)
-        finite = None if math.isinf(rate) else rate
+        """Measure the link to another device and tell the coordinator."""
+        await self._store.spread()
+        found = await bandwidth(self._mailbox, measure.target)
+        self._watches[measure.target] = LinkWatch(found)
+        finite = None if math.isinf(found.rate) else found.rate
         self._mailbox.post(self._coordinator, Measured(measure.configuration, measure.target, finite))
+
+    def _acknowledged(self, peer: str, size: float, posted: float) -> None:
+        """Say so, once, when a link does not do any more what was measured."""
+        watch = self._watches.get(peer)
+        if watch is not None and watch.deviates(size, posted, self._mailbox.device.now()):
+            del self._watches[peer]
+            self._mailbox.post(self._coordinator, Deviates(self._mailbox.configuration, peer))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,6 +28,14 @@ SMALL, LARGE = 1_000, 256_000
 """Bytes of the messages that a link is measured with, at least and at most."""
 ENOUGH = 0.1
 """Seconds that a message has to take longer than a small one for the link to be known."""
+
+
+RECENT = 10
+"""Messages in a row that show whether a link has changed."""
+NOTICEABLE = 0.01
+"""Seconds below which the time of a message tells nothing."""
+DEVIATION = 1.5
+"""How many times as long, or as short, as it should a message takes on a link that has changed."""
 
 
 async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> UnitTimes:
@@ -61,8 +71,53 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
     return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 
 
-async def bandwidth(mailbox: Mailbox, peer: str) -> float:
-    """Return the bit/s on the wire to a peer: what a larger message takes longer than a small one.
+@dataclass(frozen=True)
+class Measurement:
+    """What a link was found to do."""
+
+    rate: float
+    """Bit/s on the wire; infinite where sending takes no time."""
+    latency: float
+    """Seconds until a message of `SMALL` bytes is acknowledged."""
+
+    def seconds(self, size: float) -> float:
+        """Return how long a message of so many bytes on the wire should take until it is acknowledged."""
+        return max(0.0, self.latency + 8 * (size - wire_bytes(SMALL)) / self.rate)
+
+
+class LinkWatch:
+    """Tells from the messages that are sent anyway whether a link still does what was measured."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        self._measurement = measurement
+        self._ratios: deque[float] = deque(maxlen=RECENT)
+        """Of the last messages: seconds that each took over those that it should have taken."""
+        self._usual = 1.0
+        """The least ratio there was at first: below 1 where the link was shared while it was measured."""
+        self._seen = 0
+        self._last = -math.inf
+        """When the message before was acknowledged."""
+
+    def deviates(self, size: float, posted: float, acknowledged: float) -> bool:
+        """Take in a message of so many bytes on the wire; say whether all recent ones took longer, or all less long.
+
+        A message waits for the one before it, whose bytes have left one latency before its acknowledgement.
+        """
+        begun = max(posted, self._last - self._measurement.latency)
+        self._last = acknowledged
+        took, expected = acknowledged - begun, self._measurement.seconds(size)
+        if max(took, expected) < NOTICEABLE:
+            return False
+        self._ratios.append(took / expected if expected else math.inf)
+        self._seen += 1
+        if self._seen <= RECENT:
+            self._usual = min(self._usual, self._ratios[-1])
+        full = len(self._ratios) == RECENT
+        return full and (min(self._ratios) > DEVIATION or max(self._ratios) < self._usual / DEVIATION)
+
+
+async def bandwidth(mailbox: Mailbox, peer: str) -> Measurement:
+    """Measure the link to a peer: its rate is what a larger message takes longer than a small one.
 
     The messages are posted, so that a peer that is not reached is overdue as with any other message.
 
@@ -80,4 +135,5 @@ async def bandwidth(mailbox: Mailbox, peer: str) -> float:
     while longer < ENOUGH and size < LARGE:
         size = min(LARGE, 4 * size)
         longer = await taken(size) - least
-    return 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
+    rate = 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
+    return Measurement(rate, least)

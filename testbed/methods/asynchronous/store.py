@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from testbed.methods.asynchronous.messages import Fetch, FetchedUnit, Keep, Replica
 from testbed.methods.asynchronous.replicas import Point, Replicas
 from testbed.methods.parts.mailbox import Mailbox
@@ -12,10 +14,17 @@ class ReplicaStore:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.replicas = Replicas()
+        self.spreading: asyncio.Task[None] | None = None
+        """The replicas that are being sent."""
         self._mailbox = mailbox
         mailbox.on(Fetch, self._hand_out)
         mailbox.on(Replica, self._take_in)
         mailbox.on(Keep, lambda keep: self.replicas.keep([Point(*point) for point in keep.keep]))
+
+    async def spread(self) -> None:
+        """Wait until no replicas are being sent any more."""
+        if self.spreading is not None:
+            await asyncio.wait({self.spreading})
 
     def _take_in(self, replica: Replica) -> None:
         self.replicas.put(Point(replica.configuration, replica.step), replica.state, [replica.unit])

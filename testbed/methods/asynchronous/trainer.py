@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 from testbed.data.dataset import Dataset
-from testbed.methods.asynchronous.messages import Activation, Drained, End, Measure, Measured, Updated
+from testbed.methods.asynchronous.messages import Activation, Drained, End, Updated
 from testbed.methods.asynchronous.partitioners import AsynchronousOptions, HomogeneousPartitioner
-from testbed.methods.asynchronous.profiling import profile
 from testbed.methods.asynchronous.recovery import FromReplicas
+from testbed.methods.asynchronous.survey import Survey
 from testbed.methods.base import Problem
 from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.forwarding import evaluate
 from testbed.methods.parts.stage import Labels
-from testbed.methods.parts.supervision import Supervisor
+from testbed.methods.parts.supervision import Lost, Supervisor
 from testbed.partition.redistribution import StagePartition
 
 
@@ -37,8 +35,8 @@ class AsynchronousTrainer:
         self._training = Training(dataset, problem.workload, problem.seed)
         self._tests = Requests(dataset, problem.workload.batch_size)
         self._steps = self._training.steps
+        self._survey = Survey(supervisor, recovery, partitioner, problem, self._training)
         self._evaluated = 0
-        self._profiled = False
         self._ended = 0.0
         """When it was last told to run empty."""
         self._draining = 0.0
@@ -69,8 +67,10 @@ class AsynchronousTrainer:
         Return the batch to go on with, and the partition to change to, if there is a better one.
         """
         supervisor = self._supervisor
-        if not self._recovery.recovering:
-            await self._learn()
+        if self._survey.lacking and not self._recovery.recovering:
+            await self._survey.learn()
+            if (better := self._better()) is not None:
+                return first, better
         window = self._problem.options.asynchrony.window(len(supervisor.layout))
         self._device.record(
             "stretch",
@@ -93,9 +93,12 @@ class AsynchronousTrainer:
                 await self._done(done)
                 done += 1
                 # Also while the pipeline runs empty for an evaluation: this batch does not come again.
-                if fed < self._steps and (better := self._better(done)) is not None:
-                    wanted = better
-                    ending = ending or self._end(fed)
+                due = self._partitioner.due(done)
+                self._survey.look(again=due)
+                if due and fed < self._steps:
+                    wanted = None if self._survey.lacking else self._better()
+                    if self._survey.lacking or wanted is not None:
+                        ending = ending or self._end(fed)
         for part in supervisor.layout:
             await supervisor.take(Drained, part.device)
         self._draining = self._device.now() - self._ended
@@ -117,7 +120,7 @@ class AsynchronousTrainer:
     async def _done(self, batch: int) -> None:
         """Wait until a batch is done on all stages, the first one's update being the last of all."""
         supervisor = self._supervisor
-        updated = await supervisor.take(Updated, batch)
+        updated = await self._updated(batch)
         self._partitioner.observe(self._recovery.partition, updated.times)
         self._device.record("step", step=batch, loss=updated.loss, samples=self._training.samples)
         supervisor.progress = max(supervisor.progress, batch + 1)
@@ -125,17 +128,24 @@ class AsynchronousTrainer:
             self._recovery.recovering = False
             self._device.record("recovery", phase="trained", step=batch)
 
+    async def _updated(self, batch: int) -> Updated:
+        """Return the word that a batch is done, waited for as long as nobody is really lost."""
+        while True:
+            try:
+                return await self._supervisor.take(Updated, batch)
+            except Lost as lost:
+                if not await self._recovery.returned(lost):
+                    raise
+
     def _evaluates(self, step: int) -> bool:
         every = self._problem.options.evaluate_every
         return every is not None and step % every == 0 and step not in (self._evaluated, self._steps)
 
-    def _better(self, done: int) -> StagePartition | None:
-        """Return the partition that the pipeline is to run empty for now; None where there is none."""
-        if not self._partitioner.due(done):
-            return None
+    def _better(self) -> StagePartition | None:
+        """Return the partition that is worth changing to now; None where there is none."""
         partition = self._recovery.partition
-        coming = self._supervisor.membership.joiners if self._partitioner.admits else set()
-        return self._partitioner.better(partition, self._recovery.ordered({*partition.devices, *coming}))
+        there = {*partition.devices, *self._recovery.joiners()}
+        return self._partitioner.better(partition, self._recovery.ordered(there))
 
     async def _change(self, step: int, wanted: StagePartition) -> None:
         """Change to another partition, the pipeline being empty; raises `Lost` when a stage is not there any more."""
@@ -151,25 +161,4 @@ class AsynchronousTrainer:
             partition=self._supervisor.stages,
             seconds=self._draining + self._device.now() - begun,
             draining=self._draining,
-            bytes=recovery.moved_bytes,
         )
-
-    async def _learn(self) -> None:
-        """Measure, while nothing else goes on, what the choice of partitions needs and is not known yet."""
-        found, runs = None, self._partitioner.profile_runs
-        if runs and not self._profiled:
-            images, labels = self._training.batch(0)
-            found = await profile(self._device, self._problem, images, labels, runs)
-            self._profiled = True
-            self._device.record("profile", seconds=list(found.execution))
-        rates = {}
-        for source, target in self._partitioner.unknown(self._recovery.partition):
-            rates[source, target] = await self._rate(source, target)
-        self._partitioner.learn(found, rates)
-
-    async def _rate(self, source: str, target: str) -> float:
-        """Have a stage measure the link to another; return bit/s on the wire."""
-        self._mailbox.post(source, Measure(self._mailbox.configuration, target))
-        rate = (await self._supervisor.take(Measured, (source, target))).rate
-        self._device.record("bandwidth", source=source, destination=target, rate=rate)
-        return math.inf if rate is None else rate

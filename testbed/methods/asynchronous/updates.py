@@ -20,8 +20,9 @@ from testbed.methods.asynchronous.messages import (
     Times,
     Updated,
 )
-from testbed.methods.asynchronous.replicas import Point, Replicas
+from testbed.methods.asynchronous.replicas import Point
 from testbed.methods.asynchronous.replication import Replication
+from testbed.methods.asynchronous.store import ReplicaStore
 from testbed.methods.parts import costs
 from testbed.methods.parts import stage as stages
 from testbed.methods.parts.shard import State, restrict
@@ -63,10 +64,10 @@ class AsynchronousUpdates:
 
     recompute = False
 
-    def __init__(self, stage: Stage, asynchrony: Asynchrony, replicas: Replicas) -> None:
+    def __init__(self, stage: Stage, asynchrony: Asynchrony, store: ReplicaStore) -> None:
         self._stage = stage
         self._asynchrony = asynchrony
-        self._replicas = replicas
+        self._store = store
         position = stage.position
         count = len(position.stages)
         self._window = asynchrony.window(count)
@@ -86,8 +87,6 @@ class AsynchronousUpdates:
         """Versions kept at once in this stretch, at most."""
         self._in_use = 0
         """Versions that batches under way have met, at most."""
-        self._spreading: asyncio.Task[None] | None = None
-        """The replicas that are being sent."""
 
     async def train(self, first: stages.Activation) -> None:
         """Go through the stretch that a batch begins."""
@@ -179,18 +178,17 @@ class AsynchronousUpdates:
         What is still being sent of an earlier step is waited for first: links too slow for the replicas slow training
         down instead of filling the memory.
         """
-        if self._spreading is not None:
-            await self._spreading
+        await self._store.spread()
         state = await self._snapshot(done, "replicate")
         keepers = self._targets(done) - {self._stage.device.name}
-        self._spreading = self._stage.mailbox.start_in_configuration(self._spread(done, state, keepers))
+        self._store.spreading = self._stage.mailbox.start_in_configuration(self._spread(done, state, keepers))
 
     async def _snapshot(self, done: int, name: str) -> State:
         """Keep a copy of the state here."""
         stage = self._stage
         cost = costs.copy(stage.units, stage.problem.workload.optimizer)
         state = await stage.compute(stage.shard.state, cost, Span(name, done - 1))
-        self._replicas.put(Point(stage.position.configuration, done), state, range(*stage.position.units))
+        self._store.replicas.put(Point(stage.position.configuration, done), state, range(*stage.position.units))
         return state
 
     async def _spread(self, done: int, state: State, keepers: set[str]) -> None:
@@ -214,7 +212,7 @@ class AsynchronousUpdates:
                 kept=self._kept,
                 allowed=versions.in_flight(len(position.stages), position.index),
                 bytes=self._kept * sum(unit.weight_bytes for unit in stage.units),
-                replicas=self._replicas.bytes(),
+                replicas=self._store.replicas.bytes(),
             )
         stage.post(position.coordinator, Drained(position.configuration, self._end))
 

@@ -29,7 +29,6 @@ class FTPipeHDOptions(AsynchronousOptions):
     repartition_first: int = Field(10, ge=0, description="batches after which the first better partition is looked for")
     repartition_every: int = Field(100, ge=0, description="batches between later ones; 0: never")
     least_gain: float = Field(0.02, ge=0, lt=1, description="of the bottleneck, for which the partition is changed")
-    half_duplex: bool = Field(False, description="activations and gradients share a link's rate")
 
 
 class AdaptivePartitioner(HomogeneousPartitioner):
@@ -44,10 +43,18 @@ class AdaptivePartitioner(HomogeneousPartitioner):
         self._capacities: dict[str, float] = {}
         self.profile_runs = self._options.profile_runs
 
-    def learn(self, profile: UnitTimes | None, rates: Mapping[Pair, float]) -> None:
-        """Take in what was measured: seconds of each unit on the first device, bit/s between devices."""
-        self._profile = profile or self._profile
-        self._rates.update(rates)
+    def profiled(self, profile: UnitTimes) -> None:
+        """Take in the seconds of each unit on the first device."""
+        self._profile = profile
+
+    def measured(self, pair: Pair, rate: float) -> None:
+        """Take in the bit/s of a link."""
+        self._rates[pair] = rate
+
+    def forget(self, one: str, other: str) -> None:
+        """Take back what was measured between two devices: it is so no more."""
+        self._rates.pop((one, other), None)
+        self._rates.pop((other, one), None)
 
     def unknown(self, partition: StagePartition) -> list[Pair]:
         """Return the neighbours, both ways, whose link was not measured."""
@@ -58,16 +65,19 @@ class AdaptivePartitioner(HomogeneousPartitioner):
         """Return what is known of the pipeline over these devices."""
         capacities = [self._capacities.get(name, 1.0) for name in names]
         known = pipeline_over(self.problem, names, self._profile, capacities)
-        return replace(known, links=self._links(names), half_duplex=self._options.half_duplex)
+        return replace(known, links=self._links(names))
 
     def _links(self, names: Sequence[str]) -> Mapping[Pair, Link]:
-        """Return the links as measured; those that never were count as the mean of the others."""
+        """Return the links as measured; one that never was counts as its other direction, or the mean of all."""
         if not self._rates:
             return self.problem.links
         finite = [rate for rate in self._rates.values() if not math.isinf(rate)]
         unknown = fmean(finite) if finite else math.inf
         pairs = [pair for one, other in pairwise(names) for pair in ((one, other), (other, one))]
-        return measured({pair: self._rates.get(pair, unknown) for pair in pairs if pair in self.problem.links})
+        pairs += [(name, names[0]) for name in names[2:]]
+        back = {(target, source): rate for (source, target), rate in self._rates.items()}
+        rates = {**back, **self._rates}
+        return measured({pair: rates.get(pair, unknown) for pair in pairs if pair in self.problem.links})
 
     def due(self, done: int) -> bool:
         """Say whether a better partition is looked for after ``done`` batches."""

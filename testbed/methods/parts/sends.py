@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from testbed.device import Device
@@ -37,6 +37,8 @@ class Sends:
         self._tasks = tasks
         self._limit = limit
         self._sends: list[_Send] = []
+        self.acknowledged: Callable[[str, float, float], None] = lambda peer, wire_bytes, posted: None
+        """Is called with each message that is acknowledged, at that instant: its peer, size and when it was posted."""
 
     def post(self, peer: str, message: Message) -> asyncio.Task[None]:
         """Send, after what was posted to that peer before; retries until acknowledged or withdrawn.
@@ -47,12 +49,18 @@ class Sends:
             raise MailboxFullError(
                 f"{self._limit} messages to {peer} are not acknowledged; '{message.kind}' is one more"
             )
-        due = max(self._device.now(), self.due(peer)) + SLACK * transfer_time(
-            self._links, self._device.name, peer, size(message, self._device.name)
-        )
+        posted, wire_bytes = self._device.now(), size(message, self._device.name)
+        carrying = transfer_time(self._links, self._device.name, peer, wire_bytes)
+        due = max(posted, self.due(peer)) + SLACK * carrying
         send = _Send(peer, due, self._tasks.start(self._device.send(peer, message)))
         self._sends.append(send)
-        send.task.add_done_callback(lambda _: self._sends.remove(send))
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._sends.remove(send)
+            if not task.cancelled() and task.exception() is None:
+                self.acknowledged(peer, wire_bytes, posted)
+
+        send.task.add_done_callback(over)
         return send.task
 
     def withdraw(self) -> None:

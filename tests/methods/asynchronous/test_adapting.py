@@ -46,6 +46,12 @@ def slowed(planned, *slowdowns):
     return pipeline_over(problem, NAMES, capacities=slowdowns)
 
 
+def figures_of(planned, outcome):
+    (trial,) = trials(planned)
+    plan = METHODS["ftpipehd"].plan(problem_of(planned)[0])
+    return metrics(outcome, trial.experiment, plan, METHODS["ftpipehd"].declared)
+
+
 @pytest.mark.parametrize("device", NAMES)
 def test_a_throttled_device_is_noticed_at_the_next_point(device):
     planned = adapting(throttle(device, 4, 11))
@@ -90,14 +96,16 @@ def test_a_repartition_loses_no_batch_and_moves_but_the_missing_units():
     )
     units = problem_of(planned)[0].model.units
     missing = [units[unit] for unit in new if old[unit] != new[unit]]
-    assert first["bytes"] == costs.state_bytes(missing, planned.workload.optimizer) > 0
+    received = [each["bytes"] for each in of(outcome, "receive") if each["message"] == "unit"]
+    state = costs.state_bytes(missing, planned.workload.optimizer)
+    assert len(received) == len(missing) > 0
+    assert state < sum(received) < state + 700 * len(missing)  # headers
+    assert figures_of(planned, outcome)["repartition_bytes"] == sum(received)
 
 
 def test_the_busiest_stage_hardly_ever_rests():
     planned = adapting(devices=UNEQUAL, steps=60)
-    (trial,) = trials(planned)
-    plan = METHODS["ftpipehd"].plan(problem_of(planned)[0])
-    figures = metrics(run(planned), trial.experiment, plan, METHODS["ftpipehd"].declared)
+    figures = figures_of(planned, run(planned))
     pipeline = slowed(planned, 1, 4, 4)
     assert figures["busiest_share"] >= 0.95
     assert figures["step_time_after"] == pytest.approx(pipeline.batch_time(pipeline.least_bottleneck()), rel=0.02)

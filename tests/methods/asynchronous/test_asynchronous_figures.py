@@ -27,9 +27,16 @@ CHANGE = Event(
         "partition": [["a", 0, 1], ["b", 1, 3], ["c", 3, 3]],
         "seconds": 0.5,
         "draining": 0.4,
-        "bytes": 3_000_000,
     },
 )
+
+
+def received(time: float, size: int) -> Event:
+    fields = {"peer": "a", "message": "unit", "bytes": size, "start": time, "duration": 0.0}
+    return Event(time, "b", "receive", fields)
+
+
+CHANGED = [received(2.85, 3_000_000), CHANGE]
 VERSIONS = Event(
     5.0,
     "b",
@@ -44,7 +51,8 @@ def recovery(time: float, phase: str, **fields: Any) -> Event:
 
 PHASES = [
     recovery(3.25, "repartitioned", case="redistribute", partition=[]),
-    recovery(3.75, "redistributed", bytes=2_000_000),
+    received(3.5, 2_000_000),
+    recovery(3.75, "redistributed"),
     recovery(5.0, "trained"),
 ]
 
@@ -79,7 +87,7 @@ def test_a_recovery_that_tells_of_no_phases_has_none() -> None:
 
 
 def test_a_repartition_disturbs() -> None:
-    found = figures(CHANGE)
+    found = figures(*CHANGED)
     assert [row["steady"] for row in found["series"]["steps"]] == [False, True, False, True, True]
     assert found["step_time_after"] == pytest.approx(1.0)
     assert (found["repartition_draining"], found["repartition_moving"]) == pytest.approx((0.4, 0.1))
@@ -97,7 +105,7 @@ def test_a_repartition_is_shaded_and_has_a_view(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_terminal_shows_them(tmp_path: Path, width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
-    terminal.show(console, told(tmp_path, *PHASES, CHANGE, VERSIONS))
+    terminal.show(console, told(tmp_path, *PHASES, *CHANGED, VERSIONS))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     for part in ("Redistribution", "a 0, b 1–2, c none", "2 MB", "500 ms", "400 ms", "Versions", "pause for a repart"):
@@ -117,7 +125,7 @@ def test_versions_stand_stretch_by_stretch_and_stage_by_stage(tmp_path: Path) ->
 
 
 def test_the_page_shows_them_and_leaves_out_what_there_is_not(tmp_path: Path) -> None:
-    page = html.render(told(tmp_path / "full", *PHASES, CHANGE, VERSIONS))
+    page = html.render(told(tmp_path / "full", *PHASES, *CHANGED, VERSIONS))
     for part in ("Recoveries", "redistribute", "Repartitions", "a 0, b 1–2, c none", "Versions of the weights"):
         assert part in page
     plain = html.render(told(tmp_path / "plain"))

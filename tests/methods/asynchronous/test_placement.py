@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 
 from testbed.methods.asynchronous.placement import place
 from testbed.methods.asynchronous.replicas import BEGINNING, Lineage, Point
-from testbed.models import create
 from testbed.partition.redistribution import StagePartition
-from testbed.workload import OptimizerPart
 
 OLD = StagePartition(("a", "b", "c"), (0, 2, 4, 6))
 NEW = StagePartition(("a", "c"), (0, 3, 6))
@@ -56,13 +54,6 @@ def test_after_the_last_batch_the_central_node_gathers_everything():
     found = placed(inventory)
     assert found.needs["a"].local == (0, 1)
     assert found.needs["a"].fetch == {"b": (2, 3), "c": (4, 5)}
-
-
-def test_bytes_are_those_of_weights_and_momentum_that_move():
-    units = create("mlp", {"hidden": [8] * 5}, (1, 4, 4), 3).units
-    found = placed({"a": [(1, 20, [0, 1])], "c": [(1, 20, [2, 3, 4, 5])]})
-    assert found.bytes(units, OptimizerPart()) == units[2].weight_bytes
-    assert found.bytes(units, OptimizerPart(momentum=0.9)) == 2 * units[2].weight_bytes
 
 
 @given(st.data())
