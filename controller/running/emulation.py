@@ -20,6 +20,7 @@ from controller.running import verification
 from controller.running.byhand import Journal
 from controller.running.faults import Containers, events_of
 from controller.running.fidelity import HostMonitor, since
+from controller.running.turns import Turns
 from testbed.errors import TestbedError
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
@@ -195,7 +196,7 @@ class _Execution:
             threading.Thread(target=self._adopt, args=(chain(back, starts),), name="starts", daemon=True).start()
             threading.Thread(target=self._read_journal, name="journal", daemon=True).start()
             try:
-                status, error = self._follow(strikers, replayer)
+                status, error = self._follow(Turns(strikers), Turns(replayer))
             except KeyboardInterrupt:
                 status, error = "interrupted", "stopped by the user"
             self._over.set()
@@ -304,7 +305,7 @@ class _Execution:
     def _now(self) -> float:
         return time.monotonic() - self._origin
 
-    def _follow(self, strikers: ThreadPoolExecutor, replayer: ThreadPoolExecutor) -> tuple[Status, str | None]:
+    def _follow(self, strikers: Turns, replayer: Turns) -> tuple[Status, str | None]:
         """Take events and deadlines as they come; return how the run ended."""
         limit = self._prepared.scenario.time_limit
         while True:
@@ -351,12 +352,13 @@ class _Execution:
         self._events.append(event)
         self._on_event(event)
 
-    def _operate(self, strikers: ThreadPoolExecutor, operations: list[FaultOperation]) -> None:
+    def _operate(self, strikers: Turns, operations: list[FaultOperation]) -> None:
         for operation in operations:
             self._submit(strikers, operation)
 
-    def _submit(self, pool: ThreadPoolExecutor, step: RecordedStep) -> None:
-        pool.submit(lambda: self._inbox.put(self._carry_out(step, self._now)))
+    def _submit(self, turns: Turns, step: RecordedStep) -> None:
+        about = step.action.target if isinstance(step, FaultOperation) else "trace"
+        turns.submit(about, lambda: self._inbox.put(self._carry_out(step, self._now)))
 
     def _carry_out(self, step: RecordedStep, clock: Callable[[], float]) -> _Done:
         changed = Changed()

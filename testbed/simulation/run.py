@@ -94,7 +94,7 @@ def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
     except KeyboardInterrupt:
         return "interrupted", "stopped by the user"
     except Stillness:
-        return "failed", "deadlock: " + world.why_still()
+        return "failed", world.why_ended() or "deadlock: " + world.why_still()
     except TimeLimit:
         return "timed out", f"not over after {experiment.time_limit:g} s; " + world.why_still()
     return "finished", None

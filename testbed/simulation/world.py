@@ -237,6 +237,12 @@ class World:
             if host.device is not None:
                 host.device.change_speed(factor / before)
 
+    def why_ended(self) -> str | None:
+        """Say that the lead is off for good, if it is: all others only wait for it."""
+        if self.hosts[self._lead].state() != "down":
+            return None
+        return f"{self._lead} is down; it leads the run: end its fault by 'for', or restart it"
+
     def why_still(self) -> str:
         """Say what each device waits for."""
         told = [f"{host.name} {host.condition()}" for host in self.hosts.values()]

@@ -36,11 +36,12 @@ class AsynchronousOptions(StagesOptions):
     selection: Duration = Field(5.0, description="how long devices may take to answer before training begins without")
     chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")
     global_every: int = Field(100, ge=0, description="batches after which all weights go to the first device; 0: never")
+    copies: int = Field(1, ge=1, description="of the next devices, that keep each stage's weights: i lost neighbours")
 
     @property
     def replication(self) -> Replication:
         """When weights are replicated."""
-        return Replication(self.chain_every, self.global_every)
+        return Replication(self.chain_every, self.global_every, self.copies)
 
     @property
     def asynchrony(self) -> Asynchrony:
@@ -65,7 +66,7 @@ def pipeline_over(
     def extra(stage: int, start: int, end: int) -> float:
         """Return the most bytes that replicas take.
 
-        A stage has its own units, and in a chain those of the stage before, which the planner counts as all before its
+        A stage has its own units, and in a chain those of stages before, which the planner counts as all before its
         own, of up to three points: the last one, the next, which is not complete yet, and where a repartition goes on
         from. The first device has everything of two, and may have the last stage's units of one that is but a chain.
         """
@@ -78,7 +79,8 @@ def pipeline_over(
         """Return the bytes of a stage's own units that go to the next stage and to the first, a batch's share."""
         state, sent = costs.state_bytes(units[start:end], workload.optimizer), dict.fromkeys(range(len(names)), 0.0)
         if chain:
-            sent[(stage + 1) % len(names)] += state / options.chain_every
+            for keeper in options.replication.keepers(stage, len(names)):
+                sent[keeper] += state / options.chain_every
         if options.global_every:
             sent[0] += state / options.global_every
         return {target: size for target, size in sent.items() if size and target != stage}

@@ -25,6 +25,13 @@ class Replication:
     """Each stage's units to the next stage's device, the last stage's to the coordinator."""
     global_every: int = 100
     """All units to the coordinator."""
+    copies: int = 1
+    """How many of the next stages' devices have each stage's units."""
+
+    def keepers(self, stage: int, stages: int) -> list[int]:
+        """Return the stages that a stage's chain replica goes to; where fewer follow, the coordinator's is one."""
+        following = list(range(stage + 1, min(stages, stage + 1 + self.copies)))
+        return following if len(following) == self.copies or stage == 0 else [*following, 0]
 
     def chain(self, done: int) -> bool:
         """Say whether a chain replication is due after ``done`` batches."""

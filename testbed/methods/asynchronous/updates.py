@@ -167,7 +167,8 @@ class AsynchronousUpdates:
         """Return the devices that keep this stage's units of a step; the device itself is one, if there are any."""
         replication, position, keepers = self._asynchrony.replication, self._stage.position, set()
         if replication.chain(done):
-            keepers |= {self._stage.device.name, position.after or position.coordinator}
+            next_ones = replication.keepers(position.index, len(position.stages))
+            keepers |= {self._stage.device.name, *(position.stages[stage][0] for stage in next_ones)}
         if replication.everything(done) or done == position.steps:
             keepers |= {self._stage.device.name, position.coordinator}
         return keepers

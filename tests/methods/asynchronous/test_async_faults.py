@@ -255,3 +255,20 @@ def test_who_comes_back_is_waited_for_before_it_is_counted_in(workers, delay):
     assert any(last not in each for each in members)
     assert last in members[-1]
     assert all(one != other for (*_, one), (*_, other) in pairwise(stretches(outcome)))  # no change in vain
+
+
+def test_the_central_node_gone_for_good_is_said_in_one_line():
+    outcome = disturbed({"kill": "source", "when": during("source", "forward", 13)})
+    assert outcome.status == "failed"
+    assert outcome.error == "source is down; it leads the run: end its fault by 'for', or restart it"
+
+
+@pytest.mark.parametrize(("copies", "step"), [(1, 0), (2, 12)])
+def test_as_many_copies_as_neighbours_that_are_lost_at_once(copies, step):
+    when = during("worker2", "backward", 14)
+    given = {"name": "respipe", "chain_every": 4, "copies": copies, "patience": "500ms", "return_window": "0s"}
+    faults = [{"kill": "worker1", "when": when}, {"kill": "worker2", "when": when}]
+    outcome = run(scenario(workload={"steps": STEPS, "model": MODEL}, method=given, faults=faults))
+    assert_right(outcome)
+    (decided,) = recovered(outcome)
+    assert decided["step"] == step
