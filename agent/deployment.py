@@ -11,11 +11,10 @@ from agent.http import Refused
 from agent.settings import Address, Settings, address
 from testbed.errors import InputError
 from testbed.methods.base import Method, Problem
-from testbed.methods.external import MethodCode
 from testbed.network.link import Link, Pair
 from testbed.plan import Plan
 from testbed.ports import CAST_PORT, DATA_PORT
-from testbed.prepare import build_problem
+from testbed.prepare import Carried, build_problem
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 
@@ -31,8 +30,7 @@ class _Document(BaseModel):
     device: str
     scenario: Scenario
     plan: Plan
-    method: MethodCode | None = None
-    """Where it is none of this code."""
+    carried: Carried = Carried()
     samples: dict[str, int] = {}
     peers: dict[str, str]
     broadcast: str | None = None
@@ -73,7 +71,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
                 f"this is device '{settings.device}' of run '{settings.run}',"
                 f" not '{document.device}' of '{document.run}'",
             )
-        method, problem = build_problem(trials(document.scenario)[0], document.method)
+        method, problem = build_problem(trials(document.scenario)[0], document.carried)
         problem = replace(problem, samples=document.samples)
         problem.device(settings.device)
         plan = document.plan.with_details(method.Details)

@@ -11,9 +11,9 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from testbed import formats, methods
+from testbed import formats, methods, usercode
 from testbed.data import catalog as data
 from testbed.data import synthetic
 from testbed.data.batches import Indices, steps_per_epoch
@@ -27,9 +27,11 @@ from testbed.faults import checks
 from testbed.faults.replay import traced_links
 from testbed.faults.setting import Setting
 from testbed.methods.base import Method, Problem
-from testbed.methods.external import MethodCode, from_code
+from testbed.methods.external import code_of, from_code
 from testbed.models import CATALOG, create, weights
 from testbed.models.chain import Model
+from testbed.models.making import KEY as MODEL_FILE
+from testbed.models.own import create_own
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.plan import Plan
 from testbed.scenario import paper
@@ -40,12 +42,24 @@ from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import Figure, events_of
 from testbed.trace.registry import OF_DEVICES, figures_of, kind_of
-from testbed.workload import DataPart, WorkloadPart
+from testbed.usercode import Code
+from testbed.workload import DataPart, ModelPart, WorkloadPart
 
 DATA_FOLDER = Path("data")
 """Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
 DIGITS_TRAIN = 1438
 """Training samples of the embedded set, known without importing what holds it."""
+
+
+class Carried(BaseModel):
+    """What a device is told of files and packages that it does not have."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    method: Code | None = None
+    model: Code | None = None
+    shape: tuple[int, ...] | None = None
+    """Of a sample of one's own data."""
+    classes: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,12 @@ class Prepared:
     def experiment(self) -> Experiment:
         """The same as a runtime needs it."""
         return self.trial.experiment
+
+    def carried(self) -> Carried:
+        """Return what devices are told of files that they do not have; raises `InputError` where it is no text."""
+        part, model = self.scenario.workload.data, self.problem.model
+        facts = {"shape": model.input, "classes": model.classes} if data.is_own(part) else {}
+        return Carried(method=code_of(self.method), model=model_code(self.scenario), **facts)
 
     def share(self, dataset: Dataset, device: str) -> Dataset | None:
         """Return what a device is given: the training samples that it owns, and the test samples if it is the lead.
@@ -126,19 +146,33 @@ def find_method(scenario: Scenario) -> Method:
     return methods.find(scenario.workload.method, scenario.source.folder)
 
 
-def build_problem(trial: Trial, code: MethodCode | None = None) -> tuple[Method, Problem]:
+def model_code(scenario: Scenario) -> Code | None:
+    """Return the text of the model's file; None where the model is one of the catalogue. Raises `InputError`."""
+    part = scenario.workload.model
+    return None if part.file is None else usercode.read(scenario.source.folder / part.file, part.name, MODEL_FILE)
+
+
+def build_problem(trial: Trial, carried: Carried | None = None) -> tuple[Method, Problem]:
     """Return the method and the problem that a trial poses it: what a planner and every program look at.
 
-    ``code`` is the method where its file or its package is not at hand.
+    ``carried`` are the files and packages of the user where they are not at hand.
 
     Raises `InputError` where the workload names what does not exist or what does not fit. Needs no data files.
     """
     scenario, experiment = trial.scenario, trial.experiment
-    workload = scenario.workload
+    workload, part = scenario.workload, scenario.workload.model
+    here = carried or Carried()
     try:
-        method = find_method(scenario) if code is None else from_code(code)
-        kind = data.describe(workload.data.name)
-        model = create(workload.model.name, workload.model.options(), kind.shape, kind.classes)
+        method = find_method(scenario) if here.method is None else from_code(here.method)
+        if here.shape is None:
+            kind = data.describe_part(workload.data, data_folder(scenario))
+            here = here.model_copy(update={"shape": kind.shape, "classes": kind.classes})
+        code = here.model or model_code(scenario)
+        shape = here.shape or ()
+        if code is None:
+            model = create(part.name, part.options(), shape, here.classes)
+        else:
+            model = create_own(code, part.options(), shape, here.classes, part.units)
     except InputError as error:
         raise scenario.source.error([_locate(error, trial)]) from None
     options = method.Options.model_validate(workload.method.options())
@@ -148,11 +182,11 @@ def build_problem(trial: Trial, code: MethodCode | None = None) -> tuple[Method,
 def data_folder(scenario: Scenario) -> Path:
     """Return where the files of the scenario's data lie: its ``folder``, or where `testbed data fetch` puts them.
 
-    Of data that are one file, that file.
+    Of data that are one file, and of one's own, that file or folder.
     """
     part = scenario.workload.data
-    if part.path is not None:
-        return scenario.source.folder / part.path
+    if (named := part.file or part.path) is not None:
+        return scenario.source.folder / named
     return scenario.source.folder / part.folder if part.folder is not None else DATA_FOLDER / part.name
 
 
@@ -204,16 +238,25 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             method.Options.model_validate(workload.method.options())
         except ValidationError as error:
             yield from explain(error, method.Options, (*key, "method"))
-    entry = CATALOG.get(workload.model.name)
+    yield from _model_problems(workload.model)
+    yield from _data_problems(scenario)
+
+
+def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
+    key: Key = ("workload", "model")
+    if part.file is not None:
+        return  # it is made, or refused, with the problem
+    if part.units is not None:
+        yield Diagnostic((*key, "units"), "cuts a model of your own, by `file`; those of the list have their units")
+    entry = CATALOG.get(part.name)
     if entry is None:
-        text = f"there is no model '{workload.model.name}': {nearest(workload.model.name, CATALOG)}"
-        yield Diagnostic((*key, "model", "name"), text)
+        text = f"there is no model '{part.name}': {nearest(part.name, CATALOG)}"
+        yield Diagnostic((*key, "name"), text)
     else:
         try:
-            entry.Options.model_validate(workload.model.options())
+            entry.Options.model_validate(part.options())
         except ValidationError as error:
-            yield from explain(error, entry.Options, (*key, "model"))
-    yield from _data_problems(scenario)
+            yield from explain(error, entry.Options, key)
 
 
 def _method_or_problem(scenario: Scenario) -> Method | Diagnostic:
@@ -231,8 +274,11 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     name = scenario.workload.data.name
     key: Key = ("workload", "data")
     try:
-        kind = data.describe(name)
+        kind = data.describe_part(scenario.workload.data, data_folder(scenario))
     except InputError as error:
+        if data.is_own(scenario.workload.data):
+            yield Diagnostic(("workload", *error.key), error.text)
+            return
         known = name in data.DATASETS or name.startswith("synthetic") or is_picture(name)
         text = error.text if known else f"there is no data set '{name}': {nearest(name, data.DATASETS)}"
         yield Diagnostic((*key, "name"), text)
@@ -247,9 +293,11 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         text = f"a batch of {size} is more than the {there} training samples: use at most {there}"
         yield Diagnostic(("workload", "batch_size"), text)
     path = scenario.workload.data.path
+    if data.is_own(scenario.workload.data):
+        return
     if kind.from_path and path is None:
         yield Diagnostic(key, f"{name} is a picture of your own: name its file with `path`, or use photos")
-    elif not kind.from_path and path is not None:
+    elif not kind.from_path and (path is not None or scenario.workload.data.file is not None):
         yield Diagnostic((*key, "path"), f"{name} is not read from one file: use the data image, or leave `path` out")
 
 
@@ -258,8 +306,10 @@ def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     name = scenario.workload.data.name
     key: Key = ("workload", "data")
     try:
-        kind = data.describe(name)
+        kind = data.describe_part(scenario.workload.data, data_folder(scenario))
     except InputError:
+        return
+    if data.is_own(scenario.workload.data):
         return
     folder = data_folder(scenario)
     download = f"`testbed data fetch {name}` downloads them"
@@ -290,7 +340,7 @@ def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, I
         reason = "an inference learns from none" if owners else f"'{method.name}' keeps all of them on its lead"
         raise InputError(f"shares training samples among devices, but {reason}: leave it out", key)
     labels = data.train_labels(part, data_folder(scenario))
-    return split(labels, data.describe(part.name).classes, owners, part.split, problem.seed)
+    return split(labels, problem.model.classes, owners, part.split, problem.seed)
 
 
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -13,12 +14,29 @@ class ModelPart(Part):
     """A neural network by name, with its options (see `testbed models`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = Field(description="one of `testbed models`; further keys are its options")
+    name: str = Field(
+        description="one of `testbed models`, or a function of `file`; further keys are its options, or its arguments"
+    )
+    file: str | None = Field(
+        None,
+        description="Python file with a function that returns a torch.nn.Module, relative to the scenario file; it is "
+        "sent to the devices",
+    )
+    units: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="with `file`: the modules, such as layer1.0, that begin a unit; default: where little crosses",
+    )
     weights: str | None = Field(
         None,
         description="file to read them from, relative to the scenario file: safetensors as a run leaves them, "
         "Darknet's for yolov2, or a scenario, which is simulated first; default: random, drawn from the seed",
     )
+
+    @property
+    def title(self) -> str:
+        """What it is called where a run is shown."""
+        return self.name if self.file is None else f"{self.file}:{self.name}"
 
     def options(self) -> dict[str, Any]:
         """Return what the model's own options have to validate."""
@@ -57,13 +75,29 @@ Split = Annotated[
 
 
 class DataPart(Part):
-    """A data set by name (see `testbed data list`)."""
+    """A data set by name (see `testbed data list`), or the user's own, by `file` or `path`."""
 
-    name: str = Field("digits", description="one of `testbed data list`")
+    name: str = Field(
+        "digits", description="one of `testbed data list`, or a function of `file`; default with `path`: what it names"
+    )
+    file: str | None = Field(
+        None,
+        description="Python file with a function that returns (train, test), each a pair of samples and labels as "
+        "arrays or tensors, or a torch data set; relative to the scenario file",
+    )
     folder: str | None = Field(
         None, description="where its files lie, relative to the scenario file; default: data/<name> where one works"
     )
-    path: str | None = Field(None, description="for `image`: the picture's file, relative to the scenario file")
+    path: str | None = Field(
+        None,
+        description="your own samples, relative to the scenario file: arrays as .npz or .safetensors, or a folder with "
+        "one of images for each class; for `image`: the picture's file",
+    )
+    size: str | None = Field(
+        None,
+        pattern=r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$",
+        description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: theirs, if it is one",
+    )
     train: int | None = Field(None, ge=1, description="use only the first N training samples")
     split: Split = Field(
         "lead",
@@ -71,6 +105,28 @@ class DataPart(Part):
         "keys: as they say",
     )
     test: int | None = Field(None, ge=1, description="use only the first N test samples")
+
+    @property
+    def title(self) -> str:
+        """What it is called where a run is shown."""
+        return self.name if self.file is None else f"{self.file}:{self.name}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_its_path(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("path"), str) and "name" not in value:
+            path = PurePath(value["path"])
+            # Unlike any name of the list: those have neither a suffix nor a stroke.
+            return {**value, "name": path.name if path.suffix else f"{path.name}/"}
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.file is not None and self.path is not None:
+            raise ValueError("takes one of 'file' and 'path'")
+        if self.file is not None and "name" not in self.model_fields_set:
+            raise ValueError("needs 'name', the function of 'file' that returns the data")
+        return self
 
 
 class OptimizerPart(Part):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +11,7 @@ import click
 from controller.cli.options import as_json
 from controller.cli.printing import dump, make_console, options, print_catalogue
 from testbed import formats
+from testbed.errors import InputError
 from testbed.quantities import format_byte_rate, format_speed
 
 if TYPE_CHECKING:
@@ -18,13 +20,17 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", required=False)
+@click.argument("function", required=False)
 @click.option("--data", default="digits", show_default=True, help="Data set whose images and classes NAME is for.")
 @click.option(
     "--measure", type=click.IntRange(1), metavar="BATCH", help="Time NAME's layers here, on this many samples."
 )
 @as_json
-def models(name: str | None, data: str, measure: int | None, as_json: bool) -> None:
+def models(name: str | None, function: str | None, data: str, measure: int | None, as_json: bool) -> None:
     """List the models a scenario can name, with their options; with NAME, the units of one.
+
+    NAME may be a Python file, and FUNCTION what in it returns a torch.nn.Module; without FUNCTION, those that it
+    defines are named.
 
     A model is cut between its units, so there are at most as many stages as units. Figures are per sample: FLOPs of
     the forward (a multiply and an add are two), and the bytes that cross the cut after a unit.
@@ -38,6 +44,7 @@ def models(name: str | None, data: str, measure: int | None, as_json: bool) -> N
       testbed models cnn
       testbed models vgg5 --data cifar10
       testbed models vgg5 --data synthetic-3x32x32 --measure 100
+      testbed models my_net.py build --data synthetic-3x32x32
     """
     from controller.report import tables
     from testbed.data.catalog import describe as describe_data
@@ -54,8 +61,17 @@ def models(name: str | None, data: str, measure: int | None, as_json: bool) -> N
             print_catalogue(entries, lambda entry: entry["summary"])
         return
     source = describe_data(data)
-    model = create(name, {}, source.shape, source.classes)
+    if name.endswith(".py"):
+        from testbed import usercode
+        from testbed.models.making import KEY
+        from testbed.models.own import create_own
+
+        model = create_own(usercode.read(Path(name), function or "", KEY), {}, source.shape, source.classes)
+    else:
+        model = create(name, {}, source.shape, source.classes)
     if measure is not None:
+        if model.builder is not None:
+            raise InputError("--measure times layers, and of a network of your own only units are known: leave it out")
         _print_measured(model, measure, as_json)
         return
     figures = describe(model)

@@ -105,7 +105,7 @@ def _chips(run: Run) -> Iterator[str]:
     if workload.numerics == "none":
         yield "timing only: nothing was computed"
     yield f"{workload.method.name} {'training' if workload.task == 'train' else 'inference'}"
-    yield f"{workload.model.name} on {workload.data.name}"
+    yield f"{workload.model.title} on {workload.data.title}"
     count = len(run.experiment.devices)
     yield f"{count} device{'' if count == 1 else 's'}"
     yield f"seed {run.trial.scenario.seed}"

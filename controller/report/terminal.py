@@ -127,7 +127,7 @@ def _title(run: Run) -> Text:
     count = len(run.experiment.devices)
     verb = "training" if workload.task == "train" else "inference"
     text.append(
-        f"  {workload.method.name} {verb} of {workload.model.name} on {workload.data.name}, "
+        f"  {workload.method.name} {verb} of {workload.model.title} on {workload.data.title}, "
         f"{count} device{'' if count == 1 else 's'}, {runtime}",
         style="dim",
     )

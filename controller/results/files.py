@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from controller.results.manifest import RUNNING
-from controller.results.recorder import beside_its_method, scenario_yaml
+from controller.results.recorder import beside_its_code, scenario_yaml
 from controller.results.run import Run, declared_by
 from testbed.errors import InputError
 from testbed.plan import Plan
@@ -84,7 +84,7 @@ def finished_among(places: Sequence[Path], wanted: Sequence[Trial]) -> dict[int,
         if not place.exists():
             continue
         run = load(place)
-        if scenario_yaml(run.trial.scenario) != scenario_yaml(beside_its_method(trial.scenario)[0]):
+        if scenario_yaml(run.trial.scenario) != scenario_yaml(beside_its_code(trial.scenario)[0]):
             raise InputError(f"{place}: is a run of another scenario: resume with the one that it was begun with")
         if run.outcome.status == "finished":
             found[number] = run

@@ -15,10 +15,9 @@ from ruamel.yaml import YAML
 
 from controller.results.manifest import finished, manifest
 from controller.results.run import Run, declared_by
+from testbed import usercode
 from testbed.errors import HostError, InputError
-from testbed.methods import external
 from testbed.plan import Plan
-from testbed.prepare import find_method
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 from testbed.trace.events import Event
@@ -72,7 +71,7 @@ class Recorder:
                 raise InputError(f"{folder}: holds something already: name another folder, or remove this one")
             self._manifest = manifest(trial, runtime, command, weights)
             self._manifest_file(self._manifest)
-            scenario, sources = beside_its_method(trial.scenario)
+            scenario, sources = beside_its_code(trial.scenario)
             for name, text in {"scenario.yaml": scenario_yaml(scenario), **sources}.items():
                 (self.path / name).write_text(text, encoding="utf-8")
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
@@ -175,15 +174,21 @@ def scenario_yaml(scenario: Scenario) -> str:
     return text.getvalue()
 
 
-def beside_its_method(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
-    """Return the scenario as it can lie beside the file of its method, and the text of that file by name, if any."""
-    part = scenario.workload.method
-    code = external.code_of(find_method(scenario)) if part.file is not None else None
-    if part.file is None or code is None:
-        return scenario, {}
-    name = Path(part.file).name
-    workload = scenario.workload.model_copy(update={"method": part.model_copy(update={"file": name})})
-    return scenario.model_copy(update={"workload": workload}), {name: code.sources[code.module]}
+def beside_its_code(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
+    """Return the scenario as it can lie beside the Python files that it names, and their texts by name."""
+    sources: dict[str, str] = {}
+    parts: dict[str, Any] = {}
+    for key in ("method", "model", "data"):
+        part = getattr(scenario.workload, key)
+        if part.file is not None:
+            code = usercode.read(scenario.source.folder / part.file, part.name, (key, "file"))
+            text, name = code.sources[code.module], Path(part.file).name
+            if sources.get(name, text) != text:
+                name = f"{key}_{name}"
+            sources[name] = text
+            parts[key] = part.model_copy(update={"file": name})
+    workload = scenario.workload.model_copy(update=parts)
+    return scenario.model_copy(update={"workload": workload}), sources
 
 
 def _replace(path: Path, text: str) -> None:

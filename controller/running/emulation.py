@@ -26,7 +26,6 @@ from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.replay import Changes, TraceScript
 from testbed.faults.script import FaultOperation, FaultScript
-from testbed.methods.external import code_of
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
 from testbed.trace.outcome import Outcome, Status
@@ -124,13 +123,12 @@ def _lab(prepared: Prepared, links: LinkBackend, on_stage: Callable[[str], None]
 
 def deployment(lab: Lab, prepared: Prepared, device: str) -> dict[str, Any]:
     """Return what a device's agent is to know before it starts the program."""
-    code = code_of(prepared.method)
     return {
         "run": lab.run_id,
         "device": device,
         "scenario": prepared.scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
         "plan": prepared.plan.model_dump(mode="json"),
-        "method": None if code is None else code.model_dump(mode="json"),
+        "carried": prepared.carried().model_dump(mode="json"),
         "samples": dict(prepared.problem.samples),
         "peers": {name: found.address for name, found in lab.devices.items() if name != device},
         "broadcast": lab.broadcast,

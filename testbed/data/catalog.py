@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from testbed.data import files, pictures, synthetic
+from testbed.data import files, own, pictures, synthetic
 from testbed.data.dataset import Dataset
 from testbed.data.files import Bytes
 from testbed.data.split import holdout
@@ -46,8 +46,8 @@ class DataSource:
 
     name: str
     summary: str
-    shape: tuple[int, int, int]
-    """(channels, height, width) of one image."""
+    shape: tuple[int, ...]
+    """(channels, height, width) of one image; of one's own data any."""
     classes: int
     """0: it has no labels."""
     files: tuple[str, ...] = ()
@@ -244,8 +244,25 @@ def describe(name: str) -> DataSource:
     raise InputError(f"there is no data set '{name}'; choose one of {', '.join(DATASETS)}", ("data", "name"))
 
 
+def is_own(part: DataPart) -> bool:
+    """Say whether the samples are the user's own, and none of the catalogue's."""
+    return part.file is not None or (
+        part.path is not None and part.name not in DATASETS and not pictures.is_picture(part.name)
+    )
+
+
+def describe_part(part: DataPart, place: Path) -> DataSource:
+    """Return what is known of the data that a scenario names; raises `InputError`. One's own are read for that."""
+    if not is_own(part):
+        return describe(part.name)
+    found = own.load(part, place, TEST_SHARE)
+    return DataSource(part.name, "", found.shape, found.classes)
+
+
 def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
     """Return the labels of the training samples that a scenario names, (samples,); raises `InputError` as `load`."""
+    if is_own(part):
+        return _limited(own.load(part, folder, TEST_SHARE), part).train_labels
     source = describe(part.name)
     if source.read is None:
         return synthetic.train_labels(part.name, part.train)
@@ -262,6 +279,9 @@ def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dat
 
     Raises `InputError` for an unknown name, missing or damaged files, and more samples than there are.
     """
+    if is_own(part):
+        found = _limited(own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE), part)
+        return found.blank() if blank else found
     source = describe(part.name)
     if source.read is None:
         return synthetic.make(part.name, part.train, part.test, blank)
@@ -278,6 +298,19 @@ def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dat
     chosen = (*_take(name, "train", train, part.train), *_take(name, "test", test, part.test))
     found = Dataset(name, source.classes, *chosen)
     return found.blank() if blank else found
+
+
+def _limited(found: Dataset, part: DataPart) -> Dataset:
+    """Return a set with the samples that a scenario uses of it."""
+    _check_limit(part.name, "train", len(found.train_labels), part.train)
+    _check_limit(part.name, "test", len(found.test_labels), part.test)
+    return replace(
+        found,
+        train_images=found.train_images[: part.train],
+        train_labels=found.train_labels[: part.train],
+        test_images=found.test_images[: part.test],
+        test_labels=found.test_labels[: part.test],
+    )
 
 
 def _take(

@@ -8,6 +8,7 @@ scikit-learn, ``image`` is a file of the user's. Their names say the size of the
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,7 +61,7 @@ def parse(name: str) -> tuple[str, tuple[int, int, int]]:
     return match["kind"], (3, height, width)
 
 
-def frame(width: int, height: int, shape: tuple[int, int, int]) -> Frame:
+def frame(width: int, height: int, shape: Sequence[int]) -> Frame:
     """Return the largest place that a picture of this size fills with its sides in proportion, in the middle."""
     _, room_high, room_wide = shape
     scale = min(room_wide / width, room_high / height)
@@ -68,13 +69,13 @@ def frame(width: int, height: int, shape: tuple[int, int, int]) -> Frame:
     return Frame((room_wide - wide) // 2, (room_high - high) // 2, wide, high)
 
 
-def letterbox(picture: Image, shape: tuple[int, int, int]) -> Bytes:
+def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
     """Return a picture as (3, height, width), its sides in proportion and grey where it does not reach."""
     from PIL import Image
 
     place = frame(picture.width, picture.height, shape)
     resized = picture.convert("RGB").resize((place.wide, place.high), Image.Resampling.BILINEAR)
-    filled = np.full(shape, BORDER, dtype=np.uint8)
+    filled = np.full(tuple(shape), BORDER, dtype=np.uint8)
     inside = (slice(place.top, place.top + place.high), slice(place.left, place.left + place.wide))
     filled[:, *inside] = np.asarray(resized).transpose(2, 0, 1)
     return filled

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from testbed.device import Cost
 from testbed.models.layers import Layer, sequence, shapes
@@ -19,6 +19,8 @@ from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
 from testbed.seeds import derive
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from testbed.models.detection import Detector
     from testbed.models.modules import Segment
 
@@ -36,6 +38,9 @@ class Unit:
     """Of what it reads, one after the other along the first axis."""
     reads: tuple[int, ...] = ()
     """The units whose outputs it reads, in this order; empty: the one before it."""
+    joins: bool = True
+    """Whether it reads several one after the other along the first axis; else it takes each as it is, and ``input`` is
+    all their values along one axis."""
 
     @cached_property
     def _entering(self) -> list[tuple[Layer, Shape]]:
@@ -101,8 +106,15 @@ class Unit:
     @cached_property
     def activation_bytes(self) -> int:
         """Bytes of every layer's output for one sample: what backward needs kept. Joining what is read makes a copy."""
-        joined = math.prod(self.input) if len(self.reads) > 1 else 0
-        return BYTES_PER_VALUE * (joined + sum(layer.activations(shape) for layer, shape in self._entering))
+        copied = math.prod(self.input) if self.joins and len(self.reads) > 1 else 0
+        return BYTES_PER_VALUE * (copied + sum(layer.activations(shape) for layer, shape in self._entering))
+
+
+class Builder(Protocol):
+    """What makes the units of a network that is not described by layers."""
+
+    def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
+        """Make units ``first`` up to but without ``last``, each a module of what it reads."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +127,12 @@ class Model:
     units: tuple[Unit, ...]
     detector: Detector | None = None
     """How the output is read as boxes; None: it is one value for each class."""
+    builder: Builder | None = None
+    """Makes the modules of the units of a network that is not described by layers; None: they are made of those."""
 
     def __post_init__(self) -> None:
         for index, unit in enumerate(self.units):
-            arriving = _joined([self.made(read) for read in self.reads(index)])
+            arriving = joined([self.made(read) for read in self.reads(index)], whole=unit.joins)
             if unit.input != arriving:
                 raise ValueError(f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives")
         expected = (self.classes,) if self.detector is None else self.detector.channels(self.classes)
@@ -190,25 +204,35 @@ class Model:
         cross as one: flattened, and joined in the order of `crossing`. Child i of the result is unit ``first + i`` and
         is named by the unit's index in the whole model, so that state dictionaries of shards of one model can be
         merged. Each unit's weights depend on ``seed`` and its index only: shards of one seed equal the same units of
-        the whole model. No global state is touched, so devices that share a process may build at the same time.
+        the whole model. No global state is touched, so devices that share a process may build at the same time; a
+        ``builder`` may use torch's global generator, and puts it back.
         """
         import torch
 
-        from testbed.models.modules import Segment
+        from testbed.models.modules import Joined, Segment
 
         if not 0 <= first <= last <= len(self.units):
             raise ValueError(f"{self.name} has units 0 to {len(self.units)}, not {first} to {last}")
-        built = []
-        for index in range(first, last):
-            generator = torch.Generator().manual_seed(derive(seed, "weights", index))
-            unit = self.units[index]
-            built.append(sequence(unit.layers, unit.input, generator))
+        built: list[nn.Module] = []
+        if self.builder is not None:
+            built = self.builder(first, last, seed)
+        else:
+            for index in range(first, last):
+                generator = torch.Generator().manual_seed(derive(seed, "weights", index))
+                unit = self.units[index]
+                layers = sequence(unit.layers, unit.input, generator)
+                built.append(Joined(*layers) if len(unit.reads) > 1 else layers)
         reads = [self.reads(index) for index in range(first, last)]
         return Segment(first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)])
 
 
-def _joined(parts: Sequence[Shape]) -> Shape:
-    """Return the shape of several tensors one after the other along the first axis; raises ValueError for odd ones."""
+def joined(parts: Sequence[Shape], whole: bool = True) -> Shape:
+    """Return the shape of several tensors one after the other along the first axis; raises ValueError for odd ones.
+
+    Not ``whole``: of several, all values along one axis.
+    """
+    if not whole and len(parts) > 1:
+        return (sum(math.prod(part) for part in parts),)
     if len({part[1:] for part in parts}) > 1:
         raise ValueError(f"{' and '.join(map(str, parts))} cannot be joined: they differ beyond the first axis")
     return (sum(part[0] for part in parts), *parts[0][1:])
@@ -234,7 +258,7 @@ def chain(
     made = {INPUT: tuple(shape)}
     units: list[Unit] = []
     for index, (unit_name, run) in enumerate(layers):
-        entering = _joined([made[read] for read in routes.get(index, (index - 1,))])
+        entering = joined([made[read] for read in routes.get(index, (index - 1,))])
         units.append(Unit(unit_name, tuple(run), entering, routes.get(index, ())))
         made[index] = units[-1].output
     return Model(name, made[INPUT], classes, tuple(units), detector)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from testbed.errors import InputError
 from testbed.models.chain import Model, Unit
 from testbed.models.layers import Division, Layer, PixelWindow, shapes
 from testbed.models.shapes import INPUT, Shape
@@ -201,8 +202,12 @@ class Graph:
 def graph_of(model: Model) -> Graph:
     """Describe a model by its layers.
 
-    A unit that reads several others begins with a route, and one without layers is one.
+    A unit that reads several others begins with a route, and one without layers is one. Raises `InputError` for a
+    network whose layers are not described.
     """
+    if model.builder is not None:
+        text = f"divides layers, and of {model.name} only the units are known: use a method that cuts between units"
+        raise InputError(text, ("method", "name"))
     found: list[GraphLayer] = []
     made = {INPUT: INPUT}
     for index, unit in enumerate(model.units):

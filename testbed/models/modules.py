@@ -45,6 +45,17 @@ class DarknetReorganise(nn.Module):
         return images.permute(0, 3, 5, 1, 2, 4).reshape(samples, channels * step**2, height // step, width // step)
 
 
+class Joined(nn.Sequential):
+    """Runs its children on several tensors one after the other along their first axis."""
+
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Join what enters, and run."""
+        joined = torch.cat(parts, dim=1)
+        del parts
+        output: torch.Tensor = super().forward(joined)  # type: ignore[no-untyped-call]
+        return output
+
+
 class Segment(nn.Sequential):
     """Consecutive units of a model, each reading what it names of what was made before."""
 
@@ -66,9 +77,7 @@ class Segment(nn.Sequential):
         for place, (name, unit) in enumerate(self.named_children()):
             if before is not None:
                 before(name)
-            parts = [made[index] for index in self._reads[place]]
-            made[self._first + place] = unit(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-            del parts
+            made[self._first + place] = unit(*(made[index] for index in self._reads[place]))
             made = {index: made[index] for index, _ in self._crossing[place + 1]}
         return _pack(made, self._crossing[-1])
 

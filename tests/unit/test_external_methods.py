@@ -12,10 +12,11 @@ import recorded
 from controller.results import files, recorder
 from testbed.errors import InputError
 from testbed.methods import METHODS
-from testbed.methods.external import MethodCode, code_of, from_code, from_file
+from testbed.methods.external import code_of, from_code, from_file
 from testbed.prepare import find_method, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed.usercode import Code
 
 RING = Path(__file__).parents[2] / "scenarios" / "examples" / "ring.yaml"
 SMALL = """
@@ -52,13 +53,13 @@ def test_a_method_travels_as_text_and_is_the_same_there(tmp_path: Path) -> None:
     there = tmp_path / "there.py"
     there.write_text(
         "import sys\n"
-        "from testbed.methods.external import MethodCode\n"
-        "from testbed.prepare import build_problem\n"
+        "from testbed.prepare import Carried, build_problem\n"
         "from testbed.scenario.expand import trials\n"
+        "from testbed.usercode import Code\n"
         "from testbed.scenario.schema import Scenario\n"
         "scenario, code = open(sys.argv[1]).read(), open(sys.argv[2]).read()\n"
         "trial = trials(Scenario.model_validate_json(scenario))[0]\n"
-        "method, problem = build_problem(trial, MethodCode.model_validate_json(code))\n"
+        "method, problem = build_problem(trial, Carried(method=Code.model_validate_json(code)))\n"
         "print(method.name, problem.options.patience)\n"
     )
     (tmp_path / "scenario.json").write_text(trial.scenario.model_dump_json(by_alias=True, exclude_none=True))
@@ -152,7 +153,7 @@ def test_a_package_registers_methods_by_entry_points(tmp_path: Path, monkeypatch
     root = str(Path(__file__).parents[2])
     environment = {"PYTHONPATH": f"{tmp_path}:{root}", "PATH": "/usr/bin:/bin"}
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
-    code = MethodCode.model_validate_json(found.stdout)
+    code = Code.model_validate_json(found.stdout)
     assert set(code.sources) == {"rings", "rings.rest", "rings.small"}
     method = from_code(code)
     assert (method.name, method.summary) == ("nothing", "from the package")

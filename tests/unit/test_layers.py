@@ -26,7 +26,7 @@ FLOORS = {
         ("testbed.device",),
         ("testbed.wire",),
         ("testbed.formats",),
-        ("testbed.quantities", "testbed.framing", "testbed.tensors", "testbed.part"),
+        ("testbed.quantities", "testbed.framing", "testbed.tensors", "testbed.part", "testbed.usercode"),
         ("testbed.errors", "testbed.seeds"),
     ),
     "controller": (

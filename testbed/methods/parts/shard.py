@@ -51,13 +51,15 @@ class Shard:
     """
 
     def __init__(self, model: Model, first: int, last: int, seed: int, optimizer: OptimizerPart) -> None:
-        import torch
+        from torch.fx import GraphModule
+        from torch.nn.modules.dropout import _DropoutNd
 
         self.first = first
         self.last = last
         self._seed = seed
         self._module = model.build(first, last, seed)
-        self._draws = any(isinstance(module, torch.nn.Dropout) for module in self._module.modules())
+        # A network of the user's may draw without a module that says so.
+        self._draws = any(isinstance(module, _DropoutNd | GraphModule) for module in self._module.modules())
         self._sgd = Sgd(optimizer)
         self._statistics = Statistics(self._module)
         self.versions = Versions(self._module)

@@ -20,9 +20,9 @@ class Statistics:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        import torch
+        from torch.nn.modules.batchnorm import _BatchNorm
 
-        self._normalisations = [part for part in module.modules() if isinstance(part, torch.nn.BatchNorm2d)]
+        self._normalisations = [part for part in module.modules() if isinstance(part, _BatchNorm)]
         self._aside: dict[Hashable, list[dict[str, torch.Tensor]]] = {}
 
     @contextmanager

@@ -1,0 +1,184 @@
+"""The user's own data: what a function in a Python file returns, an ``.npz`` or ``.safetensors``, a folder of images.
+
+Arrays are called ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``, or ``x_train``, ``y_train``,
+``x_test`` and ``y_test``. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from testbed import usercode
+from testbed.data import pictures
+from testbed.data.dataset import Dataset
+from testbed.data.split import holdout
+from testbed.errors import InputError, Key
+
+if TYPE_CHECKING:
+    from testbed.workload import DataPart
+
+Samples = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+_FILE: Key = ("data", "file")
+_PATH: Key = ("data", "path")
+_NAMES = (
+    ("train_images", "train_labels", "test_images", "test_labels"),
+    ("x_train", "y_train", "x_test", "y_test"),
+)
+_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
+
+
+def load(part: DataPart, place: Path, test_share: float) -> Dataset:
+    """Return all samples of the file or folder ``place``; raises `InputError` saying what is wrong with them.
+
+    Bytes are scaled to [0, 1], other values taken as they are. ``test_share`` is kept for the test part where the data
+    have none. What was read last is kept, until the file changes.
+    """
+    try:
+        changed = max(each.stat().st_mtime_ns for each in (place, *(place.rglob("*") if place.is_dir() else ())))
+    except OSError as error:
+        key = _PATH if part.file is None else _FILE
+        raise InputError(f"{place} cannot be read: {error.strerror}: paths are relative to the scenario", key) from None
+    return _load(part.model_copy(update={"train": None, "test": None, "split": "lead"}), place, changed, test_share)
+
+
+@lru_cache(maxsize=2)
+def _load(part: DataPart, place: Path, changed: int, test_share: float) -> Dataset:
+    key = _PATH if part.file is None else _FILE
+    if part.file is not None:
+        train, test = _from_function(part, place)
+    elif place.is_dir():
+        train, test = _from_folders(place, part.size)
+    else:
+        train, test = _from_arrays(place)
+    train = _checked(train, f"{place}: the training samples", key)
+    if test is None:
+        kept, left = holdout(train[1], test_share)
+        train, test = (train[0][kept], train[1][kept]), (train[0][left], train[1][left])
+    else:
+        test = _checked(test, f"{place}: the test samples", key)
+    if train[0].shape[1:] != test[0].shape[1:]:
+        shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
+        text = f"{place}: {shapes}: give both one shape"
+        raise InputError(text, key)
+    classes = 1 + int(max(train[1].max(initial=0), test[1].max(initial=0)))
+    return Dataset(part.name, classes, *train, *test)
+
+
+def _checked(samples: Samples, what: str, key: Key) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Return samples as every data set has them."""
+    values, labels = samples
+    if len(values) != len(labels) or not len(values):
+        raise InputError(f"{what}: {len(values)} samples and {len(labels)} labels: give each sample one label", key)
+    if values.ndim < 2 or values.dtype.kind not in "uifb":
+        is_ = f"an array {values.shape} of {values.dtype}"
+        text = f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)"
+        raise InputError(text, key)
+    if labels.ndim != 1 or labels.dtype.kind not in "ui" or labels.min() < 0:
+        text = f"{what}: labels {labels.shape} of {labels.dtype}: give whole numbers from 0, one for each sample"
+        raise InputError(text, key)
+    scaled = values.astype(np.float32)
+    if values.dtype == np.uint8:
+        scaled /= 255
+    if not np.isfinite(scaled).all():
+        raise InputError(f"{what}: hold values that are not finite", key)
+    return scaled, labels.astype(np.int64)
+
+
+def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
+    """Call the user's function: it returns train and test, each a pair of arrays or a torch data set."""
+    code = usercode.read(place, part.name, _FILE)
+    function = usercode.function(code, _FILE)
+    try:
+        found = function()
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{usercode.line_of(error, code)}: {type(error).__name__}: {error}", _FILE) from error
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise InputError(f"{place}: {part.name} returned {type(found).__name__}: return (train, test)", _FILE)
+    train, test = (_pair(each, f"{place}: {part.name}") for each in found)
+    return train, test
+
+
+def _pair(part: Any, where: str) -> Samples:
+    """Return one part of a set as arrays: a pair of them, or of whatever has a length and pairs by number."""
+    if isinstance(part, tuple | list) and len(part) == 2 and len(part[0]) == len(part[1]):
+        return np.asarray(part[0]), np.asarray(part[1])
+    try:
+        pairs = [part[number] for number in range(len(part))]
+        return np.stack([np.asarray(sample) for sample, _ in pairs]), np.asarray([int(label) for _, label in pairs])
+    except (TypeError, ValueError, KeyError) as error:
+        text = f"{where}: each of train and test has to be (samples, labels), or a data set of such pairs: {error}"
+        raise InputError(text, _FILE) from None
+
+
+def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
+    arrays = _arrays(place)
+    for train_images, train_labels, test_images, test_labels in _NAMES:
+        if train_images in arrays and train_labels in arrays:
+            train = arrays[train_images], arrays[train_labels]
+            if test_images in arrays and test_labels in arrays:
+                return train, (arrays[test_images], arrays[test_labels])
+            return train, None
+    wanted = " or ".join(f"{names[0]} and {names[1]}" for names in _NAMES)
+    raise InputError(f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {wanted}", _PATH)
+
+
+def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
+    try:
+        if place.suffix == ".npz":
+            with np.load(place, allow_pickle=False) as file:
+                return {name: file[name] for name in file.files}
+        if place.suffix == ".safetensors":
+            with safe_open(place, framework="numpy") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, SafetensorError) as error:
+        raise InputError(f"{place}: cannot be read: {error}", _PATH) from None
+    raise InputError(f"{place}: is neither .npz nor .safetensors nor a folder with one of images for each class", _PATH)
+
+
+def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | None]:
+    """Read pictures in a folder for each class, itself in ``train`` and ``test`` where there are these two."""
+    if (place / "train").is_dir() and (place / "test").is_dir():
+        classes = _classes(place / "train")
+        return _pictures(place / "train", classes, size), _pictures(place / "test", classes, size)
+    return _pictures(place, _classes(place), size), None
+
+
+def _classes(folder: Path) -> list[str]:
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    if not names:
+        raise InputError(f"{folder} holds no folders: put the images of each class into one, named by the class", _PATH)
+    return names
+
+
+def _pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
+    found = [
+        (file, label)
+        for label, name in enumerate(classes)
+        for file in sorted((folder / name).glob("*"))
+        if file.suffix.lower() in _PICTURES
+    ]
+    if not found:
+        raise InputError(f"{folder}: there are no images in its folders", _PATH)
+    shape: tuple[int, int, int] | None = None
+    if size is not None:
+        height, width = (int(each) for each in size.split("x"))
+        shape = (3, height, width)
+    images = []
+    for file, _ in found:
+        picture = pictures.read(file)
+        shape = shape or (3, picture.height, picture.width)
+        if size is None and (picture.height, picture.width) != shape[1:]:
+            here = f"{picture.height}x{picture.width}, others of {shape[1]}x{shape[2]}"
+            raise InputError(f"{file} is of {here}: write `size: HEIGHTxWIDTH`, and all are fitted into it", _PATH)
+        images.append(pictures.letterbox(picture, shape))
+    return np.stack(images), np.asarray([label for _, label in found])

@@ -1,0 +1,95 @@
+"""What makes a network of the user's, and what a unit of it came to as torch ran it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from testbed import usercode
+from testbed.errors import InputError
+from testbed.models.layers import Division, Plain
+from testbed.models.shapes import Shape
+from testbed.usercode import Code
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+KEY = ("model", "file")
+"""Of a scenario's workload: what errors about a network of the user's name."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What makes the network: the user's function with its arguments."""
+
+    code: Code
+    arguments: str
+    """JSON."""
+
+    def __call__(self) -> nn.Module:
+        """Make the network; raises `InputError` naming the line where that fails."""
+        from torch import nn
+
+        try:
+            made = usercode.function(self.code, KEY)(**json.loads(self.arguments))
+        except InputError:
+            raise
+        except Exception as error:
+            text = f"{usercode.line_of(error, self.code)}: {type(error).__name__}: {error}"
+            raise InputError(text, KEY) from error
+        if not isinstance(made, nn.Module):
+            text = f"{self.code.name} returned {type(made).__name__}, not a torch.nn.Module"
+            raise InputError(text, (KEY[0], "name"))
+        return made
+
+
+@dataclass(frozen=True)
+class Measured(Plain):
+    """A unit of a traced network as one layer: its figures were counted as torch ran it."""
+
+    shape: Shape
+    """Of its output."""
+    trained: int
+    matrices: int
+    """Trained values in tensors of two and more axes."""
+    forward: float
+    """FLOPs of a sample."""
+    kept: int
+    """Values of all outputs made within it for a sample."""
+    accessed: int
+    """Values that its operations read and write for a sample, without weights."""
+
+    @property
+    def division(self) -> Division:
+        """As a whole: what is within is not described."""
+        return "no"
+
+    def output(self, shape: Shape) -> Shape:
+        """Shape that leaves."""
+        return self.shape
+
+    def parameters(self, shape: Shape) -> int:
+        """Number of trained values."""
+        return self.trained
+
+    def weights(self, shape: Shape) -> int:
+        """Trained values in tensors of two and more axes."""
+        return self.matrices
+
+    def flops(self, shape: Shape) -> float:
+        """Forward FLOPs for one sample."""
+        return self.forward
+
+    def activations(self, shape: Shape) -> int:
+        """Values of all outputs made within it for one sample."""
+        return self.kept
+
+    def accesses(self, shape: Shape) -> int:
+        """Values that forward reads and writes for one sample."""
+        return self.accessed
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Refuse: the units of such a network are built by `Model.build` alone."""
+        raise TypeError("a unit of one's own network is made by the function that makes the network")

@@ -1,0 +1,50 @@
+"""A network of the user's: a function in a file that returns a `torch.nn.Module`, as a chain of units.
+
+Its units are found by tracing it once (`testbed.models.tracing`), on the controller and on each device; so unlike the
+networks of the catalogue, it needs torch to be planned.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from testbed import usercode
+from testbed.errors import InputError
+from testbed.models.chain import Model
+from testbed.models.making import KEY, Maker
+from testbed.models.shapes import Shape
+from testbed.usercode import Code
+
+
+def create_own(
+    code: Code, options: Mapping[str, Any], shape: Shape, classes: int, units: Sequence[str] | None = None
+) -> Model:
+    """Make a model of what a user's function returns, for samples of a shape.
+
+    ``options`` are the function's arguments; one that it calls ``shape`` or ``classes`` is given the data's where they
+    do not name it. ``units`` names the modules that begin a unit; None: `testbed.models.tracing` decides.
+    Raises `InputError` for what cannot be made or traced, naming the line.
+    """
+    function = usercode.function(code, KEY)
+    signature = inspect.signature(function)
+    offered = {name: value for name, value in (("shape", shape), ("classes", classes)) if name in signature.parameters}
+    arguments = {**offered, **options}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        text = f"{code.name}{signature} cannot be called so: {error}; options of the model are its arguments"
+        raise InputError(text, ("model",)) from None
+    text = code.model_dump_json()
+    return _traced(text, json.dumps(arguments), tuple(shape), classes, None if units is None else tuple(units))
+
+
+@lru_cache(maxsize=16)
+def _traced(code: str, arguments: str, shape: Shape, classes: int, units: tuple[str, ...] | None) -> Model:
+    from testbed.models.tracing import traced
+
+    maker = Maker(Code.model_validate_json(code), arguments)
+    return traced(maker, shape, classes, units)

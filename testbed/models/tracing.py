@@ -1,0 +1,476 @@
+"""Any `torch.nn.Module` as a chain of units: traced by torch.fx, measured by running it, cut where little crosses.
+
+A unit begins where torch counts work, so that normalisations and activations stay with what is before them. A cut is
+made where one tensor crosses; where several do (a skip, a route), only between modules that the network itself calls or
+that stand in a `Sequential`, so that a residual block which is a module stays whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from testbed import usercode
+from testbed.errors import InputError
+from testbed.models.chain import Model, Unit, joined
+from testbed.models.making import KEY, Maker, Measured
+from testbed.models.shapes import INPUT, Shape
+from testbed.seeds import derive
+
+_BATCHES = (2, 3)
+"""Samples with which the network is run: what differs between the two is the batch's."""
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_IN_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+"""What changes its input, and the same as a new value: a unit must leave alone what other units may read."""
+
+
+def traced(maker: Maker, shape: Shape, classes: int, units: Sequence[str] | None) -> Model:
+    """Trace, measure and cut a network; raises `InputError` naming the line that is in the way."""
+    root = _made(maker)
+    graph = _trace(maker, root)
+    steps = _steps(maker, root, graph, shape)
+    cuts = _automatic(steps) if units is None else _by_hand(steps, units)
+    pieces = [steps.nodes[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])]
+    names = _unlike([_name(piece, steps) for piece in pieces])
+    if units is not None:
+        names[1:] = units[-len(cuts) :] if cuts else []
+    return _chain(maker, steps, dict(zip(names, pieces, strict=True)), shape, classes)
+
+
+def _made(maker: Maker) -> nn.Module:
+    """Make the network without values where its code allows that: large ones are described at once then."""
+    try:
+        with torch.device("meta"):
+            return _without_in_place(maker())
+    except InputError:
+        return seeded(maker, 0)
+
+
+def seeded(maker: Maker, seed: int) -> nn.Module:
+    """Make the network with the weights of a seed; torch's global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "weights"))
+        return _without_in_place(maker())
+
+
+def _without_in_place(root: nn.Module) -> nn.Module:
+    for module in root.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+    return root
+
+
+# Tracing
+
+
+def _trace(maker: Maker, root: nn.Module) -> fx.Graph:
+    """Trace in training, and refuse what would do something else in evaluation."""
+    graphs = []
+    for training in (True, False):
+        root.train(training)
+        tracer = fx.Tracer(param_shapes_constant=True)
+        tracer.record_stack_traces = True
+        try:
+            graphs.append(tracer.trace(root))
+        except Exception as error:
+            raise InputError(
+                f"{usercode.line_of(error, maker.code)}: cannot be traced: {_first_line(error)}; write what does not "
+                "depend on the values of tensors, or put it into a module that is cut around by `units`",
+                KEY,
+            ) from error
+    if len({_shape_of(graph) for graph in graphs}) > 1:
+        raise InputError(
+            f"{usercode.shown(maker.code.module)}: asks in `forward` whether it is training: use modules that do so "
+            "themselves, such as nn.Dropout instead of F.dropout",
+            KEY,
+        )
+    root.train()
+    graph = graphs[0]
+    for node in graph.nodes:
+        node.target = _IN_PLACE.get(node.target, node.target)
+        if node.kwargs.get("inplace"):
+            node.kwargs = {**node.kwargs, "inplace": False}
+        if node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
+            text = f"{_line(node, maker)}: .{node.target}() changes a tensor in place: make a new one"
+            raise InputError(text, KEY)
+    return graph
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _shape_of(graph: fx.Graph) -> str:
+    return "\n".join(node.format_node() or "" for node in graph.nodes)
+
+
+def _line(node: fx.Node, maker: Maker) -> str:
+    """Return the user's line that a node comes from."""
+    file = usercode.shown(maker.code.module)
+    places = [each for each in (node.stack_trace or "").splitlines() if f'File "{file}"' in each]
+    return f"{file}:{places[-1].split('line ')[1].split(',')[0]}" if places else file
+
+
+# Measuring
+
+
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the values of new tensors, and those read to make them: views are none, weights are not read."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made = 0
+        self.read = 0
+        self._weights = {each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        first = found[0] if isinstance(found, tuple | list) and found else found
+        if isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view:
+            self.made += first.numel()
+            self.read += sum(each.numel() for each in pytree.tree_leaves((args, kwargs)) if self._counts(each))
+        return found
+
+    def _counts(self, argument: object) -> bool:
+        return (
+            isinstance(argument, torch.Tensor)
+            and argument.is_floating_point()
+            and argument.untyped_storage()._cdata not in self._weights
+        )
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """What running a node came to."""
+
+    value: Any
+    flops: float
+    made: int
+    read: int
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph node by node and notes what each comes to."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, maker: Maker) -> None:
+        super().__init__(fx.GraphModule(root, graph))
+        self.found: dict[str, _Measure] = {}
+        self._maker = maker
+        self._values = _Values(root)
+        self._counter = FlopCounterMode(display=False)
+
+    def measure(self, samples: torch.Tensor) -> dict[str, _Measure]:
+        """Run all nodes on the device of the samples; return what each came to, by its name."""
+        with torch.device(samples.device), self._counter, self._values:
+            self.run(samples)
+        return self.found
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, counting."""
+        flops, made, read = self._counter.get_total_flops(), self._values.made, self._values.read
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            raise InputError(f"{_line(n, self._maker)}: {_first_line(error)}", KEY) from error
+        self.found[n.name] = _Measure(
+            value, self._counter.get_total_flops() - flops, self._values.made - made, self._values.read - read
+        )
+        return value
+
+
+@dataclass
+class _Steps:
+    """A traced network: what it does, one after the other, and what that comes to."""
+
+    root: nn.Module
+    graph: fx.Graph
+    nodes: list[fx.Node]
+    """Those that make a tensor, or several, of what enters."""
+    runs: tuple[dict[str, _Measure], dict[str, _Measure]]
+    """By node, of the two sizes of a batch."""
+    input: fx.Node
+    output: fx.Node
+    maker: Maker
+    work: list[int] = field(default_factory=list)
+    """How many nodes with counted work there are up to each, itself included."""
+
+    def values(self, node: fx.Node) -> tuple[Any, Any]:
+        """Return what a node made of each of the two batches."""
+        return self.runs[0][node.name].value, self.runs[1][node.name].value
+
+    def local(self, node: fx.Node) -> bool:
+        """Whether each unit makes it itself: it depends on no sample, or is no tensor but a size."""
+        return node is not self.input and node not in self._made
+
+    def __post_init__(self) -> None:
+        self._made = {self.input, *self.nodes}
+        self.work = list(itertools.accumulate(int(self.runs[0][node.name].flops > 0) for node in self.nodes))
+        self.parameters = [{id(each) for each in _parameters(self.root, self.all_of([node]))} for node in self.nodes]
+
+    def all_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return nodes with the local ones that they need, in order."""
+        wanted: set[fx.Node] = set()
+        waiting = list(nodes)
+        while waiting:
+            node = waiting.pop()
+            if node not in wanted:
+                wanted.add(node)
+                if not _plain(self.values(node)[0]):
+                    waiting += [each for each in node.all_input_nodes if self.local(each)]
+        return [node for node in self.graph.nodes if node in wanted]
+
+    def reads(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Return what nodes read that others made, in order."""
+        inside = set(nodes)
+        read = {
+            each for node in self.all_of(nodes) if not _plain(self.values(node)[0]) for each in node.all_input_nodes
+        }
+        return [node for node in (self.input, *self.nodes) if node in read and node not in inside]
+
+    def alive(self, cut: int) -> list[fx.Node]:
+        """Return what is made before a cut and read behind it."""
+        before = {self.input, *self.nodes[:cut]}
+        return [node for node in self.reads(self.nodes[cut:]) if node in before]
+
+    def travels(self, node: fx.Node) -> bool:
+        """Whether what a node makes can cross a cut: a tensor of numbers with a row for each sample."""
+        values = self.values(node)
+        return all(
+            isinstance(value, torch.Tensor)
+            and value.dtype == torch.float32
+            and value.ndim > 1
+            and value.shape[0] == size
+            and value.shape[1:] == values[0].shape[1:]
+            for value, size in zip(values, _BATCHES, strict=True)
+        )
+
+    def shape(self, node: fx.Node) -> Shape:
+        """Return the shape of what a node makes of a sample."""
+        return tuple(self.values(node)[0].shape[1:])
+
+
+def _plain(value: object) -> bool:
+    """Say whether a value is a number, a size or the like: the same for all samples, but for how many there are."""
+    if isinstance(value, tuple | list):
+        return all(_plain(each) for each in value)
+    return value is None or isinstance(value, int | float | str | torch.dtype | torch.device | slice)
+
+
+def _steps(maker: Maker, root: nn.Module, graph: fx.Graph, shape: Shape) -> _Steps:
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
+    if len(inputs) != 1:
+        names = ", ".join(node.name for node in inputs)
+        raise InputError(f"forward takes {names}: a network here takes one tensor, the samples", KEY)
+    device = next((each.device for each in root.parameters()), torch.device("cpu"))
+    runs = [_Run(root, graph, maker).measure(torch.zeros(size, *shape, device=device)) for size in _BATCHES]
+    output = next(node for node in graph.nodes if node.op == "output")
+    depends = {inputs[0]}
+    for node in graph.nodes:
+        called = node.op.startswith("call") and depends.intersection(node.all_input_nodes)
+        if called and not _plain(runs[0][node.name].value):
+            depends.add(node)
+    nodes = [node for node in graph.nodes if node in depends and node is not inputs[0]]
+    if not nodes or output.args[0] is not nodes[-1]:
+        raise InputError("forward has to return the tensor that it makes last, one value for each class", KEY)
+    return _Steps(root, graph, nodes, (runs[0], runs[1]), inputs[0], output, maker)
+
+
+def _parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
+    """Return the parameters that nodes use, each once."""
+    found: dict[int, nn.Parameter] = {}
+    for node in nodes:
+        if node.op == "call_module":
+            found |= {id(each): each for each in root.get_submodule(str(node.target)).parameters()}
+        elif node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(root)
+            if isinstance(value, nn.Parameter):
+                found[id(value)] = value
+    return list(found.values())
+
+
+# Cutting
+
+
+def _automatic(steps: _Steps) -> list[int]:
+    """Return the cuts: between two pieces of work that one at which least crosses, the last of those."""
+    cuts: list[int] = []
+    begin = 0
+    places = range(1, len(steps.nodes))
+    for work, group in itertools.groupby(places, key=lambda place: steps.work[place - 1]):
+        if work in (0, steps.work[-1]):
+            continue
+        fitting = [place for place in group if _why_not(steps, begin, place) is None and not _within(steps, place)]
+        if fitting:
+            begin = min(reversed(fitting), key=lambda place: _crossing(steps, place))
+            cuts.append(begin)
+    return cuts
+
+
+def _crossing(steps: _Steps, cut: int) -> int:
+    return sum(math.prod(steps.shape(node)) for node in steps.alive(cut))
+
+
+def _why_not(steps: _Steps, begin: int, cut: int) -> str | None:
+    """Say why the unit that begins at one node cannot end before another; None: it can."""
+    alive = steps.alive(cut)
+    made = [node for node in alive if node in steps.nodes[begin:cut]]
+    if len(made) != 1:
+        return f"the unit before it makes {len(made)} tensors that are read later, and one can leave a unit"
+    if not all(steps.travels(node) for node in alive):
+        return "what crosses there is no tensor of float32 values with the samples along its first axis"
+    before, after = (set[int]().union(*steps.parameters[part]) for part in (slice(cut), slice(cut, None)))
+    if before & after:
+        return "weights are used on both sides of it, and each unit has its own"
+    return None
+
+
+def _within(steps: _Steps, cut: int) -> bool:
+    """Say whether a cut where several tensors cross is inside a module that is to stay whole."""
+    if len(steps.alive(cut)) == 1:
+        return False
+    before, after = (_callers(steps.nodes[place]) for place in (cut - 1, cut))
+    common = [path for path, other in zip(before, after, strict=False) if path == other]
+    return any(not isinstance(steps.root.get_submodule(path), _CONTAINERS) for path in common)
+
+
+def _callers(node: fx.Node) -> list[str]:
+    """Return the paths of the modules that a node was called in, from the network down, the node's own left out."""
+    stack: list[str] = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return [path for path in stack if not (node.op == "call_module" and path == node.target)]
+
+
+def _by_hand(steps: _Steps, units: Sequence[str]) -> list[int]:
+    """Return the cuts before the modules that are named; the first unit begins with the network."""
+    key = (KEY[0], "units")
+    cuts: list[int] = []
+    for name in units:
+        inside = [place for place, node in enumerate(steps.nodes) if _is_in(node, name)]
+        if not inside:
+            known = ", ".join(dict.fromkeys(str(node.target) for node in steps.nodes if node.op == "call_module"))
+            raise InputError(f"the network calls no module '{name}': name some of {known}, or what is around them", key)
+        if inside[0] == 0:
+            continue
+        begin = cuts[-1] if cuts else 0
+        if inside[0] <= begin:
+            raise InputError(f"'{name}' does not come after what is named before it", key)
+        if why := _why_not(steps, begin, inside[0]):
+            raise InputError(f"{_line(steps.nodes[inside[0]], steps.maker)}: no unit can begin at '{name}': {why}", key)
+        cuts.append(inside[0])
+    return cuts
+
+
+def _is_in(node: fx.Node, name: str) -> bool:
+    paths = [*_callers(node), str(node.target) if node.op == "call_module" else ""]
+    return any(path == name or path.startswith(f"{name}.") for path in paths)
+
+
+# Units
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes the units of a traced network, each a module of its own."""
+
+    maker: Maker
+    graphs: tuple[fx.Graph, ...] = field(compare=False)
+
+    def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
+        """Make some units: the whole network is made as its function does, from the seed, and the rest dropped."""
+        root = seeded(self.maker, seed)
+        return [fx.GraphModule(root, graph) for graph in self.graphs[first:last]]
+
+
+def _chain(maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], shape: Shape, classes: int) -> Model:
+    pieces = list(named.values())
+    made = {steps.input: INPUT}
+    units = []
+    graphs = []
+    for index, (name, piece) in enumerate(named.items()):
+        reads = steps.reads(piece)
+        later = {node for other in pieces[index + 1 :] for node in steps.reads(other)}
+        result = next((node for node in piece if node in later), piece[-1])
+        made[result] = index
+        places = tuple(made[node] for node in reads)
+        entering = joined([steps.shape(node) for node in reads], whole=False)
+        one = places if places != (index - 1,) else ()
+        units.append(Unit(name, (_measured(steps, piece, result),), entering, one, joins=False))
+        graphs.append(_unit_graph(steps, piece, reads, result))
+    try:
+        file = usercode.shown(maker.code.module).rpartition("/")[2]
+        return Model(file.removesuffix(".py"), shape, classes, tuple(units), builder=Builder(maker, tuple(graphs)))
+    except ValueError as error:
+        raise InputError(str(error), KEY) from None
+
+
+def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> Measured:
+    parameters = [each for each in _parameters(steps.root, steps.all_of(piece)) if each.requires_grad]
+    small = steps.runs[0]
+    return Measured(
+        shape=steps.shape(result),
+        trained=sum(each.numel() for each in parameters),
+        matrices=sum(each.numel() for each in parameters if each.ndim > 1),
+        forward=sum(small[node.name].flops for node in piece) / _BATCHES[0],
+        kept=sum(small[node.name].made for node in piece) // _BATCHES[0],
+        accessed=sum(small[node.name].made + small[node.name].read for node in piece) // _BATCHES[0],
+    )
+
+
+def _name(piece: Sequence[fx.Node], steps: _Steps) -> str:
+    """Return the module that a unit is, or the one where its work begins."""
+    working = [node for node in piece if steps.runs[0][node.name].flops > 0] or list(piece)
+    ways = [[*_callers(node), *([str(node.target)] if node.op == "call_module" else [])] for node in working]
+    common = [paths[0] for paths in zip(*ways, strict=False) if len(set(paths)) == 1]
+    return str((common or ways[0] or [working[0].name])[-1])
+
+
+def _unlike(names: Sequence[str]) -> list[str]:
+    """Return names with a number behind those that were there before."""
+    return [f"{name}@{count}" if (count := names[:at].count(name)) else name for at, name in enumerate(names)]
+
+
+def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node], result: fx.Node) -> fx.Graph:
+    """Return a graph of some nodes, whose placeholders are what they read."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(f"read{place}") for place, node in enumerate(reads)}
+    first = copies[reads[0]]
+
+    def sized(values: tuple[Any, Any], node: fx.Node) -> Any:
+        """Write a number or size again: as it is, or as so many times the samples that enter."""
+        small, large = values
+        if isinstance(small, torch.device):
+            return torch.device("cpu")
+        if isinstance(small, tuple | list) and len(small) == len(large):
+            return tuple(sized(pair, node) for pair in zip(small, large, strict=True))
+        if small == large:
+            return small
+        factor, rest = divmod(small, _BATCHES[0]) if isinstance(small, int) else (0, 1)
+        if rest or large != factor * _BATCHES[1]:
+            raise InputError(f"{_line(node, steps.maker)}: depends on the number of samples in an odd way", KEY)
+        samples = graph.call_method("size", (first, 0))
+        return samples if factor == 1 else graph.call_function(operator.mul, (samples, factor))
+
+    def copied(node: fx.Node) -> Any:
+        if node not in copies:
+            copies[node] = sized(steps.values(node), node)
+        return copies[node]
+
+    for node in steps.all_of(piece):
+        if not _plain(steps.values(node)[0]):
+            copies[node] = graph.node_copy(node, copied)
+    graph.output(copies[result])
+    return graph
