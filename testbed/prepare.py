@@ -232,7 +232,7 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             yield Diagnostic((*key, "task"), f"the method '{method.name}' cannot {workload.task}: it can {can}")
         if workload.numerics == "none" and not method.timing_only:
             can = ", ".join(each.name for each in methods.METHODS.values() if each.timing_only)
-            text = f"the method '{method.name}' cannot do without numbers yet: use full, or one of {can}"
+            text = f"the method '{method.name}' cannot do without numbers: use full, or one of {can}"
             yield Diagnostic((*key, "numerics"), text)
         try:
             method.Options.model_validate(workload.method.options())

@@ -155,6 +155,11 @@ def _whole_numbers(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST for item in value)
 
 
+def without_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return torch's meta tensors: names, shapes and types, and no values."""
+    return {name: tensor.to("meta") for name, tensor in tensors.items()}
+
+
 def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
     """Return tensors as bytes: views where they are contiguous, copies where they are not."""
     import torch

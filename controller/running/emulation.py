@@ -199,7 +199,8 @@ class _Execution:
                 status, error = "interrupted", "stopped by the user"
             self._over.set()
         fidelity = monitor.stop()
-        weights = self._final_weights() if status == "finished" else None
+        computed = self._prepared.problem.workload.numerics == "full"
+        weights = self._final_weights() if computed and status == "finished" else None
         self._stop_all()
         self._events.sort(key=lambda event: event.time)
         return Outcome(

@@ -151,3 +151,42 @@ class SlicedLayer:
             module.load_state_dict(state, strict=False, assign=True)
             modules.append(module)
         return modules.train(self._training)
+
+
+class SlicedShape:
+    """What `SlicedLayer` returns in inference, without computing: shapes and no values, torch's meta tensors."""
+
+    def __init__(self, layer: GraphLayer, part: Slice) -> None:
+        self.layer = layer
+        self.part = part
+
+    def sums(self, inputs: torch.Tensor, columns: Channels | None = None, rows: Channels | None = None) -> torch.Tensor:
+        """Return (samples, elements of the rows)."""
+        return self._made(inputs, self.part.rows if rows is None else rows)
+
+    def finish(self, sums: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
+        """Return the shape of the sums."""
+        return torch.empty(sums.shape, device="meta")
+
+    def pool(self, inputs: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
+        """Return (samples, elements of the channels)."""
+        return self._made(inputs, self.part.channels if channels is None else channels)
+
+    def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
+        """Return (samples, channels, height, width) of the tile."""
+        window = self.layer.window
+        assert window is not None
+        left, right, top, bottom = around
+        entering = (inputs.shape[2] + top + bottom, inputs.shape[3] + left + right)
+        pixels = [(size - window.kernel) // window.stride + 1 for size in entering]
+        return torch.empty((len(inputs), self.layer.output_channels, *pixels), device="meta")
+
+    def run(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what the whole layer, or some channels of it, make: (samples, elements)."""
+        if self.layer.joins:
+            return inputs
+        whole = range(self.layer.output_channels)
+        return self._made(inputs, self.part.channels if self.layer.by_channel else whole)
+
+    def _made(self, inputs: torch.Tensor, channels: Channels) -> torch.Tensor:
+        return torch.empty((len(inputs), len(channels) * self.layer.pixels), device="meta")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from testbed.methods.parts import stage
 from testbed.methods.parts.membership import MEMBERSHIP_KINDS
 from testbed.methods.parts.shard import State
-from testbed.methods.parts.typed import Typed
+from testbed.methods.parts.typed import Fixed, Typed
 
 Times = Sequence[float | None]
 """Mean seconds of a batch on each stage from one on; None before a stage has done its first."""
@@ -107,7 +107,7 @@ class Gradient(stage.Gradient, kind="gradient"):
 
     times: Times
     """Of the sender's stage and those after it."""
-    loss: float
+    loss: Fixed
     """Of the batch."""
 
 
@@ -131,7 +131,7 @@ class Updated(Typed, kind="updated", key=("batch",)):
     configuration: int
     batch: int
     times: Times
-    loss: float
+    loss: Fixed
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     """Asynchronous 1F1B with weight stashing, vertical sync and replication, partitioned as a subclass says."""
 
     tasks = ("train",)
+    timing_only = True
     Details = AsynchronousDetails
     declared = DECLARED
 

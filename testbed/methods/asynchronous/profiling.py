@@ -14,7 +14,7 @@ from testbed.methods.asynchronous.messages import Packet
 from testbed.methods.base import Problem
 from testbed.methods.parts import costs
 from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.shard import Shard
+from testbed.methods.parts.shape_shard import shard as make
 from testbed.partition.asynchronous import UnitTimes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
     ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
     """
     optimizer, units, samples = problem.workload.optimizer, problem.model.units, len(labels)
-    shards = [Shard(problem.model, unit, unit + 1, problem.seed, optimizer) for unit in range(len(units))]
+    shards = [make(problem.model, unit, unit + 1, problem.seed, problem.workload) for unit in range(len(units))]
     forward, backward, update = ([0.0] * len(units) for _ in range(3))
 
     async def timed(spent: list[float], index: int, work: Callable[[], T], cost: Cost) -> T:

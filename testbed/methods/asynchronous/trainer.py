@@ -10,6 +10,7 @@ from testbed.methods.asynchronous.survey import Survey
 from testbed.methods.base import Problem
 from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.forwarding import evaluate
+from testbed.methods.parts.score import told
 from testbed.methods.parts.stage import Labels
 from testbed.methods.parts.supervision import Lost, Supervisor
 from testbed.partition.redistribution import StagePartition
@@ -122,7 +123,7 @@ class AsynchronousTrainer:
         supervisor = self._supervisor
         updated = await self._updated(batch)
         self._partitioner.observe(self._recovery.partition, updated.times)
-        self._device.record("step", step=batch, loss=updated.loss, samples=self._training.samples)
+        self._device.record("step", step=batch, samples=self._training.samples, **told(updated.loss))
         supervisor.progress = max(supervisor.progress, batch + 1)
         if self._recovery.recovering:
             self._recovery.recovering = False

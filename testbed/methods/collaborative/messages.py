@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from testbed.methods.parts.shard import State
-from testbed.methods.parts.typed import Typed
+from testbed.methods.parts.typed import Fixed, Typed
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class Update(Typed, kind="update", key=("sender",)):
     configuration: int
     samples: int
     """That it trained on in this round."""
-    loss: float | None
+    loss: Fixed | None
     """Their mean; None where the server has computed it."""
     state: State
 

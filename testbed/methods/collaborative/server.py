@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from testbed.methods.collaborative.messages import Activation, Begin, Begun, Gra
 from testbed.methods.collaborative.rounds import Rounds
 from testbed.methods.parts.feed import Requests
 from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.score import Score
+from testbed.methods.parts.score import Score, told
 from testbed.methods.parts.shard import State, restrict
 from testbed.wire import Message
 
@@ -180,6 +179,4 @@ class Server:
         duration = self._device.now() - start
         self._device.record("round", round=number, start=start, duration=duration, samples=samples)
         loss = sum(each.loss * each.samples for each in trained) / sum(samples.values())
-        # Without numbers there is no loss to tell.
-        told = {} if math.isnan(loss) else {"loss": loss}
-        self._device.record("step", step=number, samples=sum(samples.values()), **told)
+        self._device.record("step", step=number, samples=sum(samples.values()), **told(loss))

@@ -39,6 +39,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     tasks = ("infer",)
     Options = DistributedOptions
     Details = DistributedDetails
+    timing_only = True
     declared = DECLARED
 
     def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from testbed.device import Span
 from testbed.methods.base import Problem
@@ -22,6 +22,10 @@ from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.shard import State
 from testbed.methods.parts.stage import Activation
 from testbed.methods.parts.typed import Typed
+from testbed.models.shapes import BYTES_PER_VALUE
+
+if TYPE_CHECKING:
+    import torch
 
 K = TypeVar("K", bound=Typed)
 
@@ -37,6 +41,7 @@ class InferenceMember:
         self._problem = problem
         self._flow = flow
         self._state = state
+        self._computes = problem.workload.numerics == "full"
         self._context = MemberContext(mailbox, flow, coordinator, problem.device(mailbox.device.name).memory)
         self._requests: dict[int, RequestWork] = {}
         self._reported = -1
@@ -56,9 +61,14 @@ class InferenceMember:
         context, flow, problem = self._context, self._flow, self._problem
 
         def load() -> None:
-            from testbed.models.sliced import SlicedLayer, draw
+            from testbed.models.sliced import SlicedLayer, SlicedShape, draw
 
             held = layers_stored(flow, context.index)
+            if not self._computes:
+                for layer, part in stored(flow, context.index).items():
+                    context.layers[layer] = SlicedShape(flow.graph.layers[layer], part)
+                context.ledger.weights = BYTES_PER_VALUE * parameters(flow, context.index)
+                return
             state = draw(problem.model, held, problem.seed) if self._state is None else self._state
             for layer, part in stored(flow, context.index).items():
                 context.layers[layer] = SlicedLayer(flow.graph.layers[layer], part, state)
@@ -67,11 +77,15 @@ class InferenceMember:
         # One operation for each value, as `costs.copy` has it for a stage without momentum.
         await context.compute(load, float(parameters(flow, context.index)), Span("load"))
         self._report()
-        self._handle(Activation, lambda message: self._request(message.batch).begin(message.tensor))
+        self._handle(Activation, lambda message: self._request(message.batch).begin(self._image(message.tensor)))
         self._handle(OutputPiece, self._take_values)
         self._handle(PartialSums, self._take_sums)
         self._handle(TileInput, lambda message: self._request(message.request).take_tile(message.tile, message.tensor))
         self._handle(TileOutput, lambda message: self._request(message.request).place(message.tile, message.tensor))
+
+    def _image(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the image of a request; without values where nothing is computed, as all that is made of it."""
+        return tensor if self._computes else tensor.to("meta")
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""

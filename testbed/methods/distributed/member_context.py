@@ -13,7 +13,7 @@ from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.typed import Typed
 
 if TYPE_CHECKING:
-    from testbed.models.sliced import SlicedLayer
+    from testbed.models.sliced import SlicedLayer, SlicedShape
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class MemberContext:
         self.configuration = mailbox.configuration
         self.index = flow.plan.devices.index(mailbox.device.name)
         """Of the device in the plan."""
-        self.layers: dict[int, SlicedLayer] = {}
+        self.layers: dict[int, SlicedLayer | SlicedShape] = {}
         """What it holds, by layer."""
         self.ledger = Ledger(mailbox.device.name, memory)
         self.done_after: dict[int, list[int]] = {index: [] for index in range(len(flow.graph.layers))}

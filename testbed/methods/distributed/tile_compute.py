@@ -9,10 +9,12 @@ import torch
 from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.partition.distributed_plan import Tile
 from testbed.methods.distributed.partition.tiles import padding
-from testbed.models.sliced import SlicedLayer
+from testbed.models.sliced import SlicedLayer, SlicedShape
 
 
-def compute_tile(layers: Sequence[SlicedLayer], tile: Tile, inputs: torch.Tensor, ledger: Ledger) -> torch.Tensor:
+def compute_tile(
+    layers: Sequence[SlicedLayer | SlicedShape], tile: Tile, inputs: torch.Tensor, ledger: Ledger
+) -> torch.Tensor:
     """Compute the fused early layers of one tile, from (samples, channels, height, width) of its first region.
 
     The halo is within the regions; only at the border of a layer's map is there padding. Returns the same axes of the

@@ -38,6 +38,7 @@ class Exchange(Method[ExchangeOptions]):
     summary = "messages of one size between two devices, or cast to all, to measure links and transport"
     tasks = ("infer",)
     Options = ExchangeOptions
+    timing_only = True  # nothing is computed in any case
 
     def plan(self, problem: Problem[ExchangeOptions]) -> Plan:
         """Name the devices that take part. Raises `InputError` where they have no links."""

@@ -24,6 +24,8 @@ class Answers:
 
     def add(self, index: int, outputs: torch.Tensor) -> None:
         """Take in the outputs (samples, ...) of one request; its time is over by then."""
+        if outputs.is_meta:
+            return
         if self._detector is not None:
             for sample, output in zip(self._requests.samples(index), outputs, strict=True):
                 boxes = [box.to_json() for box in self._detector.boxes(output.numpy())]
@@ -33,6 +35,5 @@ class Answers:
 
     def finish(self) -> None:
         """Record the score of all requests, if there is one."""
-        if self._score.samples:
-            score = self._score
-            self._device.record("evaluate", step=len(self._requests), accuracy=score.accuracy, loss=score.loss)
+        if self._requests.labelled:
+            self._device.record("evaluate", step=len(self._requests), **self._score.fields())

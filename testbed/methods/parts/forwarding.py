@@ -49,4 +49,4 @@ async def evaluate(supervisor: Supervisor, step: int, tests: Requests) -> None:
     window = 2 * len(supervisor.layout)
     async for index, output in forward_all(supervisor, "evaluate", range(len(tests)), window, tests.images):
         score.add(output, tests.labels(index))
-    supervisor.device.record("evaluate", step=step, accuracy=score.accuracy, loss=score.loss)
+    supervisor.device.record("evaluate", step=step, **score.fields())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,11 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+
+def told(loss: float) -> dict[str, float]:
+    """Return a loss as an event has it; nothing where nothing was computed."""
+    return {} if math.isnan(loss) else {"loss": loss}
 
 
 class Score:
@@ -24,7 +30,6 @@ class Score:
         import torch
 
         if outputs.is_meta:
-            self.samples = 0
             return
         wanted = torch.from_numpy(labels)
         self.samples += len(labels)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from testbed.methods.parts.shard import MOMENTUM, Shard, State
+from testbed.methods.parts.versions import Versions
 from testbed.models.chain import Model
 from testbed.models.shapes import Shape
 from testbed.workload import OptimizerPart, WorkloadPart
@@ -37,12 +38,14 @@ def _described(model: Model, unit: int) -> dict[str, tuple[Shape, torch.dtype, b
 
 
 class ShapeShard:
-    """What `Shard` does in synchronous training and inference, without computing: outputs have a shape, no values.
+    """What `Shard` does without computing: outputs have a shape, no values; versions have numbers, no weights.
 
     A loss is no number (nan).
     """
 
     def __init__(self, model: Model, first: int, last: int, optimizer: OptimizerPart) -> None:
+        import torch
+
         self.first = first
         self.last = last
         crossing = [shape for _, shape in model.crossing(last)]
@@ -50,14 +53,19 @@ class ShapeShard:
         self._model = model
         self._momentum = optimizer.momentum > 0
         self._updated = False
+        self.versions = Versions(torch.nn.Module())
         self._kept: dict[Hashable, tuple[int, ...]] = {}
 
-    def forward(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, key: Hashable, inputs: torch.Tensor, version: int | None = None) -> torch.Tensor:
         """Return outputs of the shape that `Shard.forward` gives."""
         self._kept[key] = tuple(inputs.shape)
         return self.infer(inputs)
 
-    def forward_loss(self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int) -> float:
+    forward_lightly = forward
+
+    def forward_loss(
+        self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int, version: int | None = None
+    ) -> float:
         """Return no number."""
         self._kept[key] = tuple(inputs.shape)
         return math.nan
@@ -72,6 +80,12 @@ class ShapeShard:
     def update(self) -> None:
         """Take note that there is momentum from now on."""
         self._updated = self._momentum
+
+    def advance(self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0) -> None:
+        """Count a version more, and free those before ``oldest_needed``."""
+        self.update()
+        self.versions.begin_next(min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed)
+        self.versions.forget(oldest_needed)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return outputs of the shape that `Shard.infer` gives."""

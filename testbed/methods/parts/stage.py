@@ -11,6 +11,7 @@ from testbed.device import Cost, Span
 from testbed.methods.base import Problem
 from testbed.methods.parts import costs
 from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.parts.shape_shard import ShapeShard, shard
 from testbed.methods.parts.shard import Shard, State
 from testbed.methods.parts.typed import Typed
 
@@ -150,18 +151,18 @@ class Stage:
         self.units = problem.model.units[slice(*position.units)]
         self.actions = 0
         self.computing = False
-        self.shard: Shard
+        self.shard: Shard | ShapeShard
         self.train: Callable[[Activation], Awaitable[None]] | None = None
 
     async def prepare(self) -> None:
         """Build the shard, from the state or from the seed."""
         optimizer = self.problem.workload.optimizer
 
-        def build() -> Shard:
-            shard = Shard(self.problem.model, *self.position.units, self.problem.seed, optimizer)
+        def build() -> Shard | ShapeShard:
+            made = shard(self.problem.model, *self.position.units, self.problem.seed, self.problem.workload)
             if self.state is not None:
-                shard.load(self.state)
-            return shard
+                made.load(self.state)
+            return made
 
         self.shard = await self.compute(build, costs.copy(self.units, optimizer), Span("load"))
 

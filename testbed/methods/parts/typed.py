@@ -9,6 +9,9 @@ from typing import Any, ClassVar, TypeVar
 
 from testbed.wire import Message, WireError
 
+Fixed = float
+"""A number that takes as many bytes whatever it is, so that what is computed does not decide how long it travels."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Typed:
@@ -22,7 +25,8 @@ class Typed:
             tensor: torch.Tensor
 
     A field annotated ``torch.Tensor`` travels as the tensor of that name. One annotated ``State`` brings all other
-    tensors of the message, under their own names. Every other field is a JSON value; tuples arrive as lists. A field
+    tensors of the message, under their own names. One annotated ``Fixed`` travels as text of always the same length.
+    Every other field is a JSON value; tuples arrive as lists. A field
     that is None, and is None by default, is left out. A message with a field ``configuration`` counts in that
     configuration only; see `testbed.methods.parts.mailbox.Mailbox`.
     """
@@ -59,6 +63,8 @@ class _Form:
     values: tuple[tuple[str, bool], ...]
     """JSON fields, and whether None is left out."""
     tensors: tuple[str, ...]
+    fixed: tuple[str, ...]
+    """Of the JSON fields."""
     state: str | None
 
 
@@ -77,7 +83,8 @@ def _form(kind: type[Typed]) -> _Form:
             state = field.name
         else:
             values.append((field.name, field.default is None))
-    return _Form(tuple(values), tuple(tensors), state)
+    fixed = tuple(field.name for field in fields(kind) if str(field.type).startswith("Fixed"))
+    return _Form(tuple(values), tuple(tensors), fixed, state)
 
 
 def encode(message: Typed) -> Message:
@@ -85,6 +92,7 @@ def encode(message: Typed) -> Message:
     form = _form(type(message))  # type: ignore[arg-type]  # the hash of a class, not of its instances
     said = ((name, getattr(message, name), optional) for name, optional in form.values)
     values = {name: value for name, value, optional in said if value is not None or not optional}
+    values |= {name: f"{values[name]:+24.16e}" for name in form.fixed if values.get(name) is not None}
     given = {name: getattr(message, name) for name in form.tensors}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     if form.state is not None:
@@ -100,6 +108,7 @@ def decode(kind: type[K], message: Message) -> K:
     if form.state is not None:
         given[form.state] = {name: value for name, value in message.tensors.items() if name not in tensors}
     try:
+        given |= {name: float(given[name]) for name in form.fixed if given.get(name) is not None}
         return kind(**given, sender=message.sender, padding=message.padding)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise WireError(f"message '{message.kind}' of {message.sender}: {error}") from error

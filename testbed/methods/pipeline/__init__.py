@@ -33,6 +33,7 @@ class Pipeline(Method[PipelineOptions, PipelineDetails]):
     summary = "synchronous pipeline training: model parallelism, GPipe or 1F1B, with recovery from checkpoints"
     tasks = ("train",)
     Options = PipelineOptions
+    timing_only = True
     Details = PipelineDetails
 
     def plan(self, problem: Problem[PipelineOptions]) -> Plan[PipelineDetails]:

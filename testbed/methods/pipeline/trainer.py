@@ -6,6 +6,7 @@ from testbed.data.batches import micro_batches
 from testbed.methods.parts.checkpointing import FromCheckpoint
 from testbed.methods.parts.feed import Requests, Training
 from testbed.methods.parts.forwarding import evaluate
+from testbed.methods.parts.score import told
 from testbed.methods.parts.stage import Activation, Labels
 from testbed.methods.parts.supervision import Supervisor
 from testbed.methods.pipeline.updates import Loss, Routine, Updated
@@ -59,5 +60,5 @@ class Trainer:
             mailbox.post(supervisor.layout[0].device, activation)
         loss = (await supervisor.take(Loss, step)).loss
         await supervisor.take(Updated, step)
-        mailbox.device.record("step", step=step, loss=loss, samples=samples)
+        mailbox.device.record("step", step=step, samples=samples, **told(loss))
         supervisor.progress += 1

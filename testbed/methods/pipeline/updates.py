@@ -13,7 +13,7 @@ from testbed.methods.parts.checkpointing import UnitState
 from testbed.methods.parts.shard import State, restrict
 from testbed.methods.parts.stage import STAGE_KINDS, Activation, Gradient, Stage
 from testbed.methods.parts.stage_loop import Passage, StageLoop
-from testbed.methods.parts.typed import Typed
+from testbed.methods.parts.typed import Fixed, Typed
 from testbed.schedule import Action, Schedule
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Loss(Typed, kind="loss", key=("batch",)):
 
     configuration: int
     batch: int
-    loss: float
+    loss: Fixed
 
 
 @dataclass(frozen=True)

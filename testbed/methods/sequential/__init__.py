@@ -29,6 +29,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     summary = "sequential layer mapping: inference through the devices in a row, several requests in flight"
     tasks = ("infer",)
     Options = SequentialOptions
+    timing_only = True
     Details = SequentialDetails
 
     def plan(self, problem: Problem[SequentialOptions]) -> Plan[SequentialDetails]:

@@ -14,7 +14,7 @@ from testbed.methods.base import Job, Method, Options, Problem
 from testbed.methods.parts import costs
 from testbed.methods.parts.answers import Answers
 from testbed.methods.parts.feed import Requests, Training
-from testbed.methods.parts.score import Score
+from testbed.methods.parts.score import Score, told
 from testbed.methods.parts.shape_shard import ShapeShard
 from testbed.methods.parts.shape_shard import shard as make
 from testbed.methods.parts.shard import Shard, weights_of
@@ -75,8 +75,7 @@ class Single(Method[SingleOptions]):
         shard = make(problem.model, 0, len(problem.model.units), problem.seed, problem.workload)
         if job.weights is not None:
             shard.load(job.weights)
-        if problem.workload.numerics == "full":
-            device.expose(lambda: weights_of(shard.state()))
+        device.expose(lambda: weights_of(shard.state()))
         if problem.workload.task == "train":
             await _train(device, problem, job.dataset, shard)
         else:
@@ -98,8 +97,7 @@ async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shar
         loss = await device.compute(forward, costs.forward(units, samples), Span("forward", step))
         await device.compute(backward, costs.backward(units, samples), Span("backward", step))
         await device.compute(shard.update, costs.update(units, optimizer), Span("update", step))
-        told = {} if problem.workload.numerics == "none" else {"loss": loss}
-        device.record("step", step=step, samples=samples, **told)
+        device.record("step", step=step, samples=samples, **told(loss))
 
     score = Score()
     requests = Requests(dataset, problem.workload.batch_size)

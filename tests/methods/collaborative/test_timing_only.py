@@ -7,6 +7,7 @@ from collaborating import data, of, prepared, run, scenario
 
 from testbed.data import load
 from testbed.errors import InputError
+from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn", "single")
@@ -46,12 +47,18 @@ def test_a_run_without_numbers_has_the_events_of_one_with_them(method: str, mode
     assert not any("accuracy" in each for each in of(timing, "evaluate"))
 
 
-def test_other_methods_are_refused() -> None:
-    spec = scenario("pipelearn")
-    method = spec.workload.method.model_copy(update={"name": "ftpipehd"})
-    part = spec.workload.model_copy(update={"method": method, "numerics": "none"})
-    with pytest.raises(InputError, match="cannot do without numbers yet"):
-        prepared(spec.model_copy(update={"workload": part}))
+@pytest.mark.parametrize("name", ["ftpipehd-faults", "gpipe-kill-for-good", "distributed-kill", "sequential-infer"])
+def test_so_have_the_other_families_with_their_faults(name: str) -> None:
+    spec = load_scenario(f"smoke/{name}")
+    full, timing = run(spec), run(without(spec))
+    assert told(timing) == told(full)
+    assert timing.weights is None
+    assert not any({"loss", "accuracy"} & set(event.fields) for event in timing.events)
+
+
+def test_a_method_whose_time_is_that_of_its_slots_is_refused() -> None:
+    with pytest.raises(InputError, match="cannot do without numbers"):
+        prepared(without(load_scenario("smoke/edgepipe")))
 
 
 @pytest.mark.timed

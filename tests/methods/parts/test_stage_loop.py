@@ -19,7 +19,7 @@ MODEL = create("mlp", {"hidden": [6, 5]}, (1, 2, 2), 3)
 UNITS = len(MODEL.units)
 CUTS = (0, 1, UNITS)
 OPTIMIZER = OptimizerPart(learning_rate=0.1)
-PROBLEM = SimpleNamespace(model=MODEL, seed=1, workload=SimpleNamespace(optimizer=OPTIMIZER))
+PROBLEM = SimpleNamespace(model=MODEL, seed=1, workload=SimpleNamespace(optimizer=OPTIMIZER, numerics="full"))
 NAMES = ("first", "last")
 IMAGES = torch.linspace(-1, 1, 32).reshape(8, 1, 2, 2)
 LABELS = torch.arange(8) % 3

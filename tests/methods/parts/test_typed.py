@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from testbed.methods.parts.shard import State
-from testbed.methods.parts.typed import Typed, decode, encode
-from testbed.wire import Message, WireError
+from testbed.methods.parts.typed import Fixed, Typed, decode, encode
+from testbed.wire import Message, WireError, content_size
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class Whole(Typed, kind="whole", key=("step",)):
     rate: float | None
     labels: torch.Tensor
     state: State
+
+
+@dataclass(frozen=True)
+class Lost(Typed, kind="lost"):
+    loss: Fixed | None
 
 
 @dataclass(frozen=True)
@@ -62,3 +68,13 @@ def test_key_tells_messages_apart():
 def test_message_with_other_fields_is_refused():
     with pytest.raises(WireError, match=r"'piece' of worker1"):
         decode(Piece, Message("piece", {"step": 1, "speed": 3}, {}, "worker1"))
+
+
+@pytest.mark.parametrize("loss", [0.1, -2.3025850929940455, 1e-300, math.nan, 0.0])
+def test_a_fixed_number_takes_as_many_bytes_whatever_it_is(loss: float) -> None:
+    sent = encode(Lost(loss=loss))
+    assert content_size(sent, "one") == content_size(encode(Lost(loss=1.0)), "one")
+    assert decode(Lost, sent).loss == pytest.approx(loss, rel=0, nan_ok=True)
+    assert decode(Lost, encode(Lost(loss=None))).loss is None
+    with pytest.raises(WireError):
+        decode(Lost, Message("lost", {"loss": "much"}))
