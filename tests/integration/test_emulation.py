@@ -81,6 +81,7 @@ def killing(device: str, when: str, scenario_name: str) -> Callable[[str], None]
     return on_stage
 
 
+@pytest.mark.timed
 def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
     prepared = scenario(
         "emu-change",
@@ -116,6 +117,7 @@ def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
     assert min(slow) == pytest.approx(4 * sorted(fast)[len(fast) // 2], rel=0.1)
 
 
+@pytest.mark.timed
 def test_what_a_paused_device_computes_stands_still_too() -> None:
     prepared = scenario(
         "emu-pause",
@@ -185,6 +187,7 @@ def test_a_run_that_waits_for_its_dead_lead_says_so_when_time_is_up() -> None:
     )
 
 
+@pytest.mark.timed
 def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
     base = {
         "network": {"topology": "mesh", "link": {"rate": "10mbit", "delay": "2ms", "message_loss": "30%"}},
@@ -221,6 +224,7 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
     assert after
 
 
+@pytest.mark.timed
 def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> None:
     others = load_by_others()
     _, idle = run(scenario("emu-idle"))
