@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import requests
 
+from controller.lab.client import Client, refusal
 from testbed import tensors
 from testbed.errors import TestbedError
 from testbed.trace.events import Event
@@ -32,13 +32,12 @@ class AgentGone(AgentError):  # noqa: N818 - a state of the device
 
 
 class Agent:
-    """One device's agent. May be used from several threads: each has a session of its own."""
+    """One device's agent. May be used from several threads."""
 
     def __init__(self, url: str, token: str, name: str = "") -> None:
         self.url = url.rstrip("/")
         self._name = name or self.url
-        self._token = token
-        self._local = threading.local()
+        self._client = Client(url, token)
 
     def health(self) -> dict[str, Any]:
         """Return run, device and state, and the traceback of a program that failed."""
@@ -114,26 +113,11 @@ class Agent:
         self, method: str, path: str, seconds: float | None = ANSWER_SECONDS, **options: Any
     ) -> requests.Response:
         try:
-            response = self._session().request(method, self.url + path, timeout=(CONNECT_SECONDS, seconds), **options)
+            response = self._client.request(method, path, timeout=(CONNECT_SECONDS, seconds), **options)
         except requests.Timeout as error:
             raise AgentGone(f"{self._name}: {method} {path}: no answer within {seconds} s") from error
         except requests.RequestException as error:
             raise AgentGone(f"{self._name}: {method} {path}: the agent does not answer: {error}") from error
         if response.status_code >= 400:
-            raise AgentError(f"{self._name}: {method} {path}: {_explanation(response)}")
+            raise AgentError(f"{self._name}: {method} {path}: {refusal(response)}")
         return response
-
-    def _session(self) -> requests.Session:
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = requests.Session()
-            session.trust_env = False  # no proxy stands between us and our own containers
-            session.headers["Authorization"] = f"Bearer {self._token}"
-        return session
-
-
-def _explanation(response: requests.Response) -> str:
-    try:
-        return f"{response.json()['error']} ({response.status_code})"
-    except (ValueError, KeyError, TypeError):
-        return f"{response.status_code} {response.reason}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import requests
 
+from controller.lab.client import Client, refusal
 from controller.shaping.plan import Endpoint
 from testbed.errors import HostError, InputError
 from testbed.network.cell import Cell
@@ -19,36 +19,20 @@ __all__ = ["Endpoint", "Shaper"]
 
 
 class Shaper:
-    """Shapes the links of one run. Every method raises HostError when a rule did not take. Threads take turns."""
+    """Shapes the links of one run. Every method raises HostError when a rule did not take."""
 
     def __init__(self, url: str, token: str) -> None:
-        self._url = url.rstrip("/")
-        self._session = requests.Session()
-        self._turn = threading.Lock()
-        # A proxy of the environment has no business between the controller and its own containers.
-        self._session.trust_env = False
-        self._session.headers["Authorization"] = f"Bearer {token}"
+        self._url = url
+        self._client = Client(url, token)
 
     def _request(self, method: str, path: str, json: Any = None, timeout: float = 60.0) -> Any:
         try:
-            with self._turn:
-                answer = self._session.request(method, self._url + path, json=json, timeout=timeout)
+            answer = self._client.request(method, path, json=json, timeout=timeout)
         except requests.RequestException as error:
             raise HostError(f"the shaper at {self._url} does not answer: {error}; is the lab up?") from error
         if answer.ok:
             return answer.json()
-        try:
-            problem = answer.json()["error"]
-        except (ValueError, KeyError, TypeError):
-            problem = f"status {answer.status_code}"
-        raise (InputError if answer.status_code == 400 else HostError)(f"shaper: {problem}")
-
-    def healthy(self) -> bool:
-        """Say whether the shaper answers."""
-        try:
-            return self._session.get(self._url + "/health", timeout=2).ok
-        except requests.RequestException:
-            return False
+        raise (InputError if answer.status_code == 400 else HostError)(f"shaper: {refusal(answer)}")
 
     def facts(self) -> dict[str, Any]:
         """Return ``kernel``, ``backend``, ``hostname``, ``monotonic`` and ``time`` (clocks, seconds) of its host."""

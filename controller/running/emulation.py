@@ -249,6 +249,9 @@ class _Execution:
     def _boot(self, name: str) -> None:
         """Start a device that is down, and its program."""
         self._restarting.add(name)
+        self._start_again(name)
+
+    def _start_again(self, name: str) -> None:
         self._lab.start(name, self._containers.links())
         self._deploy(name)
         self._start(name)
@@ -291,9 +294,7 @@ class _Execution:
                 self._restarting.discard(name)
                 continue
             try:
-                self._lab.start(name, self._containers.links())
-                self._deploy(name)
-                self._start(name)
+                self._start_again(name)
             except TestbedError as error:
                 self._inbox.put(
                     Event(self._now(), TESTBED, "log", {"text": f"{name} started but cannot join: {error}"})

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from testbed.experiment import Experiment
@@ -30,30 +30,21 @@ _LONGEST = 10_000
 
 
 @dataclass(frozen=True)
-class Lateness:
-    """Seconds that the host added to critical paths."""
+class PathTime:
+    """Seconds of critical paths, or those that the host added to them."""
 
     computing: float = 0.0
-    """Work begun, done or handed over too late."""
+    """Where it is the host's: work begun, done or handed over too late."""
     messaging: float = 0.0
-    """Messages under way for longer than their links take."""
+    """From the call that sends a message to its arrival; the host's: beyond what its link takes."""
 
-    def __add__(self, other: Lateness) -> Lateness:
-        return Lateness(self.computing + other.computing, self.messaging + other.messaging)
+    def __add__(self, other: PathTime) -> PathTime:
+        return PathTime(self.computing + other.computing, self.messaging + other.messaging)
 
     @property
     def seconds(self) -> float:
         """Both together."""
         return self.computing + self.messaging
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds of a critical path: what is left of its window was spent on neither."""
-
-    computing: float = 0.0
-    messaging: float = 0.0
-    """From the call that sends a message to its arrival."""
 
 
 @dataclass(frozen=True)
@@ -97,23 +88,19 @@ class CriticalPaths:
         self._pieces = {name: sorted(own, key=lambda piece: piece.end) for name, own in pieces.items()}
         self._ends = {name: [piece.end for piece in own] for name, own in self._pieces.items()}
 
-    def lateness(self, device: str, window: Interval) -> Lateness:
+    def lateness(self, device: str, window: Interval) -> PathTime:
         """Return what the host added to the path that ends on a device at the end of a window, within the window."""
-        found = Lateness()
-        for piece in self._path(device, window):
-            found += Lateness(computing=piece.late) if piece.sender is None else Lateness(messaging=piece.late)
-        return found
+        return self._sum(device, window, lambda piece: piece.late)
 
-    def spent(self, device: str, window: Interval) -> Spent:
-        """Return what the path that ends on a device at the end of a window consists of, within the window."""
-        computing = messaging = 0.0
+    def spent(self, device: str, window: Interval) -> PathTime:
+        """Return what the path that ends on a device at the end of a window consists of; the rest was neither."""
+        return self._sum(device, window, lambda piece: piece.end - max(piece.start, window[0]))
+
+    def _sum(self, device: str, window: Interval, seconds: Callable[[_Piece], float]) -> PathTime:
+        found = PathTime()
         for piece in self._path(device, window):
-            seconds = piece.end - max(piece.start, window[0])
-            if piece.sender is None:
-                computing += seconds
-            else:
-                messaging += seconds
-        return Spent(computing, messaging)
+            found += PathTime(seconds(piece)) if piece.sender is None else PathTime(messaging=seconds(piece))
+        return found
 
     def _path(self, device: str, window: Interval) -> Iterator[_Piece]:
         """Yield the pieces of the path that ends on a device at the end of a window, the last one first."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.trace.critical import CriticalPaths, Lateness
+from testbed.trace.critical import CriticalPaths, PathTime
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval, clip, holds, total
 from testbed.trace.record import Record
@@ -33,7 +33,7 @@ def added(record: Record) -> HostTime:
     windows += [(record.plan.lead, window) for window in record.served]
     lateness = mean_lateness(record.outcome.fidelity.get("lateness", {}))
     paths = CriticalPaths(record.outcome.events, record.experiment, lateness)
-    found = sum((paths.lateness(device, window) for device, window in windows), Lateness())
+    found = sum((paths.lateness(device, window) for device, window in windows), PathTime())
     return HostTime(sum(end - start for _, (start, end) in windows), found.computing, found.messaging)
 
 

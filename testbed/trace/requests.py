@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from testbed.trace.bound import busiest
-from testbed.trace.critical import CriticalPaths, Spent
+from testbed.trace.critical import CriticalPaths, PathTime
 from testbed.trace.events import Event
 from testbed.trace.figures import Figure, Metrics, Row
 from testbed.trace.intervals import Interval
@@ -70,7 +70,7 @@ def _failed(record: Record) -> int | None:
     return sum(event.event == "failed" for event in ends) if ends else None
 
 
-def _spent(record: Record) -> list[Spent]:
+def _spent(record: Record) -> list[PathTime]:
     windows = record.once(_windows)
     if not windows:
         return []
@@ -91,7 +91,7 @@ def _over_bound(record: Record) -> float | None:
     return (whole[1] - whole[0]) / needed if whole and needed else None
 
 
-def _mean_spent(part: Callable[[Spent], float]) -> Callable[[Record], float | None]:
+def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[Record], float | None]:
     def figure(record: Record) -> float | None:
         return fmean(map(part, record.once(_spent))) if record.once(_spent) else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from testbed.experiment import Experiment
@@ -102,6 +102,11 @@ def verdict(record: Record) -> dict[str, Any]:
         "reasons": reasons,
         "checks": [asdict(check) for check in checks],
     }
+
+
+def _bounded(name: str, value: float, most: float, detail: str, limit: str) -> Check:
+    """Return a check that holds up to a bound, which its detail names where it does not."""
+    return Check(name, value <= most, detail if value <= most else f"{detail} (at most {limit})")
 
 
 def _left_out(experiment: Experiment) -> list[Check]:
@@ -218,9 +223,8 @@ def _host(found: HostTime, fidelity: Mapping[str, Any]) -> Check:
         f"the host added {found.share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
         f"{messaging:.1%} by messages later than their links make them"
     )
-    if found.share <= HOST_SHARE:
-        return Check("host", True, detail)
-    return Check("host", False, f"{detail} (at most {HOST_SHARE:.0%}){_load(fidelity)}")
+    check = _bounded("host", found.share, HOST_SHARE, detail, f"{HOST_SHARE:.0%}")
+    return check if check.ok else replace(check, detail=check.detail + _load(fidelity))
 
 
 def _load(fidelity: Mapping[str, Any]) -> str:
@@ -238,9 +242,7 @@ def _recoveries(recovered: Sequence[Mapping[str, Any]]) -> list[Check]:
     worst = max(done, key=lambda item: float(item["deficit"] / item["seconds"]))
     part = worst["deficit"] / worst["seconds"]
     detail = f"computing slower than asked made up {part:.1%} of a recovery"
-    if part > RECOVERY_DEFICIT_SHARE:
-        return [Check("recovery", False, f"{detail} (at most {RECOVERY_DEFICIT_SHARE:.0%})")]
-    return [Check("recovery", True, detail)]
+    return [_bounded("recovery", part, RECOVERY_DEFICIT_SHARE, detail, f"{RECOVERY_DEFICIT_SHARE:.0%}")]
 
 
 def _stolen(fidelity: Mapping[str, Any]) -> list[Check]:
@@ -248,9 +250,7 @@ def _stolen(fidelity: Mapping[str, Any]) -> list[Check]:
     if stolen is None:
         return []
     detail = f"a hypervisor kept {stolen:.1%} of the processors' time for others"
-    if stolen > STOLEN_SHARE:
-        return [Check("stolen", False, f"{detail} (at most {STOLEN_SHARE:.0%})")]
-    return [Check("stolen", True, detail)]
+    return [_bounded("stolen", stolen, STOLEN_SHARE, detail, f"{STOLEN_SHARE:.0%}")]
 
 
 def _queues(fidelity: Mapping[str, Any]) -> list[Check]:
@@ -274,6 +274,4 @@ def _delays(fidelity: Mapping[str, Any], experiment: Experiment) -> list[Check]:
     shortest = min((link.delay for link in experiment.links.values() if link.delay > 0), default=0.0)
     limit = max(DELAY_LATENESS, DELAY_LATENESS_SHARE * shortest)
     detail = f"1 % of the packets were delayed by {lateness * 1e3:.2f} ms more than asked, or later"
-    if lateness > limit:
-        return [Check("delays", False, f"{detail} (at most {limit * 1e3:g} ms)")]
-    return [Check("delays", True, detail)]
+    return [_bounded("delays", lateness, limit, detail, f"{limit * 1e3:g} ms")]

@@ -17,6 +17,7 @@ import requests
 
 from controller.bench.bare import Network, network
 from controller.bench.flows import flows, tcp_rates, udp_rates
+from controller.lab.health import healthy
 from controller.lab.links import Shaper
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
@@ -219,7 +220,7 @@ def served() -> Iterator[str]:
     }
     process = subprocess.Popen([sys.executable, "-m", "controller.shaping"], env=environment)
     url = f"http://127.0.0.1:{port}"
-    while not Shaper(url, "secret").healthy():
+    while not healthy(url):
         assert process.poll() is None
         time.sleep(0.05)
     yield url

@@ -12,7 +12,7 @@ from testbed.framing import WINDOW, wire_bytes
 from testbed.network.link import Link
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
-from testbed.trace.critical import CriticalPaths, Lateness
+from testbed.trace.critical import CriticalPaths, PathTime
 from testbed.trace.events import TESTBED, Event, link_fields
 
 RATE = 1e6
@@ -62,7 +62,7 @@ def step(late_work: float = 0.0, late_message: float = 0.0) -> tuple[list[Event]
     return events, returned + 0.2
 
 
-def added(events: list[Event], end: float, **devices: Any) -> Lateness:
+def added(events: list[Event], end: float, **devices: Any) -> PathTime:
     return CriticalPaths(events, experiment(**devices), packet_lateness=0.001).lateness("a", (0.0, end))
 
 
@@ -80,8 +80,8 @@ def test_a_path_ends_where_its_window_begins() -> None:
     events, end = step(late_work=0.07, late_message=0.03)
     paths = CriticalPaths(events, experiment())
     assert paths.lateness("a", (end - 0.2, end)).seconds == 0.0
-    assert paths.lateness("a", (end - 0.24, end)) == Lateness(messaging=pytest.approx(0.03))
-    assert paths.lateness("nobody", (0.0, end)) == Lateness()
+    assert paths.lateness("a", (end - 0.24, end)) == PathTime(messaging=pytest.approx(0.03))
+    assert paths.lateness("nobody", (0.0, end)) == PathTime()
 
 
 def test_waiting_behind_another_message_is_the_links_doing() -> None:
