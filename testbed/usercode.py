@@ -90,6 +90,11 @@ def _text(file: Path, named: str, key: Key) -> tuple[str, str]:
     return module, text
 
 
+def forget() -> None:
+    """Read files again when they are next asked for: whoever works in one process for long has edited them."""
+    _text.cache_clear()
+
+
 def load(code: Code, key: Key) -> ModuleType:
     """Import the module that defines something; raises `InputError` naming the key and the line."""
     if _IMPORTER not in sys.meta_path:

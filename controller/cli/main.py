@@ -28,6 +28,7 @@ COMMANDS = {
     "data": "controller.cli.data:data",
     "report": "controller.cli.report:report",
     "compare": "controller.cli.report:compare",
+    "export": "controller.cli.export:export",
     "images": "controller.cli.images:images",
     "bench": "controller.cli.bench:bench",
     "doctor": "controller.cli.doctor:doctor",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from rich.console import Console
 
-from controller.cli.execution import run_one_by_one, simulate_side_by_side
+from controller.api.execution import run_one_by_one, simulate_side_by_side
 from controller.cli.options import links, overrides
 from testbed.errors import ExpectationError, InputError, TestbedError
 from testbed.prepare import Prepared, prepare

@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from matplotlib.figure import Figure as Plot
 
 from controller.report import radiomap
 from controller.report.declared import Drawn, curves, head, tables
@@ -76,7 +76,7 @@ def render(run: Run) -> str:
             explained=_explained(metrics["verdict"]),
             figures=list(head(run)),
             expectations=[(one, found_text(one, run)) for one in run.expectations],
-            charts=list(_charts(run)),
+            charts=[(title, note, inline(plot, title)) for title, note, plot in charts(run)],
             timeline=timeline(run),
             devices=devices,
             kinds=["compute", "send", "receive", *(["down"] if fell else []), "idle"],
@@ -139,8 +139,8 @@ def _recovery(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str,
     return {"detected": None, "resumed": None, "seconds": None, **recovery_from(fault, metrics)}
 
 
-def _charts(run: Run) -> Iterator[tuple[str, str, Markup]]:
-    """Yield (title, note, SVG) of what the run went through."""
+def charts(run: Run) -> Iterator[tuple[str, str, Plot]]:
+    """Yield (title, note, plot) of what the run went through."""
     metrics = run.metrics
     end = metrics["duration"]
     windows = [Window(**window) for window in shaded(run)]
@@ -149,42 +149,42 @@ def _charts(run: Run) -> Iterator[tuple[str, str, Markup]]:
     steps = series["steps"]
     evaluations = series["evaluations"]
 
-    def draw(lines: list[Line], title: str, write: Any, top: float | None = None) -> Markup:
-        return inline(line_plot(lines, windows, range_=(0.0, end), write=write, top=top), title)
+    def draw(lines: list[Line], write: Any, top: float | None = None) -> Plot:
+        return line_plot(lines, windows, range_=(0.0, end), write=write, top=top)
 
     if steps:
         losses = [(row["time"], row["loss"]) for row in steps if row["loss"] is not None]
         tested = [(row["time"], row["loss"]) for row in evaluations if row.get("loss") is not None]
         lines = [Line("training loss", losses, "blue"), Line("test loss", tested, "violet", marks=True)]
-        yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, "Loss", formats.number)
+        yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, formats.number)
     # The one evaluation at the end of a run is a figure, not a curve.
     if len(evaluations) > 1:
         points = [(row["time"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None]
         lines = [Line("test accuracy", points, "green", marks=True)]
-        yield "Accuracy", "On the test data.", draw(lines, "Accuracy", formats.whole_share, 1.0)
+        yield "Accuracy", "On the test data.", draw(lines, formats.whole_share, 1.0)
     if steps:
         yield _step_chart(steps, draw)
     if series["requests"]:
         points = [(row["time"], row["latency"]) for row in series["requests"]]
         lines = [Line("latency", points, "blue", joined=False)]
-        yield "Latency", f"Of every request.{explained}", draw(lines, "Latency", formats.seconds)
+        yield "Latency", f"Of every request.{explained}", draw(lines, formats.seconds)
     for curve in curves(run):
         yield _own_chart(curve, draw)
     if run.experiment.radio is not None:
         yield _map(run)
 
 
-def _map(run: Run) -> tuple[str, str, Markup]:
+def _map(run: Run) -> tuple[str, str, Plot]:
     """Draw where devices are, who hears whom, and who holds what."""
     part, radio = run.trial.scenario.network.radio, run.experiment.radio
     assert part is not None
     assert radio is not None
     plot = radiomap.draw(radio.positions, radiomap.reception(run.experiment.links), _held(run), part.area)
     note = "The half of a line at a device is which share of its casts the other receives (PRR), before any fault."
-    return "Map", note, inline(plot, "Map")
+    return "Map", note, plot
 
 
-def _own_chart(curve: Drawn, draw: Any) -> tuple[str, str, Markup]:
+def _own_chart(curve: Drawn, draw: Any) -> tuple[str, str, Plot]:
     """Draw a chart that the method adds, of the first of its lines where there are more than colours."""
     lines = [
         Line(name or curve.title, points, colour, marks=len(points) <= FEW)
@@ -192,10 +192,10 @@ def _own_chart(curve: Drawn, draw: Any) -> tuple[str, str, Markup]:
     ]
     left_out = len(curve.lines) - len(lines)
     note = f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note
-    return curve.title, note, draw(lines, curve.title, partial(formats.of_kind, curve.kind))
+    return curve.title, note, draw(lines, partial(formats.of_kind, curve.kind))
 
 
-def _step_chart(steps: list[dict[str, Any]], draw: Any) -> tuple[str, str, Markup]:
+def _step_chart(steps: list[dict[str, Any]], draw: Any) -> tuple[str, str, Plot]:
     steady = [(row["time"], row["seconds"]) for row in steps if row["steady"]]
     others = [(row["time"], row["seconds"]) for row in steps if not row["steady"]]
     lines = [
@@ -211,7 +211,7 @@ def _step_chart(steps: list[dict[str, Any]], draw: Any) -> tuple[str, str, Marku
         above = sum(row["seconds"] > top for row in steps)
         lines[1] = Line(lines[1].name, [(at, min(value, top)) for at, value in others], "orange", joined=False)
         note += f" {above} longer than {formats.seconds(top)} drawn at the upper edge, up to {formats.seconds(most)}."
-    return "Time per step", note, draw(lines, "Time per step", formats.seconds, top)
+    return "Time per step", note, draw(lines, formats.seconds, top)
 
 
 def _reproduce(run: Run) -> str:

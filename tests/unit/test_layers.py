@@ -31,6 +31,7 @@ FLOORS = {
     ),
     "controller": (
         ("controller.cli",),
+        ("controller.api",),
         ("controller.bench",),
         ("controller.report", "controller.running"),
         ("controller.results",),

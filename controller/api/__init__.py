@@ -1,0 +1,195 @@
+"""The testbed from Python: what the command line does, for programs and notebooks.
+
+    from controller.api import load, simulate, sweep
+
+    run = simulate(load("quickstart", {"workload.epochs": 2}))
+    run.figures["accuracy"], run.frame("steps"), run.plot("Loss")
+
+Errors are those of `testbed.errors`: `InputError` says in one line what is wrong and what would be right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from rich.console import Console
+
+from controller.api.execution import run_one_by_one, run_recorded
+from controller.results import files
+from controller.results.recorder import numbered
+from controller.results.rows import Row, frame, points, rows
+from controller.results.run import Run, run_name
+from testbed import usercode
+from testbed.errors import InputError
+from testbed.prepare import Prepared, prepare
+from testbed.scenario import loading
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+from testbed.scenario.source import Source
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from controller.lab.lab import LinkBackend
+
+__all__ = ["Result", "Results", "build", "emulate", "load", "open_results", "simulate", "sweep"]
+
+Runtime = Literal["simulate", "emulate"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that is over."""
+
+    run: Run
+
+    @property
+    def path(self) -> Path:
+        """The folder of its results."""
+        return self.run.path
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Its figures of one value by name; `docs/figures.md` and `testbed methods` say what they mean."""
+        return {row["figure"]: row["value"] for row in rows(self.run, "figures")}
+
+    def rows(self, table: str) -> list[Row]:
+        """Return a table: figures, events, devices, links, steps, evaluations, requests or faults."""
+        return rows(self.run, table)
+
+    def frame(self, table: str) -> pd.DataFrame:
+        """Return such a table as a pandas frame."""
+        return frame(self.rows(table))
+
+    @property
+    def plots(self) -> dict[str, Figure]:
+        """The plots of its report by title, as matplotlib has them: a notebook shows them, `savefig` saves them."""
+        from controller.report.html import charts
+
+        return {title: plot for title, _, plot in charts(self.run)}
+
+    def plot(self, title: str) -> Figure:
+        """Return one of `plots`; raises `InputError` naming those there are."""
+        found = self.plots
+        if title not in found:
+            raise InputError(f"there is no plot '{title}': there are {', '.join(found)}")
+        return found[title]
+
+    def __str__(self) -> str:
+        from controller.report.terminal import show
+
+        text = StringIO()
+        show(Console(file=text, width=100, highlight=False), self.run)
+        return text.getvalue()
+
+    __repr__ = __str__
+
+
+class Results(list[Result]):
+    """The runs of a sweep, in its order."""
+
+    def rows(self) -> list[Row]:
+        """Return a row for each run: its point of the sweep, and its figures."""
+        return points([each.run for each in self])
+
+    def frame(self) -> pd.DataFrame:
+        """Return these rows as a pandas frame."""
+        return frame(self.rows())
+
+
+def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scenario:
+    """Return a scenario from its file, or by its name in ``scenarios/``, with some dotted keys changed."""
+    usercode.forget()
+    overrides = [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()]
+    return loading.load(scenario, overrides)
+
+
+def build(**keys: Any) -> Scenario:
+    """Return a scenario of keys as a file has them; files that it names are relative to the working directory."""
+    usercode.forget()
+    return loading.validate(keys, Source("scenario"))
+
+
+def simulate(scenario: Scenario, out: str | Path | None = None) -> Result:
+    """Run a scenario on the virtual clock; its results go to ``out``, by default to ``results/<name>``."""
+    return _one(scenario, "simulate", out)
+
+
+def emulate(
+    scenario: Scenario,
+    out: str | Path | None = None,
+    *,
+    links: LinkBackend = "auto",
+    accept_links: bool = False,
+    keep: bool = False,
+) -> Result:
+    """Run a scenario in containers; the options are those of `testbed run`."""
+    return _one(scenario, "emulate", out, links=links, accept_links=accept_links, keep=keep)
+
+
+def sweep(
+    scenario: Scenario,
+    values: Mapping[str, Sequence[Any]] | None = None,
+    out: str | Path | None = None,
+    *,
+    runtime: Runtime = "simulate",
+    together: bool = False,
+) -> Results:
+    """Run a scenario at all combinations of some keys' values, or at the points of its own sweep.
+
+    ``together`` takes the first values of all keys, then the second ones, and so on.
+    """
+    if values is not None:
+        pairs = zip(*values.values(), strict=True) if together else product(*values.values())
+        tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+        tree |= {"sweep": {}, "points": [dict(zip(values, each, strict=True)) for each in pairs]}
+        scenario = loading.validate(tree, scenario.source)
+    prepared = [prepare(trial) for trial in trials(scenario)]
+    folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)
+    todo = {number: (each, folder / run_name(each.trial)) for number, each in enumerate(prepared)}
+    found: dict[int, Run] = {}
+    _in_its_own_loop(lambda: run_one_by_one(todo, runtime, _silent(), found.__setitem__))
+    return Results(Result(found[number]) for number in sorted(found))
+
+
+def open_results(folder: str | Path) -> Results:
+    """Return the runs that a folder of results holds, one or those of a sweep."""
+    return Results(Result(run) for run in files.load_all(Path(folder)))
+
+
+def _one(scenario: Scenario, runtime: Runtime, out: str | Path | None, **options: Any) -> Result:
+    from controller.running.inputs import InitialWeights
+
+    runs = trials(scenario)
+    if len(runs) > 1:
+        raise InputError(f"{scenario.name} has {len(runs)} runs: use sweep(), or leave out its sweep and repetitions")
+    prepared: Prepared = prepare(runs[0])
+    folder = Path(out) if out is not None else numbered(Path("results") / run_name(prepared.trial))
+    silent = _silent()
+    initial = InitialWeights(silent)
+    run = _in_its_own_loop(lambda: run_recorded(prepared, runtime, folder, initial, silent, **options))
+    return Result(run)
+
+
+def _silent() -> Console:
+    return Console(file=StringIO())
+
+
+def _in_its_own_loop(act: Callable[[], T]) -> T:
+    """Do something that has an event loop of its own, in a thread where this one has one already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return act()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(act).result()

@@ -1,0 +1,101 @@
+"""A run as tables: rows of plain values, for programs that make tables of their own."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from controller.results.run import Run
+from testbed.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row = dict[str, Any]
+
+
+def _figures(run: Run) -> list[Row]:
+    plain = (int, float, str, bool)
+    return [
+        {"figure": name, "value": value, "kind": figure.kind, "meaning": figure.meaning}
+        for name, figure in run.figures.items()
+        if isinstance(value := run.metrics.get(name), plain)
+    ]
+
+
+def _events(run: Run) -> list[Row]:
+    return [
+        {"time": event.time, "device": event.device, "event": event.event, **event.fields}
+        for event in run.outcome.events
+    ]
+
+
+def _devices(run: Run) -> list[Row]:
+    return [{"device": name, **figures} for name, figures in run.metrics["devices"].items()]
+
+
+def _series(name: str) -> Callable[[Run], list[Row]]:
+    return lambda run: [dict(row) for row in run.metrics["series"][name]]
+
+
+TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
+    "figures": _figures,
+    "events": _events,
+    "devices": _devices,
+    "links": lambda run: [dict(row) for row in run.metrics["links"]],
+    "steps": _series("steps"),
+    "evaluations": _series("evaluations"),
+    "requests": _series("requests"),
+    "faults": lambda run: [dict(row) for row in run.metrics["fault_list"]],
+}
+"""What a run can be had as, and how. Times and durations are in seconds."""
+
+
+def rows(run: Run, table: str) -> list[Row]:
+    """Return a table of a run, a mapping for each row; raises `InputError` for one that there is not."""
+    if table not in TABLES:
+        raise InputError(f"there is no table '{table}': there are {', '.join(TABLES)}")
+    return TABLES[table](run)
+
+
+def points(runs: Sequence[Run]) -> list[Row]:
+    """Return a row for each run of a sweep: where in the sweep it is, and its figures of one value."""
+    return [
+        {
+            **run.trial.point,
+            "repetition": run.trial.repetition,
+            **{row["figure"]: row["value"] for row in _figures(run)},
+        }
+        for run in runs
+    ]
+
+
+def frame(found: Sequence[Row]) -> pd.DataFrame:
+    """Return rows as a pandas frame; raises `InputError` where pandas is not installed."""
+    try:
+        import pandas as pd
+    except ImportError:
+        raise InputError("frames need pandas: install it (`pip install pandas`), or take rows") from None
+    return pd.DataFrame(found)
+
+
+def write_parquet(path: Path, found: Sequence[Row]) -> None:
+    """Write rows as Parquet; a column of unlike or composed values becomes one of JSON. Needs pandas and pyarrow."""
+    table = frame(found)
+    for name, kind in table.dtypes.items():
+        if kind == object:
+            table[name] = [each if isinstance(each, str) else json.dumps(each, default=str) for each in table[name]]
+    table.to_parquet(path)
+
+
+def write_csv(path: Path, found: Iterable[Row]) -> None:
+    """Write rows as CSV, a column for each key that any of them has."""
+    found = list(found)
+    columns = dict.fromkeys(key for row in found for key in row)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows(found)
