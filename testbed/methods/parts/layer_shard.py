@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from testbed.methods.parts.sgd import Sgd
 from testbed.methods.parts.shard import MOMENTUM, State, weights_of
+from testbed.models import dense
+from testbed.models.dense import DenseStep, is_dense
 from testbed.models.graph import GraphLayer
 from testbed.models.layers import Dropout
 from testbed.models.sliced import SlicedLayer
@@ -28,14 +31,47 @@ _STATISTICS = ("running_mean", "running_var")
 """Of a normalisation: not trained, but moved with the channel."""
 
 
-@dataclass(frozen=True)
-class _Step:
+Gradients = dict[str, torch.Tensor]
+"""By parameter."""
+
+
+class _Step(Protocol):
     """One computation that waits for its gradient."""
+
+    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        """Return the gradients of what entered and of the parameters, as they were."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """By autograd."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
-    parameters: dict[str, torch.nn.Parameter]
+    parameters: dict[str, torch.Tensor]
     """That it was computed with: an update makes new ones."""
+
+    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        # As in `Shard.backward`: the gradient of this sum is the one given, to the bit, and imports less.
+        wanted = torch.autograd.grad(
+            (self.outputs * gradient).sum(), [self.inputs, *self.parameters.values()], allow_unused=True
+        )
+        assert wanted[0] is not None
+        added = zip(self.parameters, wanted[1:], strict=True)
+        return wanted[0], {name: each for name, each in added if each is not None}
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """In closed form."""
+
+    step: DenseStep
+    weight: str
+    bias: str
+
+    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        inputs, weight, bias = self.step.gradients(gradient)
+        return inputs, {self.weight: weight, self.bias: bias}
 
 
 class LayerShard:
@@ -61,24 +97,32 @@ class LayerShard:
         self._sgd = Sgd(optimizer)
         self._gradients: dict[str, torch.Tensor] = {}
         self._steps: dict[tuple[str, Hashable], _Step] = {}
+        self._dense = is_dense(layer) and layer.sequence[0].channel_values > 0
+        self._rectified = len(layer.sequence) > 1
+        self._names = (f"{layer.names[0]}.weight", f"{layer.names[0]}.bias")
         self._take_over(part, state)
 
     def _take_over(self, part: Slice, state: State) -> None:
         self.part = part
-        self._tensors: dict[str, torch.Tensor] = {
-            name: tensor.clone() if name.endswith(_STATISTICS) else torch.nn.Parameter(tensor.detach().clone())
-            for name, tensor in weights_of(state).items()
-        }
+        self._tensors = {name: tensor.detach().clone() for name, tensor in weights_of(state).items()}
         self._sgd.momentum = {
             name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in state.items() if name.startswith(MOMENTUM)
         }
-        self._sliced = SlicedLayer(self.layer, part, self._tensors, training=True)
+        self._sliced: SlicedLayer | None = None
         self._gradients.clear()
         self._steps.clear()
 
     @property
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {name: tensor for name, tensor in self._tensors.items() if isinstance(tensor, torch.nn.Parameter)}
+    def _layer(self) -> SlicedLayer:
+        """The slice with the present weights, of which autograd takes note."""
+        if self._sliced is None:
+            self._noted: dict[str, torch.Tensor] = {
+                name: torch.nn.Parameter(tensor)
+                for name, tensor in self._tensors.items()
+                if not name.endswith(_STATISTICS)
+            }
+            self._sliced = SlicedLayer(self.layer, self.part, self._tensors | self._noted, training=True)
+        return self._sliced
 
     def forward(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return the outputs of all neurons held, (samples, elements of the neurons).
@@ -86,7 +130,17 @@ class LayerShard:
         ``inputs`` is (samples, elements of the input channels ``columns``); the others are missing and count as zero.
         None: all that the shard has weights for.
         """
-        return self._run("forward", key, inputs, lambda values: self._sliced.finish(self._sliced.sums(values, columns)))
+        if not self._dense or columns is not None:
+            whole = self._layer
+            return self._run("forward", key, inputs, lambda values: whole.finish(whole.sums(values, columns)))
+        weight, bias = self._weights()
+        outputs = dense.forward(inputs, weight, bias, self._rectified)
+        self._steps["forward", key] = _Dense(DenseStep(inputs, weight, outputs, self._rectified), *self._names)
+        return outputs
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, bias = self._names
+        return self._tensors[weight], self._tensors[bias]
 
     def backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
         """Add to the gradients; return that of the inputs, (samples, elements of what `forward` took).
@@ -97,7 +151,7 @@ class LayerShard:
 
     def sums(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return what the inputs add to the neurons of the layer, (samples, elements of the rows held)."""
-        return self._run("sums", key, inputs, lambda values: self._sliced.sums(values, columns))
+        return self._run("sums", key, inputs, lambda values: self._layer.sums(values, columns))
 
     def sums_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
         """Add to the gradients of the weights; return that of the inputs.
@@ -108,7 +162,7 @@ class LayerShard:
 
     def finish(self, key: Hashable, sums: torch.Tensor) -> torch.Tensor:
         """Add the bias to complete sums, normalise and activate; (samples, elements of the channels held) both."""
-        return self._run("finish", key, sums, self._sliced.finish)
+        return self._run("finish", key, sums, self._layer.finish)
 
     def finish_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
         """Add to the gradients of what belongs to the channels; return that of the sums, for `sums_backward`."""
@@ -116,6 +170,8 @@ class LayerShard:
 
     def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return the outputs as `forward` does, in evaluation mode and keeping nothing."""
+        if self._dense and columns is None:
+            return dense.forward(inputs, *self._weights(), self._rectified)
         layer = SlicedLayer(self.layer, self.part, self._tensors)
         with torch.no_grad():
             return layer.finish(layer.sums(inputs, columns))
@@ -127,11 +183,12 @@ class LayerShard:
 
     def update(self, scale: float = 1.0) -> None:
         """Take one optimizer step with ``scale`` times the gradients added up, and forget them."""
-        new = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in self._parameters.items()}
-        self._sgd.step(new, {name: gradient.mul_(scale) for name, gradient in self._gradients.items()})
+        changed = {name: self._tensors[name].clone() for name in self._gradients}
+        gradients = self._gradients if scale == 1 else {name: each * scale for name, each in self._gradients.items()}
+        self._sgd.step(changed, gradients)
         self._gradients.clear()
-        self._tensors.update(new)
-        self._sliced = SlicedLayer(self.layer, self.part, self._tensors, training=True)
+        self._tensors.update(changed)
+        self._sliced = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return a copy of the gradients added up since the last update."""
@@ -140,7 +197,7 @@ class LayerShard:
     def add_gradients(self, gradients: State) -> None:
         """Add gradients that were computed earlier, of the same neurons."""
         for name, added in gradients.items():
-            self._gradients[name] = self._gradients[name] + added if name in self._gradients else added.clone()
+            self._gradients[name] = self._gradients[name] + added if name in self._gradients else added
 
     def drop_gradients(self) -> None:
         """Forget the gradients added up since the last update."""
@@ -191,16 +248,10 @@ class LayerShard:
     ) -> torch.Tensor:
         inputs = inputs.detach().requires_grad_()
         outputs = work(inputs)
-        self._steps[kind, key] = _Step(inputs, outputs, self._parameters)
+        self._steps[kind, key] = _Recorded(inputs, outputs, self._noted)
         return outputs.detach()
 
     def _back(self, kind: str, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
-        step = self._steps.pop((kind, key))
-        # As in `Shard.backward`: the gradient of this sum is the one given, to the bit, and imports less.
-        wanted = torch.autograd.grad(
-            (step.outputs * gradient).sum(), [step.inputs, *step.parameters.values()], allow_unused=True
-        )
-        added = zip(step.parameters, wanted[1:], strict=True)
-        self.add_gradients({name: gradient for name, gradient in added if gradient is not None})
-        assert wanted[0] is not None
-        return wanted[0]
+        before, gradients = self._steps.pop((kind, key)).back(gradient)
+        self.add_gradients(gradients)
+        return before

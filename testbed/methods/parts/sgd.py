@@ -23,7 +23,7 @@ class Sgd:
         self.momentum: dict[str, torch.Tensor] = {}
         """The running sum of gradients, by parameter; empty before the first step."""
 
-    def step(self, parameters: Mapping[str, torch.nn.Parameter], gradients: Mapping[str, torch.Tensor]) -> None:
+    def step(self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
         """Take one step along the gradients; a parameter without one stays as it is.
 
         With gradient g, decay d, momentum m and learning rate r: g += d w; b = m b + g (b = g at first); w -= r b.
