@@ -86,7 +86,7 @@ def write_parquet(path: Path, found: Sequence[Row]) -> None:
     """Write rows as Parquet; a column of unlike or composed values becomes one of JSON. Needs pandas and pyarrow."""
     table = frame(found)
     for name, kind in table.dtypes.items():
-        if kind == object:
+        if str(kind) == "object":
             table[name] = [each if isinstance(each, str) else json.dumps(each, default=str) for each in table[name]]
     table.to_parquet(path)
 
