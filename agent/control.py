@@ -97,6 +97,7 @@ def application(runner: Runner) -> Flask:
         ("PUT", "/shard", views.put_shard),
         ("POST", "/start", views.start),
         ("POST", "/stop", views.stop),
+        ("POST", "/leave", views.leave),
         ("PUT", "/speed", views.set_speed),
         ("PUT", "/links", views.set_links),
         ("GET", "/events", views.events),
@@ -139,6 +140,10 @@ class _Views:
 
     def stop(self) -> Response:
         self._runner.stop()
+        return self.done()
+
+    def leave(self) -> Response:
+        self._runner.leave()
         return self.done()
 
     def set_speed(self) -> Response:

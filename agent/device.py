@@ -49,6 +49,7 @@ class RealDevice:
     ) -> None:
         spec, peers = deployment.problem.device(settings.device), deployment.peers
         self.name = settings.device
+        self.leaving = False
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.processors = Processors(spec.processors, pace)
         self.lanes: dict[str, Lane] = {}

@@ -149,6 +149,12 @@ class Runner:
         if not self._over.wait(STOP_SECONDS):
             raise Refused(409, "the program ignores its cancellation; kill the device")
 
+    def leave(self) -> None:
+        """Tell the program that the device leaves; the controller switches it off once the program has returned."""
+        with self._lock:
+            if self.device is not None:
+                self.device.leaving = True
+
     def needs_ready(self, what: str) -> None:
         """Refuse what may only come between a deployment and the start."""
         if self.state != "ready":

@@ -59,6 +59,10 @@ class Device(Protocol):
     def name(self) -> str:
         """The device's name in the scenario."""
 
+    @property
+    def leaving(self) -> bool:
+        """Whether it has been told to leave (the fault `retire`); it is off as soon as its program has returned."""
+
     async def send(self, peer: str, message: Message) -> None:
         """Deliver reliably, in the order of the calls per peer; return once the peer has acknowledged.
 

@@ -426,13 +426,20 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
     experiment = trial.experiment
     links = experiment.links
     traced = [(pair, link) for _, pair, link in traced_links(links, experiment.changes, experiment.devices[0].name)]
-    return checks.problems(
+    found = checks.problems(
         experiment.faults,
         Setting(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
         lambda device: method.spans(plan, device),
         events_of(method.declared),
         batches(trial.scenario),
     )
+    for index, fault in enumerate(experiment.faults):
+        if fault.retire is not None and not method.retires:
+            text = f"no device of '{method.name}' hands over what it holds: use kill"
+            found.append(Diagnostic(("faults", index, "retire"), text))
+        elif fault.retire == plan.lead:
+            found.append(Diagnostic(("faults", index, "retire"), f"'{plan.lead}' leads the run, which would end"))
+    return found
 
 
 def _device_key(name: str, scenario: Scenario) -> Key:

@@ -89,6 +89,8 @@ def _device_command(action: str, text: str) -> None:
 
 _device_command("kill", "End a device at once, as a power cut would.")
 _device_command("restart", "Boot a device again; its links are shaped before it counts as up.")
+_device_command("retire", "Tell a device to leave: it hands over what it holds, and is off.")
+_device_command("join", "Boot a device again that was killed or has retired.")
 _device_command("pause", "Freeze a device; its connections stay open.")
 _device_command("resume", "Let a paused device go on.")
 _device_command("unthrottle", "Give a throttled device its own speed back.")

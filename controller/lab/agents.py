@@ -70,6 +70,10 @@ class Agent:
         """Cancel the program; returns once it is over."""
         self._request("POST", "/stop", seconds=CONNECT_SECONDS, data=b"")
 
+    def leave(self) -> None:
+        """Tell the program that the device leaves."""
+        self._request("POST", "/leave", seconds=CONNECT_SECONDS)
+
     def set_speed(self, factor: float) -> None:
         """Let the device compute at this share of its own speed from now on, also what it is computing right now."""
         self._request("PUT", "/speed", seconds=CONNECT_SECONDS, json={"factor": factor})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from controller.lab import runstate
 from controller.lab.agents import AgentGone
 from controller.lab.lab import Lab
+from testbed.errors import TestbedError
 from testbed.faults.actions.throttle import MIN_FACTOR
 from testbed.faults.conditions import Changed, Conditions, DeviceState
 from testbed.faults.machines import RecordedStep
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 HALTED = MIN_FACTOR
 """Share of its own speed at which a device that is about to be paused computes: what it has begun waits as it does."""
+RETIRE_SECONDS = 60.0
+"""How long a device may take to hand over what it holds."""
+RETIRE_INTERVAL = 0.1
 _STATES: Mapping[str, DeviceState] = {"running": "up", "paused": "paused"}
 """In the engine's words; in any other state a device is down."""
 
@@ -98,6 +103,21 @@ class Containers:
             return
         self._lab.start(device, self.links())
         self.inform(device)
+
+    def retire(self, device: str) -> None:
+        """Tell a device to leave, wait until its program has returned, and switch it off.
+
+        Raises `TestbedError` where the program goes on.
+        """
+        with suppress(AgentGone):
+            if (agent := self._agent(device)) is not None:
+                agent.leave()
+                end = time.monotonic() + RETIRE_SECONDS
+                while agent.health()["state"] == "running":
+                    if time.monotonic() > end:
+                        raise TestbedError(f"{device} was told to leave and still runs after {RETIRE_SECONDS:g} s")
+                    time.sleep(RETIRE_INTERVAL)
+        self.kill(device)
 
     def pause(self, device: str) -> None:
         """Freeze a device; it computes nothing from then on, since while it is frozen no paced time must pass."""

@@ -16,8 +16,8 @@ from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 from testbed.network.radio import Radio
 
-DeviceState = Literal["up", "down", "paused"]
-"""Of a device. One that boots is up."""
+DeviceState = Literal["up", "down", "paused", "retired"]
+"""Of a device. One that boots is up. One that has retired is down by the time one looks."""
 ALL = "all"
 """The target of an action that concerns everything."""
 

@@ -50,6 +50,10 @@ class Machines(Protocol):
     def restart(self, device: str) -> None:
         """Boot a device that is down, with the links and the speed that are in force."""
 
+    def retire(self, device: str) -> None:
+        """Tell a device's program to leave; once that has returned, the device is off."""
+        ...
+
     def pause(self, device: str) -> None:
         """Let a device stand still: its memory is kept."""
 
@@ -79,6 +83,8 @@ def carry_out(step: MachineStep, machines: Machines) -> Changed:
 def _switch(machines: Machines, device: str, before: DeviceState, after: DeviceState) -> None:
     if after == "down":
         machines.kill(device)
+    elif after == "retired":
+        machines.retire(device)
     elif after == "paused":
         machines.pause(device)
     elif before == "paused":

@@ -37,6 +37,8 @@ class ActionPart(Part):
 
     kill: Name | None = Field(None, description="the device ends at once, its memory is lost")
     restart: Name | None = Field(None, description="a killed device boots again")
+    retire: Name | None = Field(None, description="the device is told to leave, hands over what it holds and is off")
+    join: Name | None = Field(None, description="a device that was killed or has retired boots again")
     pause: Name | None = Field(None, description="the device stands still, its memory is kept")
     resume: Name | None = Field(None, description="a paused device goes on")
     partition: tuple[tuple[Name, ...], ...] | None = Field(

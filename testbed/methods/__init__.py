@@ -31,6 +31,7 @@ _CLASSES = {
     "split-federated": "testbed.methods.splitfederated:SplitFederated",
     "pipelearn": "testbed.methods.pipelearn:PipeLearn",
     "edgepipe": "testbed.methods.edgepipe:EdgePipe",
+    "versatile": "testbed.methods.versatile:Versatile",
     "exchange": "testbed.methods.exchange:Exchange",
 }
 

@@ -118,6 +118,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """Whether it can do without numbers, as ``workload.numerics: none`` asks for."""
     samples_everywhere: ClassVar[bool] = False
     """Whether every device of the plan is given all samples, since it reads a part of each; else see `data_owners`."""
+    retires: ClassVar[bool] = False
+    """Whether a device's program hands over what it holds and returns once `Device.leaving` is true."""
     declared: ClassVar[Declared] = Declared()
     """Figures, events, rows and tables of its own."""
 

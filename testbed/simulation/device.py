@@ -65,6 +65,7 @@ class SimulatedDevice:
         self.name = host.name
         self.host = host
         self.alive = True
+        self.leaving = False
         self.tasks: dict[asyncio.Task[Any], None] = {}
         """Of the program and all that it started, in that order."""
         self.running = True

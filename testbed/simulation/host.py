@@ -20,6 +20,8 @@ class Guest(Protocol):
     name: str
     running: bool
     """Whether the program has not returned."""
+    leaving: bool
+    """Whether it has been told to leave."""
     errors: list[BaseException]
     """What tasks that the program started have raised."""
     exposed: Callable[[], Mapping[str, torch.Tensor]] | None

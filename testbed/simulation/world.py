@@ -187,6 +187,14 @@ class World:
             host.booting = host.boots
             self.loop.at(self.loop.now + BOOT_SECONDS, self._boot, (host, host.boots))
 
+    def retire(self, name: str) -> None:
+        """Tell a device to leave: it is switched off as its program returns. Nothing happens to one that is off."""
+        device = self.hosts[name].device
+        if device is not None:
+            device.leaving = True
+            if not device.running:
+                self.kill(name)
+
     def pause(self, name: str) -> None:
         """Stop a device's clock: program, processor and what it was sending stand still."""
         host = self.hosts[name]
@@ -282,6 +290,8 @@ class World:
         device.record("state", state="finished")
         if device.name == self._lead and not self._end.done():
             self._end.set_result(None)
+        elif device.leaving:
+            self.kill(device.name)
 
     def _fail(self, device: Guest, error: BaseException) -> None:
         device.write("state", {"state": "failed", "error": f"{type(error).__name__}: {error}"})

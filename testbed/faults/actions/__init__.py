@@ -12,12 +12,27 @@ from testbed.faults.actions.kill import Kill, Restart
 from testbed.faults.actions.obstruct import Obstruct
 from testbed.faults.actions.partition import NetworkPartition
 from testbed.faults.actions.pause import Pause, Resume
+from testbed.faults.actions.retire import Join, Retire
 from testbed.faults.actions.throttle import Throttle, Unthrottle
 from testbed.faults.conditions import FaultAction
 
 ACTIONS: Mapping[str, type[FaultAction[Any]]] = {
     kind.name: kind
-    for kind in (Kill, Restart, Pause, Resume, NetworkPartition, Degrade, Obstruct, Flap, Heal, Throttle, Unthrottle)
+    for kind in (
+        Kill,
+        Restart,
+        Retire,
+        Join,
+        Pause,
+        Resume,
+        NetworkPartition,
+        Degrade,
+        Obstruct,
+        Flap,
+        Heal,
+        Throttle,
+        Unthrottle,
+    )
 }
 """By name, which is the key in a scenario; in the order in which users read them."""
 

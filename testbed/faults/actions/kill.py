@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from testbed.faults.conditions import Conditions, FaultAction
 
 
@@ -24,9 +26,9 @@ class Restart(FaultAction[str]):
     """A killed device boots."""
 
     name = "restart"
-    undoes = (Kill.name,)
+    undoes: ClassVar[tuple[str, ...]] = (Kill.name,)
     switches = True
 
     def apply(self, now: Conditions, handle: str) -> Conditions:
         """Boot the device, unless it is on."""
-        return now.switch(self.value, {"down": "up"})
+        return now.switch(self.value, {"down": "up", "retired": "up"})

@@ -163,4 +163,5 @@ class Exchange:
             neurons = self._notes.hear(message)
         if message is None or neurons is None:
             return Part(sender, self._placement.of(sender, layer), None)
-        return Part(sender, neurons, message.tensor if own is None else pick(message.tensor, 1, own), message.note)
+        tensor = message.tensor if own is None or message.tensor is None else pick(message.tensor, 1, own)
+        return Part(sender, neurons, tensor, message.note)

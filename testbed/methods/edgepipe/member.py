@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import torch
 from torch.nn import functional
@@ -84,7 +84,7 @@ class Member:
         async for segment, action in self.slots(group, table):
             await self.work(segment, action)
 
-    def slots(self, group: int, table: Timetable) -> AsyncIterator[tuple[Segment, LayerAction | None]]:
+    def slots(self, group: int, table: Timetable) -> AsyncGenerator[tuple[Segment, LayerAction | None], None]:
         """Yield the work of a group's device, slot by slot, from the slot that it is."""
         slot, test_slot = self._details.slot, self._details.test_slot
         ahead = segments(table, slot, self._training.steps, test_slot, len(self._tests), self._every)
@@ -118,8 +118,8 @@ class Member:
             await self._feed(self._training.batch(action.batch)[0].flatten(1), number)
         else:
             inputs = self._missing.inputs(self._exchange.outputs(action.layer - 1, number, self._training.samples))
-            if inputs is not None:
-                await self._share(action.layer, number, await self._neurons.forward(action.layer, action.batch, inputs))
+            outputs = None if inputs is None else await self._neurons.forward(action.layer, action.batch, inputs)
+            await self._share(action.layer, number, outputs)
 
     async def _test(self, segment: Segment, action: LayerAction | None) -> None:
         """Forward a test batch, or have done with the test runs."""
@@ -139,15 +139,16 @@ class Member:
         else:
             arrived = self._exchange.outputs(layer - 1, number, self._tests.samples(action.batch))
             inputs = self._missing.tests(arrived)
-            if inputs is not None:
-                await self._share(layer, number, await self._neurons.infer(layer, action.batch, inputs))
+            outputs = None if inputs is None else await self._neurons.infer(layer, action.batch, inputs)
+            await self._share(layer, number, outputs)
 
     async def _feed(self, values: torch.Tensor, number: int) -> None:
         """Cast the own values of the samples: what the input layer does."""
         await self._share(0, number, pick(values, 1, self._placement.of(self._device.name, 0)))
 
-    async def _share(self, layer: int, number: int, outputs: torch.Tensor) -> None:
-        await self._exchange.cast(min(layer + 1, self._output), Outputs(number, layer, outputs))
+    async def _share(self, layer: int, number: int, outputs: torch.Tensor | None) -> None:
+        if outputs is not None or self._missing.absent:
+            await self._exchange.cast(min(layer + 1, self._output), Outputs(number, layer, outputs))
 
     async def _backward(self, layer: int, step: int, number: int) -> None:
         """Learn, and cast what the own neurons add to the losses of the layer before."""
@@ -157,7 +158,7 @@ class Member:
         else:
             gradient = self._missing.losses(self._exchange.losses(layer, number, samples))
         before = await self._neurons.backward(layer, step, samples, gradient)
-        if layer > 1 and before is not None:
+        if layer > 1 and (before is not None or self._missing.absent):
             await self._exchange.cast(layer - 1, Losses(number, layer, before))
 
     def _loss(self, step: int, number: int) -> torch.Tensor | None:
@@ -172,5 +173,7 @@ class Member:
             self._device.record("step", step=step, loss=float(loss.detach()), samples=len(labels))
         if usable is None:
             return None
+        if self._leads:
+            self._missing.observe(step, float(loss.detach()))
         (gradient,) = torch.autograd.grad(loss, [results])
         return pick(gradient, 1, self._placement.of(self._device.name, self._output))

@@ -20,7 +20,8 @@ class Outputs(Typed, kind="outputs", key=("batch", "layer", "sender")):
 
     batch: int
     layer: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None = None
+    """None: there is nothing of this batch."""
     note: dict[str, Any] | None = None
     """What a method tells along."""
 
@@ -31,7 +32,8 @@ class Losses(Typed, kind="losses", key=("batch", "layer", "sender")):
 
     batch: int
     layer: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None = None
+    """None: there is nothing of this batch."""
     note: dict[str, Any] | None = None
     """What a method tells along."""
 

@@ -37,6 +37,8 @@ class Arrived:
     """Of the whole layer."""
     parts: tuple[Part, ...]
     """Of all devices with neurons of the layer, in their order."""
+    others: bool = True
+    """Whether the other devices of the receiver's layer are known to have everything; True where nobody asks."""
 
     @property
     def complete(self) -> bool:
@@ -91,6 +93,10 @@ class Missing:
     learn: Learn
     tests: Callable[[Arrived], torch.Tensor | None] = Arrived.together
     """As `inputs`, in tests; of the results shared, None counts as zeros."""
+    observe: Callable[[int, float], None] = lambda step, loss: None
+    """Told the loss of each step whose results are usable, on the device that leads."""
+    absent: bool = False
+    """Whether a device with nothing to send says so, by a cast without values."""
 
 
 def all_of(losses: Arrived) -> torch.Tensor | None:

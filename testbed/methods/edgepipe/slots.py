@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 
 from testbed.device import Device
 from testbed.methods.edgepipe.timeslots import LayerAction, Segment
@@ -10,7 +10,7 @@ from testbed.methods.edgepipe.timeslots import LayerAction, Segment
 
 async def slots(
     device: Device, group: int, segments: Iterable[Segment]
-) -> AsyncIterator[tuple[Segment, LayerAction | None]]:
+) -> AsyncGenerator[tuple[Segment, LayerAction | None], None]:
     """Yield the work of each slot as it begins, and None as each segment ends.
 
     Slots that are over are left out: the device was off, or stood still.

@@ -1,6 +1,6 @@
 """Who holds which neurons, and how that changes (Section V-B): in proportion to credibility, as devices leave and join.
 
-Pure: one arrangement follows from another. Neurons move within their layer only, so that no schedule changes.
+Pure: one arrangement follows from another. Channels move within their layer only, so that no schedule changes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from testbed.methods.edgepipe.partition import Partition
+from testbed.models.slices import NONE, Channels, as_channels
 from testbed.seeds import derive
 
-Neurons = tuple[int, ...]
-"""Of one layer, in order."""
-Holders = Mapping[str, Neurons]
-"""Of one layer, by device; a member of the layer's group that holds nothing has an empty tuple."""
+Holders = Mapping[str, Channels]
+"""The neurons of one layer, by device; every member of the layer's group has at least one."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Arrangement:
 
     groups: tuple[range, ...]
     sizes: tuple[int, ...]
-    """Neurons by layer, the input layer first."""
+    """Channels by layer, the input layer first."""
     layers: tuple[Holders, ...]
     """By layer; all layers of a group have the same devices, in the same order."""
     version: int = 0
@@ -43,17 +42,39 @@ class Arrangement:
         """All members, group after group."""
         return tuple(name for group in range(len(self.groups)) for name in self.members(group))
 
-    def of(self, device: str, layer: int) -> Neurons:
+    def senders(self, receiver: str) -> tuple[str, ...]:
+        """Return the other devices that cast to one: outputs of the layer before, losses of the one behind, results."""
+        own = self.group(receiver)
+        if own is None:
+            return ()
+        mine, last = self.groups[own], len(self.sizes) - 1
+
+        def casts(layers: range) -> bool:
+            return any(at - 1 in layers or (at >= 1 and at + 1 in layers) or at == last in layers for at in mine)
+
+        return tuple(
+            name
+            for group, layers in enumerate(self.groups)
+            if casts(layers)
+            for name in self.members(group)
+            if name != receiver
+        )
+
+    def again(self) -> Arrangement:
+        """Return the same as a newer arrangement."""
+        return replace(self, version=self.version + 1)
+
+    def of(self, device: str, layer: int) -> Channels:
         """Return a device's neurons of a layer; none of a layer that is not its own."""
-        return self.layers[layer].get(device, ())
+        return self.layers[layer].get(device, NONE)
 
 
 @dataclass(frozen=True)
 class Move:
-    """Neurons of a layer that change hands."""
+    """Channels of a layer that change hands."""
 
     layer: int
-    neurons: Neurons
+    neurons: Channels
     giver: str | None
     """None: whoever held them is gone, and they start anew."""
     taker: str
@@ -61,24 +82,29 @@ class Move:
 
 def arrangement_of(division: Partition, devices: Sequence[str]) -> Arrangement:
     """Return a division with its devices, one a super neuron."""
-    layers: list[dict[str, Neurons]] = [{} for _ in division.neurons]
+    layers: list[dict[str, Channels]] = [{} for _ in division.neurons]
     for part, name in zip(division.super_neurons, devices, strict=True):
         for layer in part.layers:
-            layers[layer][name] = tuple(part.of(layer))
+            layers[layer][name] = part.of(layer)
     return Arrangement(division.groups, division.neurons, tuple(layers))
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
     """Return ``neuronNum``: so many neurons in proportion to weights, those left over where most is lacking.
 
-    Evenly where all weights are 0.
+    At least one each: a device that had nothing to send would never be heard again. Evenly where all weights are 0.
+    Raises ValueError where there are more devices than neurons.
     """
+    if len(weights) > total:
+        raise ValueError(f"{total} neurons are too few for {len(weights)} devices")
     summed = math.fsum(weights)
     # Without the guard, 0.6 / 0.75 * 10 would be a hair below 8.
     exact = [total * weight / summed if summed else total / len(weights) for weight in weights]
-    found = [math.floor(value + 1e-9) for value in exact]
-    for index in sorted(range(len(exact)), key=lambda at: found[at] - exact[at])[: total - sum(found)]:
-        found[index] += 1
+    found = [max(1, math.floor(value + 1e-9)) for value in exact]
+    while sum(found) != total:
+        step = 1 if sum(found) < total else -1
+        movable = [index for index in range(len(found)) if found[index] + step > 0]
+        found[max(movable, key=lambda index: step * (exact[index] - found[index]))] += step
     return found
 
 
@@ -103,12 +129,16 @@ def left(now: Arrangement, device: str, credibility: Mapping[str, float], seed: 
 def joined(now: Arrangement, device: str, seed: int) -> Arrangement:
     """Return the arrangement with another device, in the group with the fewest; of equals the first.
 
-    It takes an even share of each layer, from the others in proportion to what they hold. Raises ValueError for a
-    member.
+    It takes an even share of each layer, from the others in proportion to what they hold. Nothing changes where every
+    group has a layer with no neuron for one more. Raises ValueError for a member.
     """
     if now.group(device) is not None:
         raise ValueError(f"{device} is a member already")
-    group = min(range(len(now.groups)), key=lambda index: len(now.members(index)))
+    counts = [len(now.members(index)) for index in range(len(now.groups))]
+    room = [index for index, count in enumerate(counts) if count < min(now.sizes[layer] for layer in now.groups[index])]
+    if not room:
+        return now
+    group = min(room, key=lambda index: counts[index])
     weights = []
     for layer in now.groups[group]:
         held = {name: float(len(neurons)) for name, neurons in now.layers[layer].items()}
@@ -127,7 +157,7 @@ def moves(before: Arrangement, after: Arrangement, gone: Collection[str] = ()) -
             for neuron in neurons:
                 if neuron not in own:
                     changing.setdefault(held.get(neuron), []).append(neuron)
-            found += [Move(layer, tuple(each), giver, taker) for giver, each in changing.items()]
+            found += [Move(layer, as_channels(each), giver, taker) for giver, each in changing.items()]
     return found
 
 
@@ -140,7 +170,7 @@ def _with(now: Arrangement, group: int, weights: Sequence[Mapping[str, float]], 
     return replace(now, layers=tuple(layers), version=now.version + 1)
 
 
-def _shared(holders: Holders, weights: Mapping[str, float], size: int, draws: random.Random) -> dict[str, Neurons]:
+def _shared(holders: Holders, weights: Mapping[str, float], size: int, draws: random.Random) -> dict[str, Channels]:
     """Return a layer's neurons by device: those with too many give some by chance, those with too few take them."""
     if not weights:
         return {}
@@ -154,6 +184,6 @@ def _shared(holders: Holders, weights: Mapping[str, float], size: int, draws: ra
     found = {}
     for name, count in counts.items():
         lacking = count - len(kept[name])
-        found[name] = tuple(sorted(kept[name] + free[:lacking]))
+        found[name] = as_channels(kept[name] + free[:lacking])
         free = free[lacking:]
     return found

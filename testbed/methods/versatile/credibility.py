@@ -33,15 +33,19 @@ def average(table: Ratios, device: str) -> float:
 
 
 def silent(recent: Ratios, device: str) -> bool:
-    """Return whether nobody who keeps a record of a device received anything of it: it has failed."""
-    return not any(value for (sender, _), value in recent.items() if sender == device)
+    """Return whether nobody who keeps a record of a device received anything of it: it has failed.
+
+    False where there is no such record.
+    """
+    found = [value for (sender, _), value in recent.items() if sender == device]
+    return bool(found) and not any(found)
 
 
 class Reception:
-    """What one device received in the window under way, of what it should have: gaps in the numbers are losses.
+    """What one device received in the window under way, of what it should have: gaps in numbers are losses.
 
-    A sender counts its casts, from 1, those of each kind to each layer by themselves, and puts the number into each.
-    What was lost behind the last one that arrived counts in the window in which the next one does.
+    A sender numbers its casts, those of each kind to each layer by themselves. What was lost behind the last one that
+    arrived counts in the window in which the next one does; before the first one that ever did, nothing counts.
     """
 
     def __init__(self) -> None:
@@ -53,8 +57,8 @@ class Reception:
     def note(self, sender: str, stream: str, number: int) -> None:
         """Note a cast that has arrived; one with a lower number than before is of a sender that booted."""
         key = (sender, stream)
-        if number <= self._newest.get(key, 0):
-            self._before[key] = 0
+        if key not in self._newest or number <= self._newest[key]:
+            self._before[key] = number - 1
         self._newest[key] = number
         self._received[sender] += 1
 
@@ -62,7 +66,7 @@ class Reception:
         """Return the share received of each sender, 0 of one that was not heard, and begin the next window."""
         due: Counter[str] = Counter()
         for key, number in self._newest.items():
-            due[key[0]] += number - self._before.get(key, 0)
+            due[key[0]] += number - self._before[key]
         found = {sender: min(1.0, self._received[sender] / due[sender]) if due[sender] else 0.0 for sender in senders}
         self._before = dict(self._newest)
         self._received.clear()

@@ -38,14 +38,15 @@ def test_a_device_of_which_nothing_is_known_has_no_credibility_and_a_silent_one_
 def test_gaps_in_the_numbers_of_a_sender_are_transmissions_that_were_lost():
     reception = Reception()
     for number in (1, 2, 4):
-        reception.note("a", "to 2", number)
-    reception.note("a", "to 1", 1)
-    reception.note("b", "to 2", 6)
-    assert reception.close(["a", "b", "c"]) == pytest.approx({"a": 4 / 5, "b": 1 / 6, "c": 0.0})
-    reception.note("a", "to 2", 5)
-    # It has booted meanwhile and counts from 1 again.
-    reception.note("b", "to 2", 1)
-    assert reception.close(["a", "b"]) == {"a": 1.0, "b": 1.0}
+        reception.note("a", "outputs 2", number)
+    reception.note("a", "losses 1", 1)
+    reception.note("b", "outputs 2", 6)
+    assert reception.close(["a", "b", "c"]) == pytest.approx({"a": 4 / 5, "b": 1, "c": 0})
+    reception.note("a", "outputs 2", 7)
+    # It has booted meanwhile and counts anew.
+    reception.note("b", "outputs 2", 1)
+    assert reception.close(["a", "b"]) == pytest.approx({"a": 1 / 3, "b": 1})
+    assert reception.close(["a", "b"]) == {"a": 0, "b": 0}
 
 
 @pytest.mark.parametrize(("rates", "goes_on"), [([0.75, 1, 0.5], True), ([0.75, 0.25, 0.5], False), ([], True)])
@@ -86,7 +87,7 @@ def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
     before = arrangement_of(partition([12, 12, 12, 12], 4, "hybrid"), devices(4))
     without = left(before, "d3", {"d2": 0.8}, seed=1)
     assert without.members(1) == ("d2",)
-    assert without.of("d2", 3) == tuple(range(12))
+    assert without.of("d2", 3) == range(12)
     after = joined(without, "new", seed=1)
     assert after.members(1) == ("d2", "new")
     assert [len(after.of(name, layer)) for name in ("d2", "new") for layer in (2, 3)] == [6] * 4
@@ -106,7 +107,7 @@ def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retire
     nobody = left(after, "d0", {}, seed=3)
     assert nobody.members(0) == ()
     again = joined(nobody, "d1", seed=3)
-    assert again.of("d1", 1) == tuple(range(8))
+    assert again.of("d1", 1) == range(8)
     assert [move.giver for move in moves(nobody, again)] == [None, None]
 
 

@@ -63,6 +63,7 @@ def spans(device):
         ({"degrade": {"between": ["b", "c"], "loss": "1%"}, "at": "1s"}, "degrade", "no link"),
         ({"obstruct": {"device": "a", "path_loss_exponent": 6}, "at": "1s"}, "obstruct", "no radio to obstruct: give"),
         ({"restart": "a", "at": "1s"}, "restart", "no fault of this scenario kills 'a'"),
+        ({"join": "a", "at": "1s"}, "join", "no fault of this scenario kills or retires 'a'"),
         ({"kill": "a", "when": {"device": "a", "begins": "bakward"}}, "when.begins", "it begins backward, forward"),
         ({"kill": "a", "when": {"device": "b", "begins": "forward"}}, "when.begins", "no part in this plan"),
         ({"kill": "a", "when": {"device": "a", "event": "recovry"}}, "when.event", "use one of"),

@@ -200,6 +200,8 @@ def test_what_mends_what_is_told_from_recorded_names():
     found = {(name, other) for name, each in table.items() if each for other in ACTIONS if each.mends(other, "b")}
     assert found == {
         ("restart", "kill"),
+        ("join", "kill"),
+        ("join", "retire"),
         ("resume", "pause"),
         ("heal", "partition"),
         ("heal", "degrade"),
@@ -229,6 +231,8 @@ breaking = st.one_of(
 mending_actions = st.one_of(
     st.just({"heal": "all"}),
     names.map(lambda name: {"restart": name}),
+    names.map(lambda name: {"retire": name}),
+    names.map(lambda name: {"join": name}),
     names.map(lambda name: {"resume": name}),
     names.map(lambda name: {"unthrottle": name}),
 )
@@ -293,8 +297,11 @@ class Remembered:
     def kill(self, device):
         self.switch(device, ("up", "paused"), "down")
 
+    def retire(self, device):
+        self.switch(device, ("up",), "retired")
+
     def restart(self, device):
-        self.switch(device, ("down",), "up")
+        self.switch(device, ("down", "retired"), "up")
 
     def pause(self, device):
         self.switch(device, ("up",), "paused")

@@ -1,0 +1,49 @@
+"""VersatileFL (Yoon et al., "VersatileFL: Volatility-Resilient Federated Learning in Wireless Edge Networks").
+
+Layers and batches are numbered as in `testbed.methods.edgepipe`, whose partition, timeslots and casts it has.
+"""
+
+from __future__ import annotations
+
+from testbed.device import Device
+from testbed.methods.base import Job, Method, Problem
+from testbed.methods.edgepipe.planner import timetable_of
+from testbed.methods.edgepipe.timeslots import draw
+from testbed.methods.versatile.figures import DECLARED
+from testbed.methods.versatile.planner import VersatileDetails, VersatileOptions, plan
+from testbed.plan import Plan
+
+
+class Versatile(Method[VersatileOptions, VersatileDetails]):
+    """Learning that goes on with what arrives, and neurons that move as devices and their links fail.
+
+    Missing values are substituted, saved gradients are used again, and the neurons of a layer go to the devices of its
+    group in proportion to how well these are heard. A device that restarts joins again.
+    """
+
+    name = "versatile"
+    summary = "EdgePipe that substitutes what is lost, and moves neurons away from devices that fail"
+    Options = VersatileOptions
+    Details = VersatileDetails
+    samples_everywhere = True
+    retires = True
+    declared = DECLARED
+
+    def plan(self, problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
+        """Plan as EdgePipe does. Raises `InputError` where that cannot be."""
+        return plan(problem)
+
+    async def program(self, device: Device, job: Job[VersatileOptions, VersatileDetails]) -> None:
+        """Be a super neuron, slot by slot, whichever neurons it has."""
+        if device.name in job.plan.details.devices:
+            from testbed.methods.versatile.member import run
+
+            await run(device, job)
+
+    def draw(self, plan: Plan[VersatileDetails]) -> str | None:
+        """Draw the first timeslots, a line a group of layers."""
+        return draw(timetable_of(plan.details))
+
+    def spans(self, plan: Plan, device: str) -> frozenset[str]:
+        """Return the spans of a super neuron; other devices begin none."""
+        return frozenset({"forward", "backward", "evaluate"} if device in plan.devices else ())

@@ -1,0 +1,48 @@
+"""What devices tell each other, reliably, when neurons change hands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from testbed.methods.edgepipe.messages import KINDS as CASTS
+from testbed.methods.parts.typed import Typed
+
+if TYPE_CHECKING:
+    from testbed.methods.parts.shard import State
+
+
+@dataclass(frozen=True)
+class Arrange(Typed, kind="arrange"):
+    """From the coordinator: who holds what from now on."""
+
+    version: int
+    layers: list[dict[str, list[int]]]
+    """By layer, the neurons of each device."""
+
+
+@dataclass(frozen=True)
+class Moved(Typed, kind="moved"):
+    """Neurons with their weights, for whoever holds them by that arrangement or a newer one."""
+
+    version: int
+    layer: int
+    neurons: list[int]
+    state: State
+
+
+@dataclass(frozen=True)
+class Join(Typed, kind="join"):
+    """From a device that has booted, and holds nothing."""
+
+    boot: bool = True
+
+
+@dataclass(frozen=True)
+class Leave(Typed, kind="leave"):
+    """From a device that is about to leave, and hands over what it holds."""
+
+    announced: bool = True
+
+
+KINDS: tuple[type[Any], ...] = (*CASTS, Arrange, Moved, Join, Leave)

@@ -1,0 +1,165 @@
+"""VersatileFL on the virtual clock: as EdgePipe while nothing is lost, and what it does about losses and failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from runs import of, problem_of, run, scenario
+
+from testbed.errors import InputError
+from testbed.methods.versatile.planner import plan
+
+WORKLOAD = {"optimizer": {"learning_rate": 0.1}, "steps": 36}
+LOSSY = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "25%"}}
+
+
+def six(method=(), name="versatile", workload=(), **keys):
+    own = {"window": 12} if name == "versatile" else {}
+    return scenario(5, workload={**WORKLOAD, **dict(workload)}, method={"name": name, **own, **dict(method)}, **keys)
+
+
+def devices_of(written):
+    return plan(problem_of(written)[0])
+
+
+@pytest.mark.parametrize("allocation", ["hybrid", "vertical", "horizontal"])
+def test_without_losses_it_is_edgepipe(allocation):
+    short, window = {"steps": 12}, {"window": 20} if allocation == "vertical" else {}
+    versatile = run(six({"allocation": allocation, **window}, workload=short))
+    edgepipe = run(six({"allocation": allocation}, "edgepipe", short))
+    for event in ("step", "evaluate"):
+        ours, theirs = of(versatile, event), of(edgepipe, event)
+        assert [each["loss"] for each in ours] == pytest.approx([each["loss"] for each in theirs], rel=1e-5)
+
+
+def test_every_neuron_scattered_it_learns_the_same():
+    short = {"steps": 12}
+    scattered = of(run(six({"allocation": "random"}, workload=short)), "step")
+    together = of(run(six({"allocation": "horizontal"}, workload=short)), "step")
+    assert [each["loss"] for each in scattered] == pytest.approx([each["loss"] for each in together], rel=1e-5)
+
+
+def counted(outcome):
+    """Return what all devices counted of their layers together."""
+    found = Counter()
+    for each in of(outcome, "maintenance"):
+        found.update({name: value for name, value in each.items() if name not in ("layer", "step", "version")})
+    return found
+
+
+def test_each_kind_of_maintenance_can_be_switched_off():
+    learns, off = {}, {"substitution": False, "reuse": False, "rearrangement": False}
+    for kept in ("substitution", "reuse", "rearrangement", None):
+        outcome = run(six({"allocation": "horizontal", **{key: key == kept for key in off}}, network=LOSSY))
+        learns[kept] = counted(outcome)
+        assert bool(of(outcome, "rearrangement")) == (kept == "rearrangement")
+    assert learns["substitution"]["dropped"] == 0
+    assert learns["substitution"]["fresh"] > 10 * learns[None]["fresh"]
+    assert learns[None]["dropped"] > 0
+    assert {kept: counts["reused"] > 0 for kept, counts in learns.items() if kept is not None} == {
+        "substitution": False,
+        "reuse": learns["reuse"]["fresh"] > 0 and learns["reuse"]["reused"] > 0,
+        "rearrangement": False,
+    }
+
+
+def test_a_killed_device_is_found_by_its_silence_and_its_neurons_start_anew_on_the_others():
+    written = six({"allocation": "horizontal"})
+    planned = devices_of(written)
+    victim = next(name for name in planned.details.devices if name != planned.lead)
+    at = 5 * 11 * planned.details.slot
+    outcome = run(six({"allocation": "horizontal"}, faults=[{"kill": victim, "at": f"{at}s"}]))
+    assert outcome.status == "finished"
+    change = of(outcome, "rearrangement")[0]
+    assert change["cause"] == "failure"
+    assert change["devices"] == [victim]
+    assert change["anew"] > 0
+    last = {event.device: event.fields["neurons"] for event in outcome.events if event.event == "arranged"}
+    assert sum(neurons for name, neurons in last.items() if name != victim) == 64 + 12 + 10 + 8 + 8 + 10
+    losses = [each["loss"] for each in of(outcome, "step")]
+    assert sum(losses[-10:]) < sum(losses[:10])
+
+
+def test_neurons_of_a_device_that_retires_travel_and_it_joins_again_with_an_even_share():
+    method = {"allocation": "horizontal"}
+    planned = devices_of(six(method))
+    victim = next(name for name in planned.details.devices if name != planned.lead)
+    step = 11 * planned.details.slot
+    faults = [{"retire": victim, "at": f"{5 * step}s"}, {"join": victim, "at": f"{20 * step}s"}]
+    outcome = run(six(method, faults=faults))
+    assert outcome.error is None
+    retired, joined = of(outcome, "rearrangement")[:2]
+    assert (retired["cause"], retired["devices"], retired["anew"]) == ("retirement", [victim], 0)
+    assert joined["cause"] == "join"
+    assert joined["anew"] == 0
+    states = [event.fields["state"] for event in outcome.events if event.event == "state" and event.device == victim]
+    assert states[:5] == ["up", "started", "finished", "up", "started"]
+    held = [event.fields["neurons"] for event in outcome.events if (event.event, event.device) == ("arranged", victim)]
+    assert held[1] == 0
+    assert held[-1] == pytest.approx(held[0], abs=6)  # as it is rounded in each layer
+    # Nothing is learnt anew: it goes on where the run without them is, but for a batch that was under way.
+    still = [each["loss"] for each in of(run(six(method)), "step")]
+    losses = [each["loss"] for each in of(outcome, "step")]
+    assert losses[:5] == pytest.approx(still[:5], rel=1e-5)
+    assert losses[-1] == pytest.approx(still[-1], rel=0.05)
+
+
+def test_a_killed_device_that_restarts_joins_again():
+    method = {"allocation": "hybrid"}
+    planned = devices_of(six(method))
+    victim = next(name for name in planned.details.devices if name != planned.lead)
+    step = 4 * planned.details.slot
+    faults = [{"kill": victim, "at": f"{10 * step}s"}, {"restart": victim, "at": f"{12 * step}s"}]
+    outcome = run(six(method, faults=faults, workload={"steps": 40}))
+    assert outcome.error is None
+    changes = of(outcome, "rearrangement")
+    assert (changes[0]["cause"], changes[0]["devices"]) == ("join", [victim])
+    began = [event.time for event in outcome.events if event.event == "begin" and event.device == victim]
+    assert max(began) > 13 * step
+
+
+def test_a_group_left_with_no_device_fails_the_run_and_is_named():
+    planned = devices_of(six({"allocation": "vertical", "window": 20}))
+    victim = planned.details.devices[2]
+    faults = [{"kill": victim, "at": "0.1s"}]
+    outcome = run(six({"allocation": "vertical", "window": 20}, faults=faults, workload={"steps": 80}))
+    assert outcome.status == "failed"
+    assert outcome.error.endswith(f"group 2 (layer 2) is left with no device: {victim} was its last")
+
+
+def test_the_neurons_of_a_device_that_is_heard_badly_go_to_the_others_of_its_group():
+    method = {"allocation": "hybrid"}
+    method["mapping"] = "random"
+    planned = devices_of(six(method))
+    poor = planned.details.devices[2]
+    links = [
+        {"from": a, "to": b, "message_loss": "90%"}
+        for other in planned.details.devices
+        if other != poor
+        for a, b in ((poor, other), (other, poor))
+    ]
+    network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
+    outcome = run(six(method, network=network))
+    last = {event.device: event.fields["neurons"] for event in outcome.events if event.event == "arranged"}
+    value = {each["of"]: each["value"] for each in of(outcome, "credibility")}
+    assert value[poor] < 0.3
+    assert 2 <= last[poor] < last[planned.details.devices[3]] / 3
+
+
+def test_the_same_seed_loses_and_rearranges_the_same():
+    one, same = (run(six({"allocation": "random"}, network=LOSSY, workload={"steps": 20})) for _ in range(2))
+    assert of(one, "step") == of(same, "step")
+    assert of(one, "rearrangement") == of(same, "rearrangement")
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ({"window": 3}, "3 steps are too few: records take 7 steps to reach every device"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_by_their_key(method, said):
+    with pytest.raises(InputError, match=said) as caught:
+        devices_of(six(method))
+    assert caught.value.key == ("method", *method)
