@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
+from controller.watch.feed import INTERVAL
 from testbed import formats
 from testbed.prepare import Prepared, batches, prepare, weights_file
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
 if TYPE_CHECKING:
+    from controller.results.recorder import Recorder
     from controller.results.run import Run
     from controller.running.inputs import InitialWeights
     from testbed.trace.events import Event
@@ -33,11 +36,14 @@ def run_recorded(
     folder: Path,
     initial: InitialWeights,
     console: Console,
+    *,
+    watch: bool = False,
     **lab_options: Any,
 ) -> Run:
     """Run one trial and write it to ``folder`` from its first event on; return the run as it lies there.
 
-    Raises what the runtime raises; what was seen until then is in the folder.
+    With ``watch`` a page shows it in the browser meanwhile. Raises what the runtime raises; what was seen until then is
+    in the folder.
     """
     from controller.report import boxes, html
     from controller.results.files import load as load_run
@@ -49,8 +55,9 @@ def run_recorded(
     weights = None if file is None else facts(file, prepared.problem.model)
     recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights)
     try:
-        outcome = _follow(prepared, runtime, initial, console, recorder.event, lab_options)
-        finished = load_run(recorder.finish(outcome))
+        with _page(recorder.path, runtime, console) if watch else nullcontext():
+            outcome = _follow(prepared, runtime, initial, console, recorder, lab_options)
+            finished = load_run(recorder.finish(outcome))
     except BaseException as error:
         recorder.abandon(error)
         raise
@@ -60,12 +67,29 @@ def run_recorded(
     return finished
 
 
+@contextmanager
+def _page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
+    """Show a run in the browser until it is over and the page has had the time to hear of it."""
+    from controller.lab import runstate
+    from controller.running.byhand import strike
+    from controller.watch.server import PageServer
+
+    page = PageServer(folder, (lambda given: strike(runstate.writing(folder), given)) if runtime == "emulate" else None)
+    console.print(page.address, soft_wrap=True)
+    page.show()
+    try:
+        yield
+    finally:
+        time.sleep(2 * INTERVAL)
+        page.close()
+
+
 def _follow(
     prepared: Prepared,
     runtime: Literal["emulate", "simulate"],
     initial: InitialWeights,
     console: Console,
-    record: Callable[[Event], None],
+    recorder: Recorder,
     lab_options: Mapping[str, Any],
 ) -> Outcome:
     """Run one trial under the eyes of the terminal."""
@@ -78,7 +102,7 @@ def _follow(
     with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
 
         def see(event: Event) -> None:
-            record(event)
+            recorder.event(event)
             live.event(event)
 
         if runtime == "simulate":
@@ -88,7 +112,7 @@ def _follow(
             return simulate(prepared, dataset, see, weights)
         from controller.running.emulation import emulate
 
-        return emulate(prepared, dataset, see, weights, on_stage=live.stage, **lab_options)
+        return emulate(prepared, dataset, see, weights, on_stage=live.stage, results=recorder.path, **lab_options)
 
 
 def run_one_by_one(

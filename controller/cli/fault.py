@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-import secrets
 from contextlib import suppress
-from typing import Any
 
 import click
-from pydantic import ValidationError
 
 from controller.cli.linkoptions import link_options, read
 from controller.lab import runstate
 from controller.lab.lab import Lab
-from controller.running.byhand import carry_out_by_hand
+from controller.running.byhand import carry_out_by_hand, checked, strike, summary
 from controller.running.byhand import flap as flapping
 from controller.running.faults import Containers
 from testbed.errors import InputError
 from testbed.faults.actions.flap import Flap
-from testbed.faults.conditions import Changed, FaultAction
-from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
-from testbed.faults.setting import Setting
 from testbed.quantities import parse_duration
-from testbed.scenario.loading import explain
 
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 
 
-def _checked(run_id: str | None, given: dict[str, object]) -> tuple[Containers, FaultAction[Any], str]:
-    """Check an action as a scenario's would be; return the devices of the run, the action and a handle for it."""
-    try:
-        action = ActionPart.model_validate(given).action
-    except ValidationError as error:
-        raise InputError("; ".join(f"{problem}" for problem in explain(error, ActionPart))) from None
-    lab = Lab.open(runstate.choose(run_id))
-    for _, name in action.named():
-        if name not in lab.devices:
-            raise InputError(f"there is no device '{name}' in {lab.run_id}: {', '.join(lab.devices)}")
-    run = lab.experiment
-    for _, text in action.problems(Setting(run.devices, run.links, radio=run.radio)):
-        raise InputError(text)
-    return Containers(lab), action, f"{action.name}-{secrets.token_hex(3)}"
-
-
 def _apply(run_id: str | None, given: dict[str, object]) -> None:
-    """Check an action, apply it, and say what it changed."""
-    containers, action, handle = _checked(run_id, given)
-    changed = carry_out_by_hand(FaultOperation(action, handle), containers)
-    if action.switches:
-        nothing = "" if changed.devices else f" is {containers.states()[action.target]}, nothing to do"
-        click.echo(f"{action.name}: {action.target}{nothing}")
-    elif action.undoes:
-        click.echo(_summary(changed))
-    else:
-        click.echo(f"{handle}: {_summary(changed)}; undo with: testbed fault undo {handle}")
-
-
-def _summary(changed: Changed) -> str:
-    links = [f"{len(changed.links)} directed links changed"] if changed.links or not changed.speeds else []
-    speeds = [f"{name} computes at {factor:.4g} times its own speed" for name, factor in changed.speeds.items()]
-    return ", ".join(links + speeds)
+    click.echo(strike(runstate.choose(run_id), given))
 
 
 @click.group()
@@ -161,7 +123,7 @@ def flap(
     Goes on until it is over, or Ctrl-C; either way the links are up at the end.
     """
     links = {**_links(source, destination, one_way), "down": down, "up": up, "times": times}
-    containers, action, handle = _checked(run_id, {"flap": links})
+    containers, action, handle = checked(runstate.choose(run_id), {"flap": links})
     assert isinstance(action, Flap)
     if for_ is not None and action.takes_no_for is not None:
         raise InputError(action.takes_no_for)
@@ -214,4 +176,4 @@ def undo(handle: str, run_id: str | None) -> None:
     in_force = containers.shown.in_force
     if handle not in in_force:
         raise InputError(f"'{handle}' is not in force; what is: {', '.join(in_force) or 'nothing'}")
-    click.echo(_summary(carry_out_by_hand(FaultOperation(in_force[handle], handle, "undo"), containers)))
+    click.echo(summary(carry_out_by_hand(FaultOperation(in_force[handle], handle, "undo"), containers)))

@@ -15,6 +15,7 @@ COMMANDS = {
     "run": "controller.cli.run:run",
     "up": "controller.cli.lab:up",
     "down": "controller.cli.lab:down",
+    "watch": "controller.cli.watch:watch",
     "ps": "controller.cli.lab:ps",
     "logs": "controller.cli.lab:logs",
     "fault": "controller.cli.fault:fault",

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     help="Begin with these weights: safetensors as a run leaves them, Darknet's for yolov2, or a scenario's, which is "
     "simulated first.",
 )
+@click.option("--watch", is_flag=True, help="Show the run in the browser while it goes on; see `testbed watch`.")
 @click.option("--keep", is_flag=True, help="Leave the containers up afterwards, to look at.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output.")
 def run(
@@ -75,6 +76,7 @@ def run(
     links: LinkBackend,
     accept_links: bool,
     weights: Path | None,
+    watch: bool,
     keep: bool,
     as_json: bool,
 ) -> None:
@@ -112,7 +114,7 @@ def run(
             simulate_side_by_side(scenario, changes, todo, jobs, console, done)
         else:
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
-            run_one_by_one(rows, runtime, console, done, links=links, accept_links=accept_links, keep=keep)
+            run_one_by_one(rows, runtime, console, done, links=links, accept_links=accept_links, keep=keep, watch=watch)
     except TestbedError as error:
         _explain(console, error)
         raise

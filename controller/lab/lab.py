@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property
 from ipaddress import IPv4Network
+from pathlib import Path
 from typing import Any, Literal
 
 import docker
@@ -79,12 +80,19 @@ class Lab:
 
     @classmethod
     def create(
-        cls, trial: Trial, run_id: str | None = None, *, links: LinkBackend = "auto", progress: Progress | None = None
+        cls,
+        trial: Trial,
+        run_id: str | None = None,
+        *,
+        links: LinkBackend = "auto",
+        progress: Progress | None = None,
+        results: Path | None = None,
     ) -> Lab:
         """Make networks, shaper and devices; return when all are healthy and every link is shaped.
 
-        Leaves nothing behind when it fails or is interrupted. Raises HostError where there is no engine, no images, no
-        room for the networks, or a container does not come up; InputError where the scenario's subnet does not fit.
+        Leaves nothing behind when it fails or is interrupted. ``results`` is the folder that the run is written to.
+        Raises HostError where there is no engine, no images, no room for the networks, or a container does not come
+        up; InputError where the scenario's subnet does not fit.
         """
         say = progress or (lambda _text: None)
         _check_devices(trial.experiment)
@@ -104,6 +112,7 @@ class Lab:
             scenario=scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
             point=trial.point,
             repetition=trial.repetition,
+            results=None if results is None else str(results),
         )
         runstate.write(state)
         try:

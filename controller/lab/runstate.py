@@ -25,6 +25,8 @@ class RunState:
     scenario: dict[str, Any] = field(default_factory=dict)
     point: dict[str, Any] = field(default_factory=dict)
     repetition: int = 0
+    results: str | None = None
+    """The folder that the run is written to; None of a lab that stands without a run."""
 
 
 def path_of(run: str) -> Path:
@@ -79,3 +81,11 @@ def forget(run: str) -> None:
     """Remove the state file and what lies beside it, as far as they are still there."""
     for path in state_folder().glob(f"{run}.*"):
         path.unlink(missing_ok=True)
+
+
+def writing(results: Path) -> str:
+    """Return the run that is written to a folder; raise InputError where there is none, or no longer."""
+    for run in runs():
+        if read(run).results == str(results):
+            return run
+    raise InputError(f"{results}: no run that is up is written there")

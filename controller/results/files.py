@@ -31,14 +31,24 @@ from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
 
 
+def begun(folder: Path) -> Trial:
+    """Return what is run in a folder, whether or not it is over; raise `InputError` where it holds no run."""
+    if not (folder / "scenario.yaml").is_file():
+        raise InputError(f"{folder}: holds no run: name a folder that `testbed run` wrote, such as results/<run>")
+    facts = _read_json(folder / "manifest.json")
+    trial = trials(load_scenario(folder / "scenario.yaml"))[0]
+    return replace(trial, point=facts["point"], repetition=facts["repetition"])
+
+
 def load(folder: Path) -> Run:
     """Read a run back, its figures computed again from its events; raise `InputError` where there is none.
 
     Survives what a crash leaves: a last line of events that was cut off, no figures. Such a run counts as interrupted.
     """
-    if not (folder / "scenario.yaml").is_file():
-        raise InputError(f"{folder}: holds no run: name a folder that `testbed run` wrote, such as results/<run>")
-    trial = trials(load_scenario(folder / "scenario.yaml"))[0]
+    try:
+        trial = begun(folder)
+    except KeyError as error:
+        raise InputError(f"{folder}: was not written by this version of the testbed: lacks {error}") from None
     facts = _read_json(folder / "manifest.json")
     fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
     events = _read_events(folder / "events.jsonl")
@@ -57,7 +67,6 @@ def load(folder: Path) -> Run:
             fidelity=fidelity.get("figures", {}),
             wall_seconds=facts["wall_seconds"],
         )
-        trial = replace(trial, point=facts["point"], repetition=facts["repetition"])
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder}: was not written by this version of the testbed: lacks {error}") from None
     except ValidationError as error:

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from controller.lab import runstate
+from controller.lab.lab import Lab
 from controller.running.faults import Containers, events_of
+from testbed.errors import InputError
 from testbed.faults.actions.flap import Flap
-from testbed.faults.conditions import Changed
+from testbed.faults.conditions import Changed, FaultAction
 from testbed.faults.machines import RecordedStep, carry_out
+from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
+from testbed.faults.setting import Setting
+from testbed.scenario.loading import explain
 from testbed.trace.events import TESTBED, Event
 
 
@@ -50,6 +58,44 @@ class Journal:
             instant, events = json.loads(line)
             found += [Event(max(0.0, instant - origin), TESTBED, event, fields) for event, fields in events]
         return found
+
+
+def checked(run_id: str, given: Mapping[str, object]) -> tuple[Containers, FaultAction[Any], str]:
+    """Check an action, given as a scenario writes it; return the devices of the run, the action and a handle for it.
+
+    Raises InputError where a scenario could not have it either.
+    """
+    try:
+        action = ActionPart.model_validate(given).action
+    except ValidationError as error:
+        raise InputError("; ".join(f"{problem}" for problem in explain(error, ActionPart))) from None
+    lab = Lab.open(run_id)
+    for _, name in action.named():
+        if name not in lab.devices:
+            raise InputError(f"there is no device '{name}' in {lab.run_id}: {', '.join(lab.devices)}")
+    run = lab.experiment
+    for _, text in action.problems(Setting(run.devices, run.links, radio=run.radio)):
+        raise InputError(text)
+    return Containers(lab), action, f"{action.name}-{secrets.token_hex(3)}"
+
+
+def strike(run_id: str, given: Mapping[str, object]) -> str:
+    """Check an action, carry it out, and say what it changed."""
+    containers, action, handle = checked(run_id, given)
+    changed = carry_out_by_hand(FaultOperation(action, handle), containers)
+    if action.switches:
+        nothing = "" if changed.devices else f" is {containers.states()[action.target]}, nothing to do"
+        return f"{action.name}: {action.target}{nothing}"
+    if action.undoes:
+        return summary(changed)
+    return f"{handle}: {summary(changed)}; undo with: testbed fault undo {handle}"
+
+
+def summary(changed: Changed) -> str:
+    """Say what an action changed."""
+    links = [f"{len(changed.links)} directed links changed"] if changed.links or not changed.speeds else []
+    speeds = [f"{name} computes at {factor:.4g} times its own speed" for name, factor in changed.speeds.items()]
+    return ", ".join(links + speeds)
 
 
 def carry_out_by_hand(step: RecordedStep, containers: Containers) -> Changed:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controller.lab import capability
@@ -79,6 +80,7 @@ def emulate(
     links: LinkBackend = "auto",
     accept_links: bool = False,
     keep: bool = False,
+    results: Path | None = None,
 ) -> Outcome:
     """Create the lab, verify its links, run the method on it with its faults, and remove it.
 
@@ -90,7 +92,7 @@ def emulate(
     began = time.monotonic()
     if not accept_links:
         capability.check(prepared.experiment, links)
-    with _lab(prepared, links, on_stage, keep=keep) as lab:
+    with _lab(prepared, links, on_stage, keep=keep, results=results) as lab:
         on_stage("measuring the links")
         measured = lab.shaper.probe(list(prepared.experiment.links))
         verification.check(measured, accept_links)
@@ -108,11 +110,13 @@ def emulate(
 
 
 @contextmanager
-def _lab(prepared: Prepared, links: LinkBackend, on_stage: Callable[[str], None], *, keep: bool) -> Iterator[Lab]:
+def _lab(
+    prepared: Prepared, links: LinkBackend, on_stage: Callable[[str], None], *, keep: bool, results: Path | None
+) -> Iterator[Lab]:
     """Have a lab for the time of the run, guarded against the death of this process."""
     run_id = Lab.new_run_id(prepared.scenario.name)
     with guard(run_id, keep=keep):
-        lab = Lab.create(prepared.trial, run_id, links=links, progress=on_stage)
+        lab = Lab.create(prepared.trial, run_id, links=links, progress=on_stage, results=results)
         try:
             yield lab
         finally:

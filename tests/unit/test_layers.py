@@ -32,7 +32,7 @@ FLOORS = {
     "controller": (
         ("controller.cli",),
         ("controller.api",),
-        ("controller.bench",),
+        ("controller.bench", "controller.watch"),
         ("controller.report", "controller.running"),
         ("controller.results",),
         ("controller.lab",),

@@ -1,0 +1,1 @@
+"""A page on loopback that shows a run while it goes on, and strikes it."""

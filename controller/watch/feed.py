@@ -1,0 +1,99 @@
+"""The events of a run's folder as they are written, or again at a chosen pace."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+INTERVAL = 0.25
+"""Seconds between two looks at the file, and between two batches."""
+HISTORY = 60.0
+"""Seconds before the newest event of which the page still draws what devices did."""
+BARS = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
+"""Events that are drawn as bars, and as what."""
+_TOLD = {"begin", "memory", "host", "objects"}
+"""Events that the page has no use for: most of them all, and large."""
+
+
+class Tail:
+    """Reads a growing file of JSON lines, whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def news(self) -> list[dict[str, Any]]:
+        """Return the lines since the last call; nothing of a file that is not there yet."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]:
+    """Yield what happened, in batches: ``events`` (as `shown` has them), ``now`` (seconds of the run), ``over``.
+
+    Args:
+        folder: of a run, finished or not.
+        pace: seconds of the run in a second of the reader's, from its start; None: all there is, then as it comes.
+
+    """
+    tail = Tail(folder / "events.jsonl")
+    began = time.monotonic()
+    waiting: list[dict[str, Any]] = []
+    now = 0.0
+    while True:
+        status = _status(folder)
+        waiting += tail.news()
+        if pace is None:
+            ready, waiting = waiting, []
+            now = max([now, *(event["time"] for event in ready)])
+        else:
+            now = pace * (time.monotonic() - began)
+            ready = [event for event in waiting if event["time"] <= now]
+            waiting = [event for event in waiting if event["time"] > now]
+        over = status["status"] != "running" and not waiting
+        yield {"events": shown(ready, now), "now": now, "over": status if over else None}
+        if over:
+            return
+        time.sleep(INTERVAL)
+
+
+def shown(events: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:
+    """Return what the page needs of some events: bars of the last `HISTORY` seconds, and all that is not a bar."""
+    found = []
+    for event in events:
+        kind = event["event"]
+        if kind in _TOLD:
+            continue
+        if kind in BARS:
+            if event["time"] >= now - HISTORY:
+                start = event.get("start", event["time"] - event.get("duration", 0.0))
+                found.append(
+                    {
+                        "event": "bar",
+                        "kind": BARS[kind],
+                        "device": event["device"],
+                        "start": start,
+                        "time": event["time"],
+                        "peer": event.get("peer"),
+                        "bytes": event.get("bytes"),
+                        "label": event.get("span") or event.get("message"),
+                    }
+                )
+        else:
+            found.append(event)
+    return found
+
+
+def _status(folder: Path) -> dict[str, Any]:
+    facts = json.loads((folder / "manifest.json").read_text())
+    return {"status": facts["status"], "error": facts["error"]}

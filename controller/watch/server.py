@@ -1,0 +1,106 @@
+"""The page over HTTP: on loopback, for who has the token, and for no page of another origin."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flask
+from cheroot import wsgi
+from jinja2 import Environment, PackageLoader
+
+from controller.results.files import begun
+from controller.watch.feed import batches
+from testbed.errors import TestbedError
+from testbed.scenario.trial import Trial
+
+Strike = Callable[[Mapping[str, object]], str]
+"""Carries out a fault, given as a scenario writes it, and says what it did."""
+READERS = 8
+"""Pages that may be open at once."""
+
+
+def application(
+    folder: Path, token: str, origin: str, strike: Strike | None = None, pace: float | None = None
+) -> flask.Flask:
+    """Return the WSGI application of the page of one run.
+
+    Args:
+        folder: where the run is written.
+        token: what every request must bear, in its query or as ``Authorization: Bearer``.
+        origin: the page's own, such as ``http://127.0.0.1:4000``; requests that name another are refused.
+        strike: None for a run that cannot be struck.
+        pace: see `batches`.
+
+    """
+    app = flask.Flask("watch")
+    page = Environment(loader=PackageLoader("controller.watch", "."), autoescape=True).get_template("page.html")
+    facts = {"token": token, "strikes": strike is not None, "folder": str(folder)}
+    app.before_request(lambda: _authorise(token, origin))
+    app.register_error_handler(TestbedError, lambda error: ({"error": str(error)}, 400))
+    app.get("/", endpoint="page")(lambda: page.render(facts=described(begun(folder)) | facts))
+    app.get("/events", endpoint="events")(lambda: _stream(folder, pace))
+    if strike is not None:
+        app.post("/strike", endpoint="strike")(lambda: {"done": strike(flask.request.get_json())})
+    return app
+
+
+def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:
+    request = flask.request
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.args.get("token", "")
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        return {"error": "the token is missing or wrong: open the address that was printed"}, 401
+    # A name that resolves to loopback must not make a foreign page look like ours.
+    if f"http://{request.host}" != origin or request.headers.get("Origin", origin) != origin:
+        return {"error": "another origin may not ask"}, 403
+    return None
+
+
+def _stream(folder: Path, pace: float | None) -> flask.Response:
+    lines = (f"data: {json.dumps(batch)}\n\n" for batch in batches(folder, pace))
+    return flask.Response(lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+def described(trial: Trial) -> dict[str, Any]:
+    """Return what the page must know of a run before its first event."""
+    experiment, radio = trial.experiment, trial.experiment.radio
+    links = experiment.links.items()
+    return {
+        "name": trial.scenario.name,
+        "task": trial.scenario.workload.task,
+        "steps": trial.scenario.workload.steps,
+        "devices": [device.name for device in experiment.devices],
+        "positions": {} if radio is None else {name: list(radio.positions[name]) for name in radio.positions},
+        "links": [{"source": a, "destination": b, "rate": link.rate, "delay": link.delay} for (a, b), link in links],
+    }
+
+
+class PageServer:
+    """Serves the page of a run from a thread of its own, on a free port of 127.0.0.1."""
+
+    def __init__(self, folder: Path, strike: Strike | None = None, pace: float | None = None) -> None:
+        self._server = wsgi.Server(("127.0.0.1", 0), None, numthreads=READERS)
+        self._server.prepare()
+        origin = f"http://127.0.0.1:{self._server.bind_addr[1]}"
+        token = secrets.token_urlsafe(24)
+        self._server.wsgi_app = application(folder, token, origin, strike, pace)
+        self.address = f"{origin}/?token={token}"
+        """To be opened in a browser."""
+        threading.Thread(target=self._server.serve, name="page", daemon=True).start()
+
+    def show(self) -> None:
+        """Open the page where there is a desktop; a browser in the terminal would take that over."""
+        if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+            webbrowser.open(self.address)
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.stop()
