@@ -76,9 +76,11 @@ def down(run: str | None, everything: bool) -> None:
 @click.command()
 @as_json
 def ps(as_json: bool) -> None:
-    """List the containers of every run on the engine."""
+    """List the containers of every run on the engine, what each device does, and how far the run has come."""
+    from controller.lab import runstate
     from controller.lab.containers import running_labs
     from controller.lab.engine import connect
+    from controller.results.progress import Progress, progress
 
     labs = running_labs(connect())
     if as_json:
@@ -86,14 +88,19 @@ def ps(as_json: bool) -> None:
             json.dumps({run: [asdict(each) for each in containers] for run, containers in labs.items()}, indent=2)
         )
         return
+    folders = {run: runstate.results_of(run) for run in labs}
+    now = {run: Progress() if folder is None else progress(folder) for run, folder in folders.items()}
     rows = [
-        [run, each.name, each.state, each.since, each.address, each.control_url]
+        [run, each.name, each.state, each.since, now[run].doing.get(each.name, ""), each.address, each.control_url]
         for run, containers in labs.items()
         for each in containers
     ]
-    rows += [[run, "", "networks only", "", "", ""] for run, containers in labs.items() if not containers]
+    rows += [[run, "", "networks only", "", "", "", ""] for run, containers in labs.items() if not containers]
     if rows:
-        print_table(["run", "device", "state", "since", "address", "control"], rows)
+        print_table(["run", "device", "state", "since", "does", "address", "control"], rows)
+        for run, folder in folders.items():
+            if folder is not None:
+                click.echo(f"{run}: {now[run]}, in {folder}")
     else:
         click.echo("no run is up")
 

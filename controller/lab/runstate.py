@@ -89,3 +89,9 @@ def writing(results: Path) -> str:
         if read(run).results == str(results):
             return run
     raise InputError(f"{results}: no run that is up is written there")
+
+
+def results_of(run: str) -> Path | None:
+    """Return the folder that a run is written to; None of a lab without a run, or one of another user."""
+    results = read(run).results if run in runs() else None
+    return None if results is None else Path(results)

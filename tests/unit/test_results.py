@@ -10,6 +10,7 @@ import recorded
 from ruamel.yaml import YAML
 
 from controller.results import files, recorder
+from controller.results.progress import progress
 from controller.results.run import run_name
 from testbed.errors import HostError, InputError
 from testbed.scenario.schema import Scenario
@@ -113,6 +114,19 @@ def test_events_that_came_out_of_order_are_kept_in_order(tmp_path: Path) -> None
         begun.event(event)
     place = begun.finish(recorded.outcome())
     assert files.load(place).outcome.events == recorded.events()
+
+
+def test_progress_is_told_by_the_last_events(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    assert str(progress(begun.path)) == "0.0 s"
+    for event in recorded.events():
+        begun.event(event)
+    with (begun.path / "events.jsonl").open("a") as file:
+        file.write('{"time": 99, "dev')
+    last = [event for event in recorded.events() if event.event == "step"][-1]
+    found = progress(begun.path)
+    assert (found.step, found.loss) == (last.fields["step"], last.fields["loss"])
+    assert set(found.doing) == {event.device for event in recorded.events() if event.event == "compute"}
 
 
 def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
