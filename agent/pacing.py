@@ -132,7 +132,7 @@ class DeviceTime:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _PacedWork:
     work: Callable[[], Any]
     charge: Charge
     begin: Callable[[float], bool]
@@ -146,7 +146,7 @@ class Processors:
 
     def __init__(self, count: int = 1, pace: Pace | None = None) -> None:
         self._pace = pace or Pace()
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_PacedWork | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._changed = [self._pace.watch() for _ in range(count)]
         self._threads = [
@@ -170,7 +170,7 @@ class Processors:
         gets its result or exception ``LEAD_SECONDS`` before the time has passed. Both are called in the
         processor's thread.
         """
-        self._queue.put(_Work(work, charge, begin, end, time.monotonic() if ready is None else ready))
+        self._queue.put(_PacedWork(work, charge, begin, end, time.monotonic() if ready is None else ready))
 
     def between_works(self, call: Callable[[], T]) -> T:
         """Call something in a processor's thread, or here once those have ended; blocks until it is done."""
@@ -222,7 +222,7 @@ class Processors:
                 free = self._perform(item, start, origin, origin - wanted, changed)
         self._pace.forget(changed)
 
-    def _perform(self, item: _Work, start: float, origin: float, late: float, changed: threading.Event) -> float:
+    def _perform(self, item: _PacedWork, start: float, origin: float, late: float, changed: threading.Event) -> float:
         """Do a piece of work; return when this processor is free again."""
         result, failure = None, None
         processor_time = time.thread_time()

@@ -9,7 +9,7 @@ from controller.shaping.plan import InterfacePlan
 
 
 @dataclass(frozen=True)
-class Chain:
+class RuleChain:
     """What the kernel is to hold. In the words of ``iptables-restore``, so that one step replaces all rules."""
 
     name: str
@@ -30,7 +30,7 @@ class Chain:
     def _jump(self) -> str:
         return f"-A {' '.join(self.entry)} -j {self.name}"
 
-    def apply(self, iptables: str, before: Chain | None) -> None:
+    def apply(self, iptables: str, before: RuleChain | None) -> None:
         """Replace what was applied in the calling thread's namespace; without that, also lead packets here."""
         if before is None or before.rules != self.rules:
             command([f"{iptables}-restore", "-w", "--noflush"], self.restore())
@@ -48,7 +48,7 @@ class Chain:
         return problems
 
 
-def receiving(plan: InterfacePlan) -> Chain:
+def receiving(plan: InterfacePlan) -> RuleChain:
     """Return the chain of the receiver's side, for backend `userspace`; links that change nothing have no rule."""
     rules = []
     for line in plan.receivers:
@@ -56,4 +56,4 @@ def receiving(plan: InterfacePlan) -> Chain:
             rules.append(f"-s {line.address}/32 -j DROP")
         elif line.queued:
             rules.append(f"-s {line.address}/32 -j NFQUEUE --queue-num {line.number}")
-    return Chain("TESTBED", ("INPUT", "-i", plan.interface), tuple(rules))
+    return RuleChain("TESTBED", ("INPUT", "-i", plan.interface), tuple(rules))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from controller.shaping.chain import Chain
+from controller.shaping.chain import RuleChain
 from controller.shaping.medium import Route
 from controller.shaping.plan import queue_limit
 from testbed.network.broadcast import broadcast_rate
@@ -50,7 +50,7 @@ def _channel(cell: Cell) -> str:
     return "cell of " + ", ".join(cell.devices)
 
 
-def chain(interface: str, gated: Mapping[str, Route]) -> Chain:
+def chain(interface: str, gated: Mapping[str, Route]) -> RuleChain:
     """Return the chain that leads what leaves by the data interface for these addresses into the queue."""
     rules = tuple(f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated)
-    return Chain("TESTBED-GATE", ("OUTPUT", "-o", interface), rules)
+    return RuleChain("TESTBED-GATE", ("OUTPUT", "-o", interface), rules)

@@ -43,7 +43,7 @@ class Surroundings(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _Work:
+class _ChargedWork:
     """One call of ``compute``."""
 
     work: Callable[[], Any]
@@ -81,9 +81,9 @@ class SimulatedDevice:
         """When the last of them has left."""
         self._inbox: deque[Message] = deque()
         self._receivers: deque[asyncio.Future[None]] = deque()
-        self._queue: deque[_Work] = deque()
+        self._queue: deque[_ChargedWork] = deque()
         """Work that no processor has begun."""
-        self._under_way: list[_Work] = []
+        self._under_way: list[_ChargedWork] = []
 
     def now(self) -> float:
         """Return the virtual time."""
@@ -217,7 +217,7 @@ class SimulatedDevice:
         if not self.alive:
             self._stop()
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.append(_Work(work, cost, span, future))
+        self._queue.append(_ChargedWork(work, cost, span, future))
         self._begin()
         return await future
 
@@ -240,7 +240,7 @@ class SimulatedDevice:
             self._under_way.append(work)
             self._go_on(work)
 
-    def _go_on(self, work: _Work) -> None:
+    def _go_on(self, work: _ChargedWork) -> None:
         if not self.host.paused:
             work.ends = self._loop.now + work.remaining
             self._loop.at(work.ends, self._end, work)
@@ -273,7 +273,7 @@ class SimulatedDevice:
         for task in list(self.tasks):
             task.cancel()
 
-    def _end(self, work: _Work) -> None:
+    def _end(self, work: _ChargedWork) -> None:
         if not self.alive or work.ends != self._loop.now:
             return
         self._under_way.remove(work)

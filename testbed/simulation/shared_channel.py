@@ -10,7 +10,7 @@ from testbed.network.link import Link
 from testbed.simulation.channel import Channel, Parcel
 from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
-from testbed.simulation.sharing import Shared, Sharing, Transfer
+from testbed.simulation.sharing import Shared, SharedTransfer, Sharing
 
 
 class SharedChannel(Channel):
@@ -37,7 +37,7 @@ class SharedChannel(Channel):
         self._cell = cell
         self._present: Parcel | None = None
         """The message that leaves, or is the next to."""
-        self._flow: Transfer | None = None
+        self._flow: SharedTransfer | None = None
         self._lag = 0.0
 
     def _launch(self, parcel: Parcel) -> None:
@@ -70,7 +70,7 @@ class SharedChannel(Channel):
         uses = [(shared, 1.0) for shared in self._shareds]
         if self._cell is not None:
             uses.append((self._cell, max(1.0, self._cell.rate / cap)))
-        self._flow = Transfer(wire * 8, cap, uses, self._left)
+        self._flow = SharedTransfer(wire * 8, cap, uses, self._left)
         self._sharing.begin(self._flow)
 
     def _left(self) -> None:

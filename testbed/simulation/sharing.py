@@ -22,14 +22,14 @@ class Shared:
 
     rate: float
     """bit/s."""
-    flows: dict[Transfer, None] = field(default_factory=dict)
+    flows: dict[SharedTransfer, None] = field(default_factory=dict)
     """In the order in which they began."""
     reserved_until: float = 0.0
     """Until then casts have all of it, and who transmits otherwise waits."""
 
 
 @dataclass(eq=False, slots=True)
-class Transfer:
+class SharedTransfer:
     """One transmission under way."""
 
     whole: float
@@ -58,14 +58,14 @@ class Sharing:
         self._loop = loop
         self._touched: dict[Shared, None] = {}
 
-    def begin(self, flow: Transfer) -> None:
+    def begin(self, flow: SharedTransfer) -> None:
         """Let a transmission take its share from now on."""
         flow.since = self._loop.now
         for shared, _ in flow.uses:
             shared.flows[flow] = None
             self.touch(shared)
 
-    def stop(self, flow: Transfer) -> float:
+    def stop(self, flow: SharedTransfer) -> float:
         """End a transmission before its time; return the bits that have not left."""
         self._forget(flow)
         return max(0.0, flow.bits - flow.rate * (self._loop.now - flow.since))
@@ -87,7 +87,7 @@ class Sharing:
             self._loop.at(self._loop.now, self._settle, None)
         self._touched[shared] = None
 
-    def _forget(self, flow: Transfer) -> None:
+    def _forget(self, flow: SharedTransfer) -> None:
         flow.ends = -1.0
         for shared, _ in flow.uses:
             del shared.flows[flow]
@@ -104,12 +104,12 @@ class Sharing:
             if rate > 0:
                 self._loop.at(flow.ends, self._end, flow)
 
-    def _concerned(self) -> list[Transfer]:
+    def _concerned(self) -> list[SharedTransfer]:
         """Return all transmissions that share something, directly or not, with what was touched."""
         shareds = list(self._touched)
         self._touched.clear()
         seen = dict.fromkeys(shareds)
-        flows: dict[Transfer, None] = {}
+        flows: dict[SharedTransfer, None] = {}
         for shared in shareds:
             for flow in shared.flows:
                 if flow not in flows:
@@ -119,17 +119,17 @@ class Sharing:
                     shareds.extend(new)
         return list(flows)
 
-    def _end(self, flow: Transfer) -> None:
+    def _end(self, flow: SharedTransfer) -> None:
         if flow.ends != self._loop.now:
             return  # its rate has changed meanwhile, or it was stopped
         self._forget(flow)
         flow.ended()
 
 
-def fair(flows: Sequence[Transfer], now: float) -> dict[Transfer, float]:
+def fair(flows: Sequence[SharedTransfer], now: float) -> dict[SharedTransfer, float]:
     """Return the bit/s of each transmission: raised together until a link or something shared is full, and so on."""
     left = {shared: 0.0 if now < shared.reserved_until else shared.rate for flow in flows for shared, _ in flow.uses}
-    rates: dict[Transfer, float] = {}
+    rates: dict[SharedTransfer, float] = {}
     rising = dict.fromkeys(flows)
     while rising:
         weights = dict.fromkeys(left, 0.0)

@@ -16,6 +16,8 @@ from testbed.trace.record import Record, Tell
 
 Metrics = Mapping[str, Any]
 """What ``metrics.json`` holds: figures and lists by name."""
+Item = Mapping[str, Any]
+"""One of such a list."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Column:
     heading: str
     kind: FigureKind | Literal["moment"]
     """``moment`` is an instant of the run, in seconds."""
-    value: str | Callable[[Mapping[str, Any]], Any]
+    value: str | Callable[[Item], Any]
     """Key of the listed item, or a function of it."""
     wide: bool = False
     """Whether it is left out where there is little room."""
@@ -68,7 +70,7 @@ class Table:
 
     title: str
     note: str
-    items: str | Callable[[Metrics], Sequence[Mapping[str, Any]]]
+    items: str | Callable[[Metrics], Sequence[Item]]
     """Name of a list in the metrics, or a function of the metrics."""
     columns: tuple[Column, ...]
 

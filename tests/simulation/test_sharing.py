@@ -11,7 +11,7 @@ from testbed.device import Device
 from testbed.framing import cast_wire_bytes
 from testbed.network.cell import Cell
 from testbed.network.link import Link
-from testbed.simulation.sharing import Shared, Transfer, fair
+from testbed.simulation.sharing import Shared, SharedTransfer, fair
 from testbed.wire import Message
 
 FAST = Link(delay=0.01)
@@ -41,8 +41,8 @@ def arrivals(run) -> dict[tuple[str, str], float]:
     return {(event.fields["peer"], event.device): event.time for event in run.events if event.event == "receive"}
 
 
-def flow(cap: float, *uses: Shared) -> Transfer:
-    return Transfer(1.0, cap, [(shared, 1.0) for shared in uses], lambda: None)
+def flow(cap: float, *uses: Shared) -> SharedTransfer:
+    return SharedTransfer(1.0, cap, [(shared, 1.0) for shared in uses], lambda: None)
 
 
 def test_rates_are_fair_and_leave_nothing_unused():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from testbed.methods.asynchronous.messages import FetchedUnit
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Column, Declared, Figure, Metrics, Row, Table
+from testbed.trace.figures import Column, Declared, Figure, Item, Metrics, Row, Table
 from testbed.trace.record import Record
-
-Item = Mapping[str, Any]
 
 # How it recovers: the phases "repartitioned", "redistributed" and "trained" of its recovery events.
 

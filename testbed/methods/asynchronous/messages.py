@@ -94,7 +94,7 @@ class Replicated(Typed, kind="replicated"):
 
 
 @dataclass(frozen=True)
-class Activation(stage.Activation, kind="activation"):
+class BatchActivation(stage.Activation, kind="activation"):
     """A whole batch, in training."""
 
     first: bool | None = None
@@ -102,7 +102,7 @@ class Activation(stage.Activation, kind="activation"):
 
 
 @dataclass(frozen=True)
-class Gradient(stage.Gradient, kind="gradient"):
+class BatchGradient(stage.Gradient, kind="gradient"):
     """Carries beside the gradient what is known of the batch by then."""
 
     times: Times
@@ -125,7 +125,7 @@ class End(Typed, kind="end", key=("batch",)):
 
 
 @dataclass(frozen=True)
-class Updated(Typed, kind="updated", key=("batch",)):
+class BatchUpdated(Typed, kind="updated", key=("batch",)):
     """From the first stage, whose update is the last of all, to the coordinator on the same device."""
 
     configuration: int
@@ -184,11 +184,11 @@ KINDS: tuple[type[Typed], ...] = (
     FetchedUnit,
     Replica,
     Replicated,
-    Activation,
+    BatchActivation,
     stage.Labels,
-    Gradient,
+    BatchGradient,
     End,
-    Updated,
+    BatchUpdated,
     stage.Output,
     Drained,
     Measure,

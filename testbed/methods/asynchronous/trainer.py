@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from testbed.data.dataset import Dataset
-from testbed.methods.asynchronous.messages import Activation, Drained, End, Updated
+from testbed.methods.asynchronous.messages import BatchActivation, BatchUpdated, Drained, End
 from testbed.methods.asynchronous.partitioners import AsynchronousOptions, HomogeneousPartitioner
 from testbed.methods.asynchronous.recovery import FromReplicas
 from testbed.methods.asynchronous.survey import Survey
@@ -109,7 +109,7 @@ class AsynchronousTrainer:
         layout, number = self._supervisor.layout, self._mailbox.configuration
         images, labels = self._training.batch(batch)
         self._mailbox.post(layout[-1].device, Labels(number, batch, labels))
-        activation = Activation(number, "train", batch, 0, 1, len(labels), images, first)
+        activation = BatchActivation(number, "train", batch, 0, 1, len(labels), images, first)
         self._mailbox.post(layout[0].device, activation)
 
     def _end(self, batch: int) -> bool:
@@ -129,11 +129,11 @@ class AsynchronousTrainer:
             self._recovery.recovering = False
             self._device.record("recovery", phase="trained", step=batch)
 
-    async def _updated(self, batch: int) -> Updated:
+    async def _updated(self, batch: int) -> BatchUpdated:
         """Return the word that a batch is done, waited for as long as nobody is really lost."""
         while True:
             try:
-                return await self._supervisor.take(Updated, batch)
+                return await self._supervisor.take(BatchUpdated, batch)
             except Lost as lost:
                 if not await self._recovery.returned(lost):
                     raise

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from testbed.device import Cost, Span
 from testbed.methods.asynchronous.messages import (
-    Activation,
+    BatchActivation,
+    BatchGradient,
+    BatchUpdated,
     Drained,
     End,
-    Gradient,
     Replica,
     Replicated,
     Times,
-    Updated,
 )
 from testbed.methods.asynchronous.replicas import Point
 from testbed.methods.asynchronous.replication import Replication
@@ -98,11 +98,11 @@ class AsynchronousUpdates:
         await StageLoop(self._stage, self).run(actions)
         await self._drained()
 
-    async def arrival(self, number: int) -> Activation | None:
+    async def arrival(self, number: int) -> BatchActivation | None:
         """Return a batch of this stretch; None, and hand that on, where its end comes instead."""
         batch, position = self._base + number, self._stage.position
-        arrived = await self._stage.mailbox.take((Activation, End), ("train", batch, 0))
-        if isinstance(arrived, Activation):
+        arrived = await self._stage.mailbox.take((BatchActivation, End), ("train", batch, 0))
+        if isinstance(arrived, BatchActivation):
             return arrived
         self._end = batch
         if position.after is not None:
@@ -122,11 +122,11 @@ class AsynchronousUpdates:
         self._under_way.add(passage.batch)
         self._in_use = max(self._in_use, len(set(map(self.version, self._under_way))))
 
-    def gradient(self, passage: Passage, tensor: torch.Tensor, given: stages.Gradient | None) -> Gradient:
+    def gradient(self, passage: Passage, tensor: torch.Tensor, given: stages.Gradient | None) -> BatchGradient:
         """Return the message to the stage before."""
         later, loss = _known(passage, given)
         times = [self._mean(), *later]
-        return Gradient(self._stage.position.configuration, *passage.key, tensor, times=times, loss=loss)
+        return BatchGradient(self._stage.position.configuration, *passage.key, tensor, times=times, loss=loss)
 
     def backward_done(self, passage: Passage, seconds: float, given: stages.Gradient | None) -> None:
         """Take note of what the update is to tell."""
@@ -142,7 +142,7 @@ class AsynchronousUpdates:
             await self._replicate(batch + 1)
         if position.before is None:
             # The loss came with the gradients: an update that may be gone on from is one that the coordinator knows of.
-            updated = Updated(position.configuration, batch, [self._mean(), *later], loss)
+            updated = BatchUpdated(position.configuration, batch, [self._mean(), *later], loss)
             self._stage.post(position.coordinator, updated)
 
     async def _advance(self, batch: int) -> float:
@@ -220,4 +220,4 @@ class AsynchronousUpdates:
 
 def _known(passage: Passage, given: stages.Gradient | None) -> tuple[Times, float]:
     """Return the times of the later stages for a batch, and its loss."""
-    return (given.times, given.loss) if isinstance(given, Gradient) else ([], passage.loss)
+    return (given.times, given.loss) if isinstance(given, BatchGradient) else ([], passage.loss)

@@ -12,8 +12,6 @@ from testbed.trace.figures import Column, Declared, Figure, Row, Table
 from testbed.trace.intervals import Interval, clip, total, union
 from testbed.trace.record import Record
 
-Item = Mapping[str, Any]
-
 
 def _rounds(record: Record) -> list[Event]:
     return record.of("round")

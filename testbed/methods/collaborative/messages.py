@@ -5,19 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from testbed.methods.parts.membership import Hello
 from testbed.methods.parts.shard import State
 from testbed.methods.parts.typed import Fixed, Typed
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class Hello(Typed, kind="hello"):
-    """To the server: the program has started and holds nothing."""
-
-    incarnation: float
-    """When it started: tells it from the one before a restart."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class Begun(Typed, kind="begun"):
 
 
 @dataclass(frozen=True)
-class Activation(Typed, kind="activation", key=("sender", "iteration", "micro")):
+class DeviceActivation(Typed, kind="activation", key=("sender", "iteration", "micro")):
     """To the server: what leaves the device's last layer."""
 
     configuration: int
@@ -70,7 +63,7 @@ class Activation(Typed, kind="activation", key=("sender", "iteration", "micro"))
 
 
 @dataclass(frozen=True)
-class Gradient(Typed, kind="gradient", key=("iteration", "micro")):
+class ActivationGradient(Typed, kind="gradient", key=("iteration", "micro")):
     """From the server: the gradient of an activation, of its shape."""
 
     configuration: int
@@ -91,4 +84,4 @@ class Update(Typed, kind="update", key=("sender",)):
     state: State
 
 
-KINDS: tuple[type[Typed], ...] = (Hello, Ping, Here, Begin, Begun, Activation, Gradient, Update)
+KINDS: tuple[type[Typed], ...] = (Hello, Ping, Here, Begin, Begun, DeviceActivation, ActivationGradient, Update)

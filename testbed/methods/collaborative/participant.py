@@ -6,9 +6,18 @@ import asyncio
 from typing import Protocol
 
 from testbed.methods.collaborative.layers import Layers
-from testbed.methods.collaborative.messages import Activation, Begin, Begun, Gradient, Hello, Here, Ping, Update
+from testbed.methods.collaborative.messages import (
+    ActivationGradient,
+    Begin,
+    Begun,
+    DeviceActivation,
+    Here,
+    Ping,
+    Update,
+)
 from testbed.methods.collaborative.share import Length, Share
 from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.parts.membership import Hello
 
 
 class LocalTraining(Protocol):
@@ -48,9 +57,11 @@ class WithServer:
         samples = sum(len(labels) for _, labels in mini_batches)
         for micro, (images, labels) in enumerate(mini_batches):
             activation = await layers.forward(step, micro, images)
-            mailbox.post(self._server, Activation(mailbox.configuration, step, micro, samples, activation, labels))
+            mailbox.post(
+                self._server, DeviceActivation(mailbox.configuration, step, micro, samples, activation, labels)
+            )
         for micro, (_, labels) in enumerate(mini_batches):
-            gradient = await mailbox.take(Gradient, (step, micro))
+            gradient = await mailbox.take(ActivationGradient, (step, micro))
             await layers.backward(step, micro, len(labels), gradient.tensor)
         await layers.update(step)
         return None

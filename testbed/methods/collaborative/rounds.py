@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.methods.collaborative.messages import Begin, Begun, Hello, Here, Ping, Update
+from testbed.methods.collaborative.messages import Begin, Begun, Here, Ping, Update
 from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.parts.membership import Hello
 from testbed.methods.parts.tasks import Tasks
 from testbed.methods.parts.typed import encode
 from testbed.seeds import derive

@@ -11,7 +11,7 @@ from testbed.device import Cost, Device, Span
 from testbed.methods.collaborative.averaging import average
 from testbed.methods.collaborative.estimate import AGGREGATION_FLOPS, Choice
 from testbed.methods.collaborative.layers import Layers
-from testbed.methods.collaborative.messages import Activation, Begin, Begun, Gradient, Update
+from testbed.methods.collaborative.messages import ActivationGradient, Begin, Begun, DeviceActivation, Update
 from testbed.methods.collaborative.rounds import Rounds
 from testbed.methods.parts.feed import Requests
 from testbed.methods.parts.mailbox import Mailbox
@@ -86,11 +86,11 @@ class ServerSide:
         steps, loss = range(begun.first, begun.last), 0.0
         for step in steps:
             for micro in range(choice.parallel):
-                given = await self._mailbox.take(Activation, (begun.sender, step, micro))
+                given = await self._mailbox.take(DeviceActivation, (begun.sender, step, micro))
                 loss += await layers.forward_loss(step, micro, given.tensor, given.labels, given.samples)
                 gradient = await layers.backward(step, micro, len(given.labels))
                 assert gradient is not None
-                self._mailbox.post(begun.sender, Gradient(begun.configuration, step, micro, gradient))
+                self._mailbox.post(begun.sender, ActivationGradient(begun.configuration, step, micro, gradient))
             await layers.update(step)
         self.losses[begun.sender] = loss / len(steps)
 
