@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from asyncio import Future
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from testbed.framing import WINDOW, chunks, wire_bytes
 from testbed.network.broadcast import heard
@@ -394,4 +394,5 @@ class Channel:
         if heard(self._seed, self.source.name, self.target.name, cast.number, self.link.message_loss):
             copied = {name: tensor.clone() for name, tensor in message.tensors.items()}
             start = cast.start + delay
-            device.deliver(replace(message, tensors=copied), cast.bytes, start, self._loop.now - start, cast.number)
+            own = Message(message.kind, message.fields, copied, message.sender, message.padding)
+            device.deliver(own, cast.bytes, start, self._loop.now - start, cast.number)

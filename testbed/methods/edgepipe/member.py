@@ -166,7 +166,7 @@ class Member:
         arrived = self._exchange.outputs(self._output, number, self._training.samples)
         usable = self._missing.results(arrived)
         results = (arrived.together() if usable is None else usable).requires_grad_()
-        _, labels = self._training.batch(step)
+        labels = self._training.labels(step)
         loss = functional.cross_entropy(results, labels)
         if self._leads:
             # With zeros for what is missing, also where nothing is learnt from it.

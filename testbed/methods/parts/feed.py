@@ -37,9 +37,16 @@ class Training:
         """Return images (samples, channels, height, width) and labels of a step, counted from 0."""
         import torch
 
-        chosen = batch(self._samples, self._size, self._seed, step)
-        images, labels = self._dataset.train_images[chosen], self._dataset.train_labels[chosen]
-        return torch.from_numpy(images), torch.from_numpy(labels)
+        return torch.from_numpy(self._dataset.train_images[self._chosen(step)]), self.labels(step)
+
+    def labels(self, step: int) -> torch.Tensor:
+        """Return the labels of a step."""
+        import torch
+
+        return torch.from_numpy(self._dataset.train_labels[self._chosen(step)])
+
+    def _chosen(self, step: int) -> npt.NDArray[np.int64]:
+        return batch(self._samples, self._size, self._seed, step)
 
 
 class Requests:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from delayed import Reference
-from runs import of, problem_of, run, scenario
+from runs import of, plain, problem_of, run, scenario
 from torch.nn import functional
 
 from testbed.data.batches import batch
@@ -96,6 +96,15 @@ def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_s
     last = max(event.time for event in outcome.events if event.event == "evaluate")
     assert last == pytest.approx((table.slots(12) + 6 + 2 * 2) * slot)
     assert chosen.step_time == 4 * slot
+
+
+def test_one_device_in_slots_is_the_papers_naive_and_plain_gradient_descent():
+    written = scenario(0, workload=SIX["workload"], method={"name": "edgepipe"})
+    table = timetable_of(planned(written)[1].details)
+    assert table.slots(12) == 11 * 12
+    outcome = run(written)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(plain(written)[1], rel=1e-5)
+    assert of(outcome, "cast") == []
 
 
 def test_without_a_pipeline_batches_take_as_many_slots_as_passes():
