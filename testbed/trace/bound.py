@@ -9,7 +9,7 @@ from math import inf
 from testbed.experiment import Experiment
 from testbed.framing import wire_bytes
 from testbed.trace.events import Event
-from testbed.trace.intervals import Interval, clip, total
+from testbed.trace.intervals import Interval, clip
 
 
 def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -> float:
@@ -31,5 +31,8 @@ def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -
             carried["link", peer, event.device] += size / link.rate if link is not None and link.rate else 0.0
             carried["up", peer] += size / access[peer][0]
             carried["down", event.device] += size / access[event.device][1]
-    processors = (total(clip(spans, *window)) for spans in computing.values())
+    processors = (
+        sum(end - start for start, end in clip(computing[spec.name], *window)) / spec.processors
+        for spec in experiment.devices
+    )
     return max([0.0, *processors, *carried.values()])

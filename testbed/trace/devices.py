@@ -47,7 +47,8 @@ def devices(record: Record) -> dict[str, dict[str, Any]]:
             row["units"] = [end for piece in held for end in (piece.first, piece.last)]
         row |= _activity(record.bars.get(spec.name, ()), record.end)
         row |= _work(own[spec.name])
-        row["deficit_share"] = _share(deficit(own[spec.name], record.phase), record.phase)
+        # A processor that is late is so beside others that are not.
+        row["deficit_share"] = _share(deficit(own[spec.name], record.phase) / spec.processors, record.phase)
         row["waited_share"] = _share(waited(own[spec.name], record.phase), record.phase)
         table[spec.name] = row
     return table

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,31 +81,41 @@ def outages(events: Sequence[Event], end: float) -> list[Bar]:
 def bars(events: Sequence[Event], end: float) -> list[Bar]:
     """Return all bars in the order of their starts; ``end`` closes what was never closed."""
     found: list[Bar] = []
-    open_spans: dict[str, Event] = {}
+    begun: dict[tuple[Hashable, ...], list[Event]] = defaultdict(list)
     down = outages(events, end)
-
-    def interrupt(device: str, until: float) -> None:
-        begun = open_spans.pop(device, None)
-        if begun is None:
-            return
-        cut = min((bar.start for bar in down if bar.device == device and bar.start >= begun.time), default=until)
-        found.append(_span(begun, begun.time, min(cut, until), interrupted=True))
-
     for event in events:
         if event.event == "begin":
-            interrupt(event.device, event.time)
-            open_spans[event.device] = event
+            begun[_work(event)].append(event)
         elif event.event == "compute":
-            open_spans.pop(event.device, None)
+            # Of several alike the last: what an earlier one began was lost in a restart.
+            del begun[_work(event)][-1:]
             start = float(event.fields["start"])
             found.append(_span(event, start, start + float(event.fields["duration"])))
         elif event.event in ("send", "receive", "cast"):
             bar = _communication(event)
             if bar is not None:
                 found.append(bar)
-    for device in list(open_spans):
-        interrupt(device, end)
-    return sorted([*found, *down], key=lambda bar: (bar.start, bar.end))
+    lost = [event for alike in begun.values() for event in alike]
+    done = [bar for bar in found if bar.kind == "compute"]
+    return sorted([*found, *down, *_interrupted(lost, done, down, end)], key=lambda bar: (bar.start, bar.end))
+
+
+def _work(event: Event) -> tuple[Hashable, ...]:
+    return event.device, *(event.fields.get(key) for key in ("span", "batch", "micro"))
+
+
+def _interrupted(lost: Sequence[Event], done: Sequence[Bar], down: Sequence[Bar], end: float) -> list[Bar]:
+    """Return work that began and was never done: until its device died, or a processor was needed for other work."""
+    found = []
+    for event in lost:
+        own = [bar for bar in done if bar.device == event.device]
+        processors = len(lanes(sorted(own, key=lambda bar: bar.start)))
+        later = sorted(bar.start for bar in own if bar.start > event.time)
+        later += sorted(other.time for other in lost if other.device == event.device and other.time > event.time)
+        needed = (at for at in sorted(later) if sum(bar.start <= at < bar.end for bar in own) >= processors)
+        died = (bar.start for bar in down if bar.device == event.device and bar.start >= event.time)
+        found.append(_span(event, event.time, min(next(needed, end), min(died, default=end)), interrupted=True))
+    return found
 
 
 def _span(event: Event, start: float, end: float, interrupted: bool = False) -> Bar:

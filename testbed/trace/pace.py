@@ -8,6 +8,7 @@ from statistics import fmean, median
 from testbed.framing import wire_bytes
 from testbed.network.link import Pair
 from testbed.trace.figures import Figure, Metrics, Row
+from testbed.trace.gantt import lanes
 from testbed.trace.intervals import holds, subtract, total, union
 from testbed.trace.record import Record, Step, after
 
@@ -57,7 +58,7 @@ def _during(record: Record) -> float | None:
 
 
 def busiest_share(record: Record) -> float | None:
-    """Return the largest share of the time since the last change that a device computes or a link carries.
+    """Return the largest share of the time since the last change that a device's processors compute or a link carries.
 
     Of the time of `after`'s steps; None without any.
     """
@@ -65,10 +66,11 @@ def busiest_share(record: Record) -> float | None:
     seconds = total(windows)
     if seconds <= 0:
         return None
-    computing = (
-        union((bar.start, bar.end) for bar in charted if bar.kind == "compute") for charted in record.bars.values()
-    )
-    busy = [total(part) - total(subtract(part, windows)) for part in computing]
+    busy = []
+    for spec in record.experiment.devices:
+        computing = [bar for bar in record.bars.get(spec.name, ()) if bar.kind == "compute"]
+        rows = [union((bar.start, bar.end) for bar in row) for row in lanes(computing)]
+        busy.append(sum(total(row) - total(subtract(row, windows)) for row in rows) / spec.processors)
     carried: dict[Pair, float] = {}
     for event in record.of("send"):
         if holds(windows, event.time):

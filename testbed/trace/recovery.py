@@ -86,7 +86,8 @@ def faults(record: Record) -> list[dict[str, Any]]:
 def recovery_list(record: Record) -> list[dict[str, Any]]:
     """Return every fault that the method noticed, with what the method itself tells of its recovery.
 
-    ``deficit`` is by how many seconds the host made one device's computations late meanwhile, the worst one's.
+    ``deficit`` is by how many seconds the host made one device's computations late meanwhile, on the mean of its
+    processors, the worst device's.
     """
     told = record.tell_recovery
     return [_recovery(item, record) | (told(item, record) if told else {}) for item in record.recoveries]
@@ -99,6 +100,7 @@ def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
         if item.resumed is not None and begun < event.time <= item.resumed:
             own[event.device].append(event)
     window = [(begun, begun if item.resumed is None else item.resumed)]
+    processors = {spec.name: spec.processors for spec in record.experiment.devices}
     return {
         "struck": item.struck,
         "detected": item.detected,
@@ -106,7 +108,7 @@ def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
         "seconds": item.duration,
         "step": item.step,
         "missing": list(item.missing),
-        "deficit": max((deficit(part, window) for part in own.values()), default=0.0),
+        "deficit": max((deficit(part, window) / processors.get(name, 1) for name, part in own.items()), default=0.0),
     }
 
 

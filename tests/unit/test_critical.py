@@ -10,10 +10,15 @@ import pytest
 from testbed.experiment import Experiment
 from testbed.framing import WINDOW, wire_bytes
 from testbed.network.link import Link
+from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+from testbed.trace.bound import busiest
 from testbed.trace.critical import CriticalPaths, PathTime
 from testbed.trace.events import TESTBED, Event, link_fields
+from testbed.trace.outcome import Outcome
+from testbed.trace.pace import busiest_share
+from testbed.trace.record import Record
 
 RATE = 1e6
 TAKES = 0.01 + wire_bytes(1000) * 8 / RATE
@@ -134,3 +139,45 @@ def test_work_that_takes_no_time_does_not_end_the_way_back() -> None:
     events += [*message("a", "b", 1.0), compute("b", 1.0 + TAKES, 2.0 + TAKES)]
     spent = CriticalPaths(events, experiment()).spent("b", (0.0, 2.0 + TAKES))
     assert (spent.computing, spent.messaging) == pytest.approx((2.0, TAKES))
+
+
+def test_what_another_processor_does_meanwhile_is_on_no_path() -> None:
+    """a sends to b, whose two processors also work for c; a waits for its own answer alone."""
+    arrived = 1.0 + TAKES
+    answered = arrived + 0.5
+    back = answered + TAKES
+    events = [
+        compute("a", 0.0, 1.0),
+        *message("a", "b", 1.0),
+        # For c: over before and after what a waits for, late each time.
+        compute("b", 0.2, arrived - 0.001, late=0.3),
+        compute("b", arrived + 0.1, answered - 0.001, late=0.2),
+        compute("b", arrived, answered, late=0.01),
+        compute("b", answered - 0.1, back + 0.01, late=0.4),
+        *message("b", "a", answered),
+    ]
+    paths = CriticalPaths(events, experiment())
+    assert paths.lateness("a", (0.0, back)) == PathTime(computing=pytest.approx(0.01), messaging=pytest.approx(0.0))
+    assert paths.spent("a", (0.0, back)).computing == pytest.approx(1.5)
+
+
+def test_a_device_is_as_busy_as_its_processors_together() -> None:
+    """Of two processors one works for 3 s of 4, the other for 1 s."""
+    events = [
+        *(
+            Event(end, "a", "compute", {"start": start, "duration": end - start})
+            for start, end in ((0.0, 3.0), (1.0, 2.0))
+        ),
+        *(Event(time, "a", "step", {"step": int(time), "samples": 1}) for time in (2.0, 4.0)),
+    ]
+    one, two = experiment(), experiment(processors=2)
+    assert (busiest(events, one, (0.0, 4.0)), busiest(events, two, (0.0, 4.0))) == (4.0, 2.0)
+    record = Record(Outcome("simulate", "finished", events), two, Plan(method="single", lead="a", pieces=()))
+    assert busiest_share(record) == pytest.approx(0.25)  # the step from 2 s on
+
+
+def test_a_message_whose_sender_reads_its_clock_too_late_is_not_taken_for_the_one_before() -> None:
+    first, second = message("a", "b", 0.0), message("a", "b", 5.0)
+    second[0].fields["queued"] = TAKES + 0.004  # as if it had left after it arrived
+    events = [*first, *second, compute("b", 5.0 + TAKES, 6.0)]
+    assert CriticalPaths(events, experiment()).lateness("b", (4.0, 6.0)).seconds < 0.01

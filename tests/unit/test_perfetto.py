@@ -7,6 +7,7 @@ from typing import Any
 
 import recorded
 
+from testbed.trace.events import TESTBED, Event
 from testbed.trace.gantt import bars, lanes
 from testbed.trace.perfetto import deliveries, trace
 
@@ -85,3 +86,30 @@ def test_overlapping_bars_take_further_lanes() -> None:
 
 def test_an_empty_run_gives_a_trace() -> None:
     assert trace([], 0.0)["traceEvents"]
+
+
+def test_work_on_several_processors_interrupts_nothing_but_by_a_fault() -> None:
+    def event(time: float, name: str, **fields: object) -> Event:
+        return Event(time, "a", name, {"span": "forward", **fields})
+
+    def done(micro: int, start: float, end: float) -> list[Event]:
+        return [
+            event(start, "begin", micro=micro),
+            event(end, "compute", micro=micro, start=start, duration=end - start),
+        ]
+
+    killed = Event(4.5, TESTBED, "fault", {"action": "kill", "target": "a", "phase": "strike", "intended": 4.5})
+    events = [
+        *done(0, 0.0, 2.0),
+        *done(1, 1.0, 3.0),
+        event(4.0, "begin", micro=2),
+        event(4.2, "begin", micro=3),
+        killed,
+    ]
+    charted = [bar for bar in bars(sorted(events, key=lambda each: each.time), 6.0) if bar.kind == "compute"]
+    assert [(bar.start, bar.end, bar.interrupted) for bar in charted] == [
+        (0.0, 2.0, False),
+        (1.0, 3.0, False),
+        (4.0, 4.5, True),
+        (4.2, 4.5, True),
+    ]
