@@ -47,6 +47,7 @@ from testbed.workload import DataPart, ModelPart, WorkloadPart
 
 DATA_FOLDER = Path("data")
 """Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
+DIGITS = ("digits", data.LARGE_DIGITS)
 DIGITS_TRAIN = 1438
 """Training samples of the embedded set, known without importing what holds it."""
 
@@ -217,7 +218,7 @@ def _training_samples(part: DataPart) -> int | None:
         return part.train
     if part.name.startswith("synthetic"):
         return synthetic.TRAIN
-    return DIGITS_TRAIN if part.name == "digits" else None
+    return DIGITS_TRAIN if part.name in DIGITS else None
 
 
 def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -320,8 +321,8 @@ def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     elif kind.files and not any(find(folder, file) for file in kind.files):
         yield Diagnostic((*key, "folder"), f"{folder} holds none of the files of {name}: {download}")
     part = scenario.workload.data
-    if name == "digits" and part.train is not None and part.train > DIGITS_TRAIN:
-        yield Diagnostic((*key, "train"), f"digits has {DIGITS_TRAIN} training samples, not {part.train}: use fewer")
+    if name in DIGITS and part.train is not None and part.train > DIGITS_TRAIN:
+        yield Diagnostic((*key, "train"), f"{name} has {DIGITS_TRAIN} training samples, not {part.train}: use fewer")
 
 
 def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, Indices]:

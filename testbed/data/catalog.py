@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Samples = tuple[Bytes, Bytes]
 """Images and labels, as they lie in the files."""
+LARGE_DIGITS = "digits-28"
 TEST_SHARE = 0.2
 """Of a set that comes without a test part of its own."""
 
@@ -122,6 +123,8 @@ def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
     digits = load_digits()
     # 16 grey levels and black, stretched to the range of a byte like every other set.
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]
+    if source.name == LARGE_DIGITS:
+        images = np.pad(images.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2)))
     return source.name, *_split((images, digits.target.astype(np.uint8)))
 
 
@@ -158,6 +161,13 @@ DATASETS: dict[str, DataSource] = {
     source.name: source
     for source in (
         DataSource("digits", "1,797 handwritten digits of 8x8, from scikit-learn", (1, 8, 8), 10, read=_read_digits),
+        DataSource(
+            LARGE_DIGITS,
+            "the same, three times as large in a frame of 2: 28x28 as MNIST",
+            (1, 28, 28),
+            10,
+            read=_read_digits,
+        ),
         DataSource(
             "mnist",
             "70,000 handwritten digits of 28x28",

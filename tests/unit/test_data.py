@@ -49,6 +49,14 @@ def part(name: str, **limits: int) -> DataPart:
     return DataPart(name=name, **limits)
 
 
+def test_large_digits_are_the_small_ones_three_times_as_large_in_a_frame() -> None:
+    small, large = load(part("digits")), load(part("digits-28"))
+    assert large.shape == (1, 28, 28)
+    assert np.array_equal(large.train_images[:, :, 3:26:3, 3:26:3], small.train_images)
+    assert large.train_images[:, :, :2].max() == large.train_images[..., 26:].max() == 0
+    assert np.array_equal(large.test_labels, small.test_labels)
+
+
 def test_digits_come_with_scikit_learn() -> None:
     digits = load(part("digits"))
     assert (digits.name, digits.classes, digits.shape) == ("digits", 10, (1, 8, 8))
@@ -197,7 +205,7 @@ def test_missing_files_and_unknown_names(tmp_path: Path) -> None:
         load(part("mnist"), tmp_path / "nowhere")
     with pytest.raises(InputError, match="mnist is read from files: name the folder"):
         load(part("mnist"))
-    with pytest.raises(InputError, match="there is no data set 'mnits'; choose one of digits, mnist"):
+    with pytest.raises(InputError, match="there is no data set 'mnits'; choose one of digits, digits-28, mnist"):
         load(part("mnits"))
     with pytest.raises(InputError, match=r"data.train: digits has 1438 samples in this part, not 1500"):
         load(part("digits", train=1500))

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from testbed.trace.events import EventType
+from typing import Any
+
+from testbed.methods.edgepipe.planner import EdgePipeDetails, timetable_of
+from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Declared, Figure
+from testbed.trace.intervals import Interval
 from testbed.trace.record import Record
+
+GOOD = 0.8
+"""The accuracy to which the paper counts the time."""
 
 
 def _learned(record: Record) -> float | None:
@@ -26,12 +33,49 @@ def _passed(record: Record, passing: str) -> float | None:
     return sum(fields["came"] for fields in last.values()) / due if due else None
 
 
-def _training_casts(record: Record) -> int:
+def _tests(record: Record) -> list[Interval]:
     """Batches of tests begin at the event and end with an evaluation, at which nothing of training was under way."""
     begins = [event.time for event in record.of("tests")]
     ends = [event.time for event in record.of("evaluate")]
-    spans = list(zip(begins, [*ends, *[float("inf")] * (len(begins) - len(ends))], strict=False))
-    return sum(not any(begin <= event.time < end for begin, end in spans) for event in record.of("cast"))
+    return list(zip(begins, [*ends, *[float("inf")] * (len(begins) - len(ends))], strict=False))
+
+
+def _training_casts(record: Record) -> list[Event]:
+    spans = _tests(record)
+    return [each for each in record.of("cast") if not any(begin <= each.time < end for begin, end in spans)]
+
+
+def _details(record: Record) -> EdgePipeDetails:
+    details: Any = record.plan.details
+    return details  # type: ignore[no-any-return]  # of this method, or with the same fields; read again, plain values
+
+
+def _last_backward(record: Record) -> float:
+    """Return when the last one began; 0 where none did."""
+    begun = (event.time for event in record.of("begin") if event.fields["span"] == "backward")
+    return max(begun, default=0.0)
+
+
+def _timeslots(record: Record) -> float | None:
+    """Counted by the clock, in seconds of which rounding must not make the slot before."""
+    last = _last_backward(record)
+    return (last + 1e-6) // _details(record).slot + 1 if last else None
+
+
+def _time_to_good(record: Record) -> float | None:
+    """Of the steps until then without the tests between them: as if the pipeline had never drained."""
+    details = _details(record)
+    reached = (event.fields["step"] for event in record.of("evaluate") if event.fields["accuracy"] >= GOOD)
+    step = next(reached, None)
+    return None if step is None else timetable_of(details).slots(step) * details.slot
+
+
+def _rate(record: Record) -> float | None:
+    """As the paper counts packets: to each receiver one."""
+    last = _last_backward(record)
+    seconds = last - sum(end - begin for begin, end in _tests(record) if end < last)
+    meant = sum(len(each.fields["peers"]) for each in _training_casts(record))
+    return meant / seconds / len(record.plan.devices) if seconds > 0 else None
 
 
 DECLARED = Declared(
@@ -62,7 +106,23 @@ DECLARED = Declared(
             lambda record: _passed(record, "sharing"),
         ),
         Figure(
-            "training_casts", "number", "transmissions, acknowledgements too, without those of tests", _training_casts
+            "training_casts",
+            "number",
+            "transmissions, acknowledgements too, without those of tests",
+            lambda record: len(_training_casts(record)),
+        ),
+        Figure(
+            "transmissions_rate",
+            "number",
+            "a second and device while training, one for each receiver of a cast",
+            _rate,
+        ),
+        Figure("timeslots", "number", "until the last backward, those of tests between steps among them", _timeslots),
+        Figure(
+            "time_to_80",
+            "seconds",
+            "timeslots of training, without those of tests, until an evaluation first found an accuracy of 80 %",
+            _time_to_good,
         ),
         Figure("accuracy_deviation", "share", "standard deviation of the accuracy over the test runs", _deviation),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from pydantic import Field
@@ -68,6 +69,8 @@ class EdgePipeDetails(Details):
     """Of the highest closeness centrality on expected transmissions; it would plan."""
     score: float
     """Sum of the Hadamard product of connectivity and reception ratios."""
+    reception: float
+    """Mean reception ratio of all directed links."""
     pipelined: bool
     slot: float
     """Seconds."""
@@ -146,6 +149,7 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
             devices=devices,
             coordinator=coordinator(names, ratios),
             score=reached,
+            reception=fmean(ratios.values()) if ratios else 1.0,
             pipelined=problem.options.pipelined,
             slot=slot,
             test_slot=max(slot, sum(_needed(problem, division, devices, test_batch(problem)))),

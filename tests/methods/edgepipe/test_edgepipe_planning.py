@@ -292,6 +292,14 @@ def test_what_194_minutes_train_as_in_table_iii(allocation, slot, batches, epoch
     assert divmod(batches, 600) == (epoch - 1, step)
 
 
+def test_twenty_epochs_take_249_minutes_and_3_75_transmissions_a_second_and_device():
+    division = partition(FIGURE_2, 6)
+    table = timetable(division.groups)
+    assert table.slots(20 * 600) * 0.31133 / 60 == pytest.approx(249, abs=0.5)
+    a_batch = sum(map(sum, passes(division)))
+    assert a_batch / (table.period * 0.31133) / 6 == pytest.approx(3.75, abs=0.005)
+
+
 def test_a_schedule_is_drawn_a_line_a_group():
     lines = draw(schedule("hybrid"), batches=2).splitlines()
     assert len(lines) == 3

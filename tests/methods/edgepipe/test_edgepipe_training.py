@@ -14,6 +14,7 @@ from testbed.data.batches import batch
 from testbed.errors import InputError
 from testbed.methods.edgepipe import EdgePipe
 from testbed.methods.edgepipe.planner import division_of, plan, timetable_of
+from testbed.plan import Details
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 
@@ -274,6 +275,39 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer():
         values = sums.relu() if unit < 4 else sums
     labels = torch.from_numpy(expected.data.train_labels[chosen_samples])
     assert of(outcome, "step")[0]["loss"] == pytest.approx(float(functional.cross_entropy(values, labels)), rel=1e-5)
+
+
+def figures_of(written, outcome):
+    """Return the figures as they are computed from a run that is read again, with its details as plain values."""
+    (trial,) = trials(written)
+    plan = planned(written)[1]
+    plain = plan.model_copy(update={"details": Details.model_validate(plan.details.model_dump(mode="json"))})
+    return metrics(outcome, trial.experiment, plain, EdgePipe.declared)
+
+
+@pytest.mark.parametrize("method", [{}, {"evaluate_every": 5, "test_runs": 2}])
+def test_figures_tell_training_from_tests(method):
+    written = six(method)
+    outcome = run(written)
+    found = figures_of(written, outcome)
+    # Two devices a layer: six casts forward, the results, four layers' losses, and who is a receiver of each.
+    assert found["training_casts"] == 12 * (2 * 6 + 2 * 4)
+    assert "time_to_80" not in found
+    if not method:
+        table, slot = timetable_of(planned(written)[1].details), planned(written)[1].details.slot
+        assert found["timeslots"] == table.slots(12)
+        assert found["transmissions_rate"] == pytest.approx(12 * 28 / (table.slots(12) - 1) / slot / 6, rel=1e-3)
+
+
+def test_the_time_to_80_percent_leaves_tests_out():
+    model = {"name": "mlp", "hidden": [32]}
+    workload = {"model": model, "optimizer": {"learning_rate": 0.3}, "steps": 60, "batch_size": 32}
+    method = {"name": "edgepipe", "allocation": "horizontal", "evaluate_every": 10}
+    written = scenario(5, workload=workload, method=method)
+    outcome = run(written)
+    step = next((each["step"] for each in of(outcome, "evaluate") if each["accuracy"] >= 0.8), None)
+    assert step is not None
+    assert figures_of(written, outcome)["time_to_80"] == pytest.approx(step * 5 * planned(written)[1].details.slot)
 
 
 def test_the_same_seed_loses_the_same_casts():
