@@ -117,8 +117,11 @@ class Member:
         elif action.layer == 0:
             await self._feed(self._training.batch(action.batch)[0].flatten(1), number)
         else:
-            inputs = self._missing.inputs(self._exchange.outputs(action.layer - 1, number, self._training.samples))
-            outputs = None if inputs is None else await self._neurons.forward(action.layer, action.batch, inputs)
+            arrived = self._exchange.outputs(action.layer - 1, number, self._training.samples)
+            inputs, unheard = self._missing.inputs(arrived), self._missing.unheard(arrived)
+            outputs = (
+                None if inputs is None else await self._neurons.forward(action.layer, action.batch, inputs, unheard)
+            )
             await self._share(action.layer, number, outputs)
 
     async def _test(self, segment: Segment, action: LayerAction | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -28,17 +28,22 @@ class Neurons:
         self._problem = problem
         self._layers = dense_layers(problem)
         self._learn = learn
-        self._forwarded: set[tuple[int, int]] = set()
-        """Layers and batches that wait for their losses."""
+        self._forwarded: dict[tuple[int, int], Sequence[Channels]] = {}
+        """Layers and batches that wait for their losses: neurons of the layer before that are to get none."""
         self.shards: dict[int, LayerShard] = {}
         for layer, neurons in held.items():
             self.take(layer, neurons)
 
-    async def forward(self, layer: int, batch: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, (samples, own neurons), and keep what `backward` needs."""
+    async def forward(
+        self, layer: int, batch: int, inputs: torch.Tensor, unheard: Sequence[Channels] = ()
+    ) -> torch.Tensor:
+        """Return the outputs, (samples, own neurons), and keep what `backward` needs.
+
+        ``unheard``: inputs on which the outputs do not depend, whatever stands there; their gradient is zero.
+        """
         shard, flops = self.shards[layer], self._work(layer, len(inputs)).forward
         outputs = await self._device.compute(partial(shard.forward, batch, inputs), Cost(flops), Span("forward", batch))
-        self._forwarded.add((layer, batch))
+        self._forwarded[layer, batch] = unheard
         return outputs
 
     async def infer(self, layer: int, batch: int, inputs: torch.Tensor) -> torch.Tensor:
@@ -61,19 +66,21 @@ class Neurons:
             cost = self._work(layer, samples)
             flops = cost.update if gradient is None else cost.backward + cost.update
             before = await self._device.compute(learning, Cost(flops), Span("backward", batch))
-        self._forwarded.discard((layer, batch))
+        for neurons in self._forwarded.pop((layer, batch), ()):
+            if before is not None:
+                before[:, torch.tensor(neurons)] = 0.0
         self.shards[layer].forget(batch)
         return before
 
     def forget_before(self, layer: int, batch: int) -> None:
         """Drop what waits for the losses of batches before one: they will not come."""
         for old in [old for at, old in self._forwarded if at == layer and old < batch]:
-            self._forwarded.discard((layer, old))
+            del self._forwarded[layer, old]
             self.shards[layer].forget(old)
 
     def give(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
         """Part with some neurons of a layer, or all: return their state. Batches under way are forgotten there."""
-        self._forwarded = {each for each in self._forwarded if each[0] != layer}
+        self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
         shard = self.shards[layer]
         if len(neurons) < len(shard.part.rows):
             return shard.give(neurons)
@@ -81,7 +88,7 @@ class Neurons:
 
     def take(self, layer: int, neurons: Channels, state: State | None = None) -> None:
         """Take in neurons of a layer with their state; None: with first weights."""
-        self._forwarded = {each for each in self._forwarded if each[0] != layer}
+        self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)
         if state is None:

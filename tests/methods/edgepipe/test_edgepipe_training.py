@@ -249,32 +249,37 @@ def frozen(written, division):
     return expected.losses
 
 
-def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer():
-    # One device of layers 2 and 3 never hears one of layers 0 and 1: with no learning, one forward shows it.
-    devices = planned(lossy({}))[1].details.devices
-    written = lossy({}, (devices[0], devices[2]))
+def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradient_from_them():
+    # One device of layers 2 and 3 never hears one of layers 0 and 1.
+    method = {"pipelined": False}
+    devices = planned(lossy(method))[1].details.devices
+    written = lossy(method, (devices[0], devices[2]))
     problem, chosen = planned(written)
     assert chosen.details.devices == devices
     division = division_of(problem)
-    outcome = run(written)
+    lost, deaf = division.super_neurons[0].of(1), division.super_neurons[2].of(2)
     expected = Reference(written)
-    images = expected.data.train_images
-    weights = expected.newest
-    chosen_samples = batch(len(images), 16, problem.seed, 0)
-    values = torch.from_numpy(images[chosen_samples]).flatten(1)
-    for unit in range(5):
-        weight = next(value for name, value in weights.items() if name.startswith(f"{unit}.") and value.dim() == 2)
-        bias = next(value for name, value in weights.items() if name.startswith(f"{unit}.") and value.dim() == 1)
-        sums = values @ weight.T + bias
-        if unit == 1:
-            heard = values.clone()
-            missing = division.super_neurons[0].of(1)
-            heard[:, missing.start : missing.stop] = 0
-            own = division.super_neurons[2].of(2)
-            sums[:, own.start : own.stop] = (heard @ weight.T + bias)[:, own.start : own.stop]
-        values = sums.relu() if unit < 4 else sums
-    labels = torch.from_numpy(expected.data.train_labels[chosen_samples])
-    assert of(outcome, "step")[0]["loss"] == pytest.approx(float(functional.cross_entropy(values, labels)), rel=1e-5)
+    names = list(expected.newest)
+    weights, losses = [value.clone() for value in expected.newest.values()], []
+    for step in range(written.workload.steps):
+        weights = [value.detach().requires_grad_() for value in weights]
+        chosen_samples = batch(len(expected.data.train_labels), 16, problem.seed, step)
+        values = torch.from_numpy(expected.data.train_images[chosen_samples]).flatten(1)
+        for unit in range(5):
+            own = [value for name, value in zip(names, weights, strict=True) if name.startswith(f"{unit}.")]
+            weight, bias = sorted(own, key=torch.Tensor.dim, reverse=True)
+            sums = values @ weight.T + bias
+            if unit == 1:
+                heard = values.index_fill(1, torch.tensor(lost), 0.0) @ weight.T + bias
+                sums = torch.cat([heard[:, : deaf.stop], sums[:, deaf.stop :]], dim=1)
+                assert deaf.start == 0
+            values = sums.relu() if unit < 4 else sums
+        loss = functional.cross_entropy(values, torch.from_numpy(expected.data.train_labels[chosen_samples]))
+        losses.append(float(loss.detach()))
+        gradients = torch.autograd.grad(loss, weights)
+        rate = written.workload.optimizer.learning_rate
+        weights = [value - rate * gradient for value, gradient in zip(weights, gradients, strict=True)]
+    assert [step["loss"] for step in of(run(written), "step")] == pytest.approx(losses, rel=1e-5)
 
 
 def figures_of(written, outcome):
