@@ -11,7 +11,6 @@ from pydantic import Field
 
 from testbed import formats, wire
 from testbed.errors import InputError
-from testbed.hardware import DeviceSpec
 from testbed.methods.base import Options, Problem
 from testbed.methods.edgepipe import mapping
 from testbed.methods.edgepipe.partition import Allocation, Partition, SuperNeuron, partition
@@ -76,6 +75,10 @@ class EdgePipeDetails(Details):
     """Seconds."""
     test_slot: float
     """Seconds of a timeslot of tests, whose batches may be larger."""
+    forward: tuple[float, ...]
+    """By layer, the seconds of a batch's forward on the device that takes longest."""
+    backward: tuple[float, ...]
+    """The same of its backward and update."""
 
 
 def timetable_of(details: EdgePipeDetails) -> Timetable:
@@ -135,6 +138,10 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
     _check_links(division, devices, ratios, acknowledged=problem.options.recovery == "ack")
     table = timetable(division.groups, problem.options.pipelined)
     slot = _slot(problem, division, devices)
+    times = [
+        _computation(problem, division, devices, layer, problem.workload.batch_size)
+        for layer in range(len(division.neurons))
+    ]
     last = division.holders(len(division.neurons) - 1)
     return Plan(
         method="edgepipe",
@@ -153,6 +160,8 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
             pipelined=problem.options.pipelined,
             slot=slot,
             test_slot=max(slot, sum(_needed(problem, division, devices, test_batch(problem)))),
+            forward=tuple(each[0] for each in times),
+            backward=tuple(each[1] for each in times),
         ),
     )
 
@@ -211,20 +220,27 @@ def _needed(
     problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...], samples: int
 ) -> tuple[float, float]:
     """Return the longest computation and the longest transmission of any device for so many samples, in seconds."""
-    parts = list(zip(division.super_neurons, devices, strict=True))
+    parts = zip(division.super_neurons, devices, strict=True)
+    layers = range(len(division.neurons))
     return (
-        max(_longest_computation(problem, part, problem.device(name), samples) for part, name in parts),
+        max(max(_computation(problem, division, devices, layer, samples)) for layer in layers),
         max(_longest_transmission(problem, division, part, name, samples) for part, name in parts),
     )
 
 
-def _longest_computation(
-    problem: Problem[EdgePipeOptions], part: SuperNeuron, device: DeviceSpec, samples: int
-) -> float:
-    layers = dense_layers(problem)
-    learning = [layer for layer in part.layers if layer]
-    each = [work(layers[at - 1], part.of(at), samples, problem) for at in learning]
-    return max((max(one.forward, one.backward + one.update) / device.speed for one in each), default=0.0)
+def _computation(
+    problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...], layer: int, samples: int
+) -> tuple[float, float]:
+    """Return the seconds of a layer's forward, and of its backward with the update, where they take longest."""
+    if layer == 0:
+        return 0.0, 0.0
+    whole = dense_layers(problem)[layer - 1]
+    forward = backward = 0.0
+    for at in division.holders(layer):
+        cost = work(whole, division.super_neurons[at].of(layer), samples, problem)
+        speed = problem.device(devices[at]).speed
+        forward, backward = max(forward, cost.forward / speed), max(backward, (cost.backward + cost.update) / speed)
+    return forward, backward
 
 
 def _longest_transmission(
