@@ -120,6 +120,7 @@ def test_both_clocks_compute_the_same(tmp_path: Path) -> None:
     assert left_of("run-same") == []
 
 
+@pytest.mark.timed
 def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(tmp_path: Path) -> None:
     smoke = Path(__file__).parents[2] / "scenarios" / "smoke" / "edgepipe.yaml"
     shorter = ["--set", "faults=[]", "--set", "expect={}", "--set", "workload.steps=4", "--accept-links"]
@@ -198,9 +199,10 @@ def test_a_device_killed_and_restarted_by_hand_joins_again_and_is_recorded(tmp_p
             in command("fault", "flap", "source", "source", "--down", "50ms", "--up", "1s").stderr
         )
         kill_from_the_page(address, "worker1")
-        done = command("fault", "restart", "worker1")
-        assert done.returncode == 0, done.stderr
-        assert command("fault", "heal").returncode == 0
+        # The run cannot end while a device is dead, however long a command takes on a busy host.
+        for action in (["heal"], ["restart", "worker1"]):
+            done = command("fault", *action)
+            assert done.returncode == 0, done.stderr
         assert running.wait(120) == 0
     finally:
         running.kill()
@@ -208,9 +210,9 @@ def test_a_device_killed_and_restarted_by_hand_joins_again_and_is_recorded(tmp_p
     assert metrics["steps"] == 150
     assert metrics["recoveries"] >= 1
     assert [fault["action"] for fault in metrics["fault_list"]] == [
-        *("degrade", "flap", "flap", "kill", "restart", "heal")
+        *("degrade", "flap", "flap", "kill", "heal", "restart")
     ]
-    assert metrics["fault_list"][0]["undone"] == metrics["fault_list"][-1]["struck"]
+    assert metrics["fault_list"][0]["undone"] == metrics["fault_list"][-2]["struck"]
 
 
 def kill_from_the_page(address: str, device: str) -> None:
