@@ -124,6 +124,7 @@ def prepare(trial: Trial) -> Prepared:
         raise scenario.source.error(problems)
     method, problem = build_problem(trial)
     try:
+        _check_normalisation(method, problem)
         shares = _shares(scenario, method, problem)
         problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
         plan = method.plan(problem)
@@ -140,6 +141,17 @@ def prepare(trial: Trial) -> Prepared:
     if problems:
         raise scenario.source.error(problems)
     return Prepared(trial, method, problem, plan, pretraining, shares)
+
+
+def _check_normalisation(method: Method, problem: Problem) -> None:
+    samples = method.samples_at_once(problem)
+    for unit in problem.model.units:
+        if problem.workload.task == "train" and samples < unit.least_samples:
+            raise InputError(
+                f"{unit.name} normalises images of one pixel, of which {samples} sample at once says nothing: "
+                "use larger batches, or fewer micro-batches of each",
+                ("batch_size",),
+            )
 
 
 def find_method(scenario: Scenario) -> Method:

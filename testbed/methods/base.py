@@ -138,6 +138,10 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         """
         return ()
 
+    def samples_at_once(self, problem: Problem[MethodOptions]) -> int:
+        """Return how many samples of a batch pass through the model together; pure."""
+        return problem.workload.batch_size
+
     def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
         """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
         return ()

@@ -89,6 +89,11 @@ class Unit:
         return Cost(self.backward_flops, self.forward_cost.bytes)
 
     @property
+    def least_samples(self) -> int:
+        """Samples that training needs at once, at least; two where a layer normalises images of one pixel."""
+        return max((layer.least_samples(shape) for layer, shape in self._entering), default=1)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the trained values."""
         return BYTES_PER_VALUE * self.parameters

@@ -82,6 +82,9 @@ class Layer(Protocol):
     def accesses(self, shape: Shape) -> int:
         """Values that forward reads and writes for one sample: what enters and what leaves, without weights."""
 
+    def least_samples(self, shape: Shape) -> int:
+        """Samples that training needs at once, at least: statistics of one value say nothing."""
+
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module, its initial weights drawn from ``generator`` and nothing else."""
 
@@ -231,6 +234,10 @@ class Plain:
     def accesses(self, shape: Shape) -> int:
         """Values that forward reads and writes for one sample."""
         return math.prod(shape) + math.prod(self.output(shape))
+
+    def least_samples(self, shape: Shape) -> int:
+        """One: each sample is treated by itself."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -410,6 +417,10 @@ class BatchNorm2d(Plain):
         """Keep the shape."""
         return _image(shape, "BatchNorm2d")
 
+    def least_samples(self, shape: Shape) -> int:
+        """Two where an image is but one pixel."""
+        return 2 if math.prod(shape[1:]) == 1 else 1
+
     def parameters(self, shape: Shape) -> int:
         """Scale and shift of each channel; the running statistics are not trained."""
         return 2 * shape[0]
@@ -575,6 +586,10 @@ class Residual(Plain):
     def accesses(self, shape: Shape) -> int:
         """Those of block and shortcut, and of the sum, which reads two values for each that it writes."""
         return sum(layer.accesses(entering) for layer, entering in self._all(shape)) + 3 * math.prod(self.output(shape))
+
+    def least_samples(self, shape: Shape) -> int:
+        """As many as any layer of block and shortcut needs."""
+        return max((layer.least_samples(entering) for layer, entering in self._all(shape)), default=1)
 
     def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
         """Return all first weights, whatever the slice."""

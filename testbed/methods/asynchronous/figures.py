@@ -34,6 +34,21 @@ def _recoveries(record: Record) -> list[dict[str, Any]]:
     return [{"struck": item.struck, "detected": item.detected} | _recovery(item, record) for item in record.recoveries]
 
 
+def _outage(record: Record, recovery: Mapping[str, Any]) -> float | None:
+    """Return the seconds from the strike of what was recovered from until a batch was done that had not been before."""
+    struck, detected = recovery["struck"], recovery["detected"]
+    if struck is None:
+        return None
+    steps = record.of("step")
+    before = max((step.fields["step"] for step in steps if step.time <= detected), default=-1)
+    return next((step.time - struck for step in steps if step.time > detected and step.fields["step"] > before), None)
+
+
+def _longest_outage(record: Record) -> float | None:
+    found = [_outage(record, recovery) for recovery in record.once(_recoveries)]
+    return max((seconds for seconds in found if seconds is not None), default=None)
+
+
 def _span(item: Item, begun: str, ended: str) -> float | None:
     first, last = item.get(begun), item.get(ended)
     return None if first is None or last is None else last - first
@@ -76,6 +91,12 @@ RECOVERY = (
         "seconds",
         "longest, from the detection until the first batch after it was trained",
         lambda record: _longest(record, "detected", "trained"),
+    ),
+    Figure(
+        "outage",
+        "seconds",
+        "longest, from the strike until a batch was trained that had not been before: with all that is done again",
+        _longest_outage,
     ),
     Figure("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved),
 )

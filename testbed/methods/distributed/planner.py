@@ -48,6 +48,8 @@ class PlanFigures(BaseModel):
     communication_as_printed_bytes: float
     elements: int
     """That are sent."""
+    outputs: tuple[int, ...]
+    """Elements of each layer's output."""
     wire_bytes: float
     messages: int
 
@@ -98,6 +100,7 @@ def _figures(problem: Problem[DistributedOptions], spread: Dataflow) -> PlanFigu
         communication_as_printed=printed,
         communication_as_printed_bytes=BYTES_PER_VALUE * printed,
         elements=found.elements,
+        outputs=tuple(layer.outputs for layer in spread.graph.layers),
         wire_bytes=found.wire_bytes,
         messages=found.messages,
     )

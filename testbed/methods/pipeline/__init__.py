@@ -40,6 +40,10 @@ class Pipeline(Method[PipelineOptions, PipelineDetails]):
         """Cut the model over the devices. Raises `InputError` where that cannot be."""
         return plan(self.name, problem)
 
+    def samples_at_once(self, problem: Problem[PipelineOptions]) -> int:
+        """Return the size of the smallest micro-batch."""
+        return max(1, problem.workload.batch_size // problem.options.pieces)
+
     async def program(self, device: Device, job: Job[PipelineOptions, PipelineDetails]) -> None:
         """Coordinate on the first device; be a stage there and elsewhere."""
         problem, coordinator, options = job.problem, job.plan.lead, job.problem.options

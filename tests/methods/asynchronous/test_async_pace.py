@@ -85,6 +85,9 @@ def test_recovery_takes_as_long_as_what_it_moves(kill):
     (recovery,) = figures["recovery_list"]
     assert recovery["struck"] < recovery["detected"] < recovery["repartitioned"] < recovery["redistributed"]
     assert recovery["redistributed"] <= recovery["resumed"] < recovery["trained"]
+    # The replica was after batch 30, batch 35 had begun: what is done again counts.
+    again = [event.time for event in outcome.events if event.event == "step" and event.fields["step"] == 35]
+    assert figures["outage"] == again[-1] - recovery["struck"] > recovery["trained"] - recovery["struck"]
     moved = defaultdict(float)
     for event in outcome.events:
         late = recovery["detected"] < event.time < recovery["trained"]

@@ -1,6 +1,7 @@
 """Planning of a distributed inference from a problem: its plan, its alternatives, what is refused."""
 
 import json
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -75,6 +76,17 @@ def test_the_time_of_a_request_is_computing_or_sending_phase_by_phase() -> None:
     assert interval(divided, in_flight=9) == pytest.approx(max(12, sum(phase.network for phase in divided)))
     alone = dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, PlanRequest("single")), Execution())
     assert interval(phases(alone, crew, links)) == 24
+
+
+def test_communication_is_that_of_the_shares_that_are_planned() -> None:
+    """A source with most of the speed computes most itself, and sends less than with equal shares."""
+    posed = problem({"scheme": "lip", "early": 0})
+    source, *others = posed.devices
+    unequal = replace(posed, devices=(replace(source, speed=8e9), *others))
+    equal, found = (plan("distributed", each).details.figures for each in (posed, unequal))
+    assert found.communication < equal.communication
+    assert found.communication == pytest.approx(found.elements, rel=0.02)
+    assert equal.communication == pytest.approx(equal.elements, rel=0.02)
 
 
 def test_every_scheme_is_shown_beside_the_one_that_is_chosen() -> None:

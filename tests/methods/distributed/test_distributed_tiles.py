@@ -19,7 +19,7 @@ from testbed.methods.distributed.partition.tiles import (
 )
 from testbed.models import create
 from testbed.models.graph import Graph, GraphLayer, graph_of
-from testbed.models.layers import PixelWindow
+from testbed.models.layers import Conv2d, PixelWindow
 
 YOLO = yolov2()
 
@@ -118,6 +118,15 @@ def test_layers_that_cannot_be_tiled_are_refused(count: int, instead: int) -> No
         check_early(YOLO, count)
     for able in range(18):
         check_early(YOLO, able)
+
+
+def test_padding_as_large_as_the_kernel_is_not_tiled() -> None:
+    """A tile at the border would see nothing of the map."""
+    padded = GraphLayer("padded", (Conv2d(8, 1, 1, 1),), (3, 6, 6), (-1,))
+    graph = Graph("padded", (padded, convolution("after", padded.output, 8, 3, 0)))
+    assert early_layers(graph) == 0
+    with pytest.raises(InputError, match=r"less padding than their kernels.* use 0"):
+        check_early(graph, 1)
 
 
 def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:

@@ -32,7 +32,14 @@ def shared(
             layers.append(LayerPlan(scheme=scheme, inputs=_inputs(graph, index, shares)))
         else:
             layers.append(LayerPlan(scheme=scheme, owner=source if scheme == "whole" else None))
-    return DistributedPlan(scheme=name, devices=tuple(devices), source=source, layers=tuple(layers), tiling=tiling)
+    return DistributedPlan(
+        scheme=name,
+        devices=tuple(devices),
+        source=source,
+        layers=tuple(layers),
+        tiling=tiling,
+        shares=tuple(map(float, shares)),
+    )
 
 
 def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:

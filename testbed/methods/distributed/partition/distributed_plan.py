@@ -79,6 +79,8 @@ class DistributedPlan(_Frozen):
     layers: tuple[LayerPlan, ...]
     """One for each layer of the network."""
     tiling: Tiling | None = None
+    shares: tuple[float, ...] = ()
+    """Of each layer that is split, by device, before they are rounded to whole channels; none where nothing is."""
 
     @property
     def tiles(self) -> tuple[Tile, ...]:

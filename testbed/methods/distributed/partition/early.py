@@ -35,8 +35,9 @@ def check_early(graph: Graph, count: int) -> None:
         return
     nearest = max(fewer for fewer in range(min(count, len(graph.layers)) + 1) if _can_be(graph, fewer))
     raise InputError(
-        f"the first {count} layers of {graph.name} cannot be tiled together, which takes convolutions "
-        f"and pooling in a row, of which only the last one's output is used further on: use {nearest}",
+        f"the first {count} layers of {graph.name} cannot be tiled together, which takes convolutions and pooling in a "
+        "row, with less padding than their kernels, of which only the last one's output is used further on: "
+        f"use {nearest}",
         ("method", "early"),
     )
 
@@ -47,9 +48,13 @@ def _can_be(graph: Graph, count: int) -> bool:
 
 
 def _tiles(graph: Graph, index: int) -> bool:
-    """Whether a layer works on pixels near each other, and only on what the layer before it made."""
+    """Whether a layer works on pixels near each other, and only on what the layer before it made.
+
+    With as much padding as its kernel, a tile at the border might see nothing of the map.
+    """
     layer = graph.layers[index]
-    return layer.window is not None and layer.sources == (index - 1,)
+    near = layer.window is not None and layer.window.padding < layer.window.kernel
+    return near and layer.sources == (index - 1,)
 
 
 def _closes(graph: Graph, count: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
@@ -36,7 +37,7 @@ class SchemeFigures:
     redundant: int
     """Multiplications that tiles do more than once."""
     formula: float
-    """C by the paper's formulas, in elements of one sample: for equal shares, of the layers that are not tiled."""
+    """C by the paper's formulas, in elements of one sample: of the layers that are not tiled."""
     elements: int
     """C as it is sent, in elements of one sample: shares in whole channels, tiles and the result included."""
     tiled: int
@@ -75,7 +76,9 @@ def formula(spread: Dataflow, reuse: Reuse) -> float:
         # The result's way back is left out.
         return float(elements([each for each in transfers(spread) if each.value != len(graph.layers) - 1]))
     schemes = [part.scheme for part in plan.layers]
-    return float(total(graph, schemes, WorkerTotals.of(equal(len(plan.devices)), plan.source), reuse))
+    # As shares they are ratios of small numbers, of which a plan that travels as JSON keeps the nearest float.
+    shares = [Fraction(share).limit_denominator(10**9) for share in plan.shares] or equal(len(plan.devices))
+    return float(total(graph, schemes, WorkerTotals.of(shares, plan.source), reuse))
 
 
 def compare(graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest) -> list[SchemeFigures]:
