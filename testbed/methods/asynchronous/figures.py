@@ -49,6 +49,13 @@ def _longest_outage(record: Record) -> float | None:
     return max((seconds for seconds in found if seconds is not None), default=None)
 
 
+def _rest(record: Record) -> float | None:
+    """Return the seconds from the last resumption to the last batch."""
+    resumed = [item.resumed for item in record.recoveries if item.resumed is not None]
+    steps = record.of("step")
+    return steps[-1].time - resumed[-1] if resumed and steps else None
+
+
 def _span(item: Item, begun: str, ended: str) -> float | None:
     first, last = item.get(begun), item.get(ended)
     return None if first is None or last is None else last - first
@@ -98,6 +105,7 @@ RECOVERY = (
         "longest, from the strike until a batch was trained that had not been before: with all that is done again",
         _longest_outage,
     ),
+    Figure("rest", "seconds", "from the last resumption after a fault until the last batch was trained", _rest),
     Figure("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved),
 )
 
