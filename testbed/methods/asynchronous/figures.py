@@ -34,7 +34,7 @@ def _recoveries(record: Record) -> list[dict[str, Any]]:
     return [{"struck": item.struck, "detected": item.detected} | _recovery(item, record) for item in record.recoveries]
 
 
-def _outage(record: Record, recovery: Mapping[str, Any]) -> float | None:
+def _outage(record: Record, recovery: Item) -> float | None:
     """Return the seconds from the strike of what was recovered from until a batch was done that had not been before."""
     struck, detected = recovery["struck"], recovery["detected"]
     if struck is None:
