@@ -11,7 +11,7 @@ from testbed.device import Device
 from testbed.methods.base import Job
 from testbed.methods.edgepipe.exchange import Exchange, Placement, Planned
 from testbed.methods.edgepipe.messages import KINDS, Losses, Outputs
-from testbed.methods.edgepipe.missing import EDGEPIPE, Missing
+from testbed.methods.edgepipe.missing import EDGEPIPE, Arrived, Missing
 from testbed.methods.edgepipe.neurons import Neurons
 from testbed.methods.edgepipe.planner import (
     EdgePipeDetails,
@@ -156,17 +156,17 @@ class Member:
     async def _backward(self, layer: int, step: int, number: int) -> None:
         """Learn, and cast what the own neurons add to the losses of the layer before."""
         samples = self._training.samples
-        if layer == self._output:
-            gradient = self._loss(step, number)
-        else:
-            gradient = self._missing.losses(self._exchange.losses(layer, number, samples))
+        results = layer == self._output
+        arrived = (self._exchange.outputs if results else self._exchange.losses)(layer, number, samples)
+        if self._missing.confirm is not None:
+            arrived = await self._missing.confirm(layer, arrived)
+        gradient = self._loss(step, arrived) if results else self._missing.losses(arrived)
         before = await self._neurons.backward(layer, step, samples, gradient)
         if layer > 1 and (before is not None or self._missing.absent):
             await self._exchange.cast(layer - 1, Losses(number, layer, before))
 
-    def _loss(self, step: int, number: int) -> torch.Tensor | None:
+    def _loss(self, step: int, arrived: Arrived) -> torch.Tensor | None:
         """Return the gradient of the mean cross-entropy by the own outputs, if the results allow it."""
-        arrived = self._exchange.outputs(self._output, number, self._training.samples)
         usable = self._missing.results(arrived)
         results = (arrived.together() if usable is None else usable).requires_grad_()
         labels = self._training.labels(step)

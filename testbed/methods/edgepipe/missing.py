@@ -94,6 +94,13 @@ class Learn(Protocol):
         """
 
 
+class Confirm(Protocol):
+    """Tells the other devices of a layer that one has everything, and hears whether they have."""
+
+    async def __call__(self, layer: int, arrived: Arrived) -> Arrived:
+        """Return what has arrived for one's own neurons of a layer, with what is known of the others."""
+
+
 @dataclass(frozen=True)
 class Missing:
     """What to do with what is missing."""
@@ -109,6 +116,8 @@ class Missing:
     """As `inputs`, in tests; of the results shared, None counts as zeros."""
     observe: Callable[[int, float], None] = lambda step, loss: None
     """Told the loss of each step whose results are usable, on the device that leads."""
+    confirm: Confirm | None = None
+    """How to know whether the other devices of the own layer have everything; None: it does not matter."""
     absent: bool = False
     """Whether a device with nothing to send says so, by a cast without values."""
     unheard: Callable[[Arrived], Sequence[Channels]] = lambda _: ()

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from testbed.device import Device
-from testbed.methods.edgepipe.missing import Arrived, Missing
+from testbed.methods.edgepipe.missing import Arrived, Confirm, Missing
 from testbed.methods.parts.layer_shard import LayerShard
 from testbed.methods.versatile.forward import Rates, merged, valid
 from testbed.methods.versatile.gradients import Saved, fresh, pass_on
@@ -36,11 +36,11 @@ class Maintenance:
         self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
         """By layer, since `told`."""
 
-    @property
-    def missing(self) -> Missing:
-        """The policies."""
+    def missing(self, confirm: Confirm | None = None) -> Missing:
+        """Return the policies."""
         says = self._options.rearrangement  # by which the others judge it
-        return Missing(self._inputs, self._results, self._losses, self._learn, self._tests, self._observe, says)
+        learn, tests = self._learn, self._tests
+        return Missing(self._inputs, self._results, self._losses, learn, tests, self._observe, confirm, says)
 
     def forget(self, layer: int) -> None:
         """Forget what was saved of a layer: its neurons are others now."""
@@ -67,7 +67,7 @@ class Maintenance:
     def _results(self, arrived: Arrived) -> torch.Tensor | None:
         """Return all results; those of a batch of which some are missing give no exact loss."""
         going = self._goes_on(arrived.layer, arrived, _told(arrived, arrived.layer))
-        self._fresh, self._lost = going and arrived.complete, not going
+        self._fresh, self._lost = going and arrived.complete and arrived.others, not going
         return arrived.together() if self._fresh else None
 
     def _goes_on(self, layer: int, arrived: Arrived, rates: Rates) -> bool:

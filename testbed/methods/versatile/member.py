@@ -10,8 +10,9 @@ from testbed.methods.base import Job
 from testbed.methods.edgepipe.exchange import Exchange
 from testbed.methods.edgepipe.member import Member, recovery
 from testbed.methods.edgepipe.neurons import Neurons
-from testbed.methods.edgepipe.planner import timetable_of
+from testbed.methods.edgepipe.planner import answering_time, timetable_of
 from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.versatile.confirming import Confirming, Ideal
 from testbed.methods.versatile.course import Course
 from testbed.methods.versatile.credibility import Reception
 from testbed.methods.versatile.decisions import Setting
@@ -40,8 +41,14 @@ async def run(device: Device, job: VersatileJob) -> None:
     table = timetable_of(details)
     async with Mailbox(device, problem.links, KINDS) as mailbox:
         telling = Telling(knowledge, reception)
-        exchange = Exchange(mailbox, knowledge, recovery(mailbox, job), table.staleness(1), telling)
-        neurons = Neurons(device, problem, {}, maintenance.missing.learn)
+        transmit = recovery(mailbox, job)
+        if problem.options.sharing == "ideal":
+            transmit = Ideal(mailbox, transmit, knowledge.layers - 1)
+        exchange = Exchange(mailbox, knowledge, transmit, table.staleness(1), telling)
+        by_layer = (problem.options.sharing == "layer", problem.options.backward == "layer")
+        confirming = Confirming(mailbox, knowledge, answering_time(problem, device.name), *by_layer)
+        missing = maintenance.missing(confirming if any(by_layer) else None)
+        neurons = Neurons(device, problem, {}, missing.learn)
         handover = Handover(mailbox, knowledge, neurons, maintenance, first)
         if not booted:
             handover.apply(first)
@@ -52,7 +59,7 @@ async def run(device: Device, job: VersatileJob) -> None:
         names = tuple(each.name for each in problem.devices)
         setting = Setting(details.threshold, job.plan.lead, problem.seed, names)
         course = Course(mailbox, knowledge, windows, handover, setting)
-        member = Member(device, job, knowledge, exchange, neurons, maintenance.missing)
+        member = Member(device, job, knowledge, exchange, neurons, missing)
         reported = 0
         while (group := await course.enter()) is not None:
             async with aclosing(member.slots(group, table)) as work:

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Complete(Typed, kind="complete", key=("batch", "layer", "sender")):
+    """Cast to the others of a layer: everything of a batch has arrived here. Only for the granularity ``layer``."""
+
+    batch: int
+    layer: int
+
+
+@dataclass(frozen=True)
 class Arrange(Typed, kind="arrange"):
     """From the coordinator: who holds what from now on."""
 
@@ -45,4 +53,4 @@ class Leave(Typed, kind="leave"):
     announced: bool = True
 
 
-KINDS: tuple[type[Any], ...] = (*CASTS, Arrange, Moved, Join, Leave)
+KINDS: tuple[type[Any], ...] = (*CASTS, Complete, Arrange, Moved, Join, Leave)

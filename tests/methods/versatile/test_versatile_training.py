@@ -23,10 +23,17 @@ def devices_of(written):
     return plan(problem_of(written)[0])
 
 
-@pytest.mark.parametrize("allocation", ["hybrid", "vertical", "horizontal"])
-def test_without_losses_it_is_edgepipe(allocation):
-    short, window = {"steps": 12}, {"window": 20} if allocation == "vertical" else {}
-    versatile = run(six({"allocation": allocation, **window}, workload=short))
+@pytest.mark.parametrize(
+    ("allocation", "keys"),
+    [
+        ("hybrid", {"backward": "layer", "sharing": "layer"}),
+        ("vertical", {"window": 20, "backward": "neuron"}),
+        ("horizontal", {}),
+    ],
+)
+def test_without_losses_it_is_edgepipe(allocation, keys):
+    short = {"steps": 12}
+    versatile = run(six({"allocation": allocation, **keys}, workload=short))
     edgepipe = run(six({"allocation": allocation}, "edgepipe", short))
     for event in ("step", "evaluate"):
         ours, theirs = of(versatile, event), of(edgepipe, event)
