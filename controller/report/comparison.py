@@ -130,14 +130,17 @@ def _around_the_fault(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[tu
 def curve(
     run: Run, what: str, *, over: str = "steps", begin: float = 0.0, end: float = float("inf")
 ) -> list[tuple[float, float]]:
-    """Return (x, value) of a run's steps in their order: their time for `steps`, or the loss or accuracy.
+    """Return (x, value) of a run's steps in their order: their time for `steps`, or what `PaperChart.what` names.
 
     ``over`` says whether x, from ``begin`` to ``end``, is the step or its seconds. A step that was done again is there
     as it was done last, so the outage is within the step resumed with.
     """
-    table, key = {"steps": ("steps", "seconds"), "loss": ("steps", "loss"), "accuracy": ("evaluations", "accuracy")}[
-        what
-    ]
+    table, key = {
+        "steps": ("steps", "seconds"),
+        "loss": ("steps", "loss"),
+        "accuracy": ("evaluations", "accuracy"),
+        "test_loss": ("evaluations", "loss"),
+    }[what]
     last = {row["step"]: row for row in run.metrics["series"][table] if row.get(key) is not None}
     x = "step" if over == "steps" else "time"
     return sorted((row[x], row[key]) for row in last.values() if begin <= row[x] <= end)

@@ -139,6 +139,7 @@ def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Figure |
         "steps": (formats.seconds, "Seconds from the step before; a step done again as it was done last."),
         "loss": (formats.number, "Of the training; a step done again as it was done last."),
         "accuracy": (formats.share, "On the test data."),
+        "test_loss": (formats.number, "On the test data."),
     }[chart.what]
     return chart.title, note, line_plot(lines, range_=(low, high), axis=chart.axis or unit, write=write)
 

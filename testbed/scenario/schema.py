@@ -91,16 +91,16 @@ class PaperChart(Part):
     """A chart over the runs, as a publication draws it."""
 
     title: str = Field(description="stands above it")
-    what: Literal["steps", "loss", "accuracy", "lines", "bars"] = Field(
-        description="of single runs: steps (the time of each), loss, or accuracy as it was evaluated; of rows, ours "
-        "and the paper's: lines, bars"
+    what: Literal["steps", "loss", "accuracy", "test_loss", "lines", "bars"] = Field(
+        description="of single runs: steps (the time of each), loss, or accuracy and test_loss as they were evaluated; "
+        "of rows, ours and the paper's: lines, bars"
     )
     over: Literal["steps", "seconds"] = Field("steps", description="what x is where single runs are drawn")
 
     @property
     def of_runs(self) -> bool:
         """Whether each line is a single run, instead of figures of rows."""
-        return self.what in ("steps", "loss", "accuracy")
+        return self.what not in ("lines", "bars")
 
     x: tuple[float | str, ...] = Field(
         (), description="where the rows stand: rising numbers for `lines`, words below them for `bars`"
