@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from statistics import fmean, median
 from typing import Any
 
-from testbed.methods.collaborative.planner import CollaborativeDetails
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Column, Declared, Figure, Row, Table
 from testbed.trace.intervals import Interval, clip, total, union
@@ -31,20 +30,21 @@ def _epoch_time(record: Record) -> float | None:
 
     Of the first round. The slowest device decides; what follows its last iteration stays as it is.
     """
-    if not _rounds(record) or not isinstance(details := record.plan.details, CollaborativeDetails):
+    if not _rounds(record):
         return None
     start, end = _window(_rounds(record)[0])
     found = []
-    for name, portion in details.portions.items():
+    # Of a run that was kept, details are known by their keys alone.
+    for name, portion in record.plan.details.model_dump()["portions"].items():
         computing = [bar for bar in record.bars.get(name, ()) if bar.kind == "compute"]
         updates = [bar.end for bar in computing if bar.label == "update" and start <= bar.end <= end]
         if len(updates) > 1:
             period = (updates[-1] - updates[0]) / (len(updates) - 1)
-            found.append((updates[-1], (portion.epoch - len(updates)) * period))
+            found.append((updates[-1], (portion["epoch"] - len(updates)) * period))
     if not found:
         return None
     last = max(update for update, _ in found)
-    return max(update + rest for update, rest in found) - start + end - last
+    return float(max(update + rest for update, rest in found) - start + end - last)
 
 
 def _idle(record: Record, device: str) -> float:

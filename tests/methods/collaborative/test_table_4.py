@@ -5,11 +5,20 @@ from collaborating import prepared, scenario
 
 from testbed.data import load
 from testbed.methods.collaborative.figures import DECLARED
+from testbed.plan import Plan
+from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 
 GRID = ((1, 1), (1, 7), (1, 25), (1, 91), (2, 12))
 """P and N; by formula P 1, N 91 is the best of all: its epochs leave out most samples."""
+
+DEVICES = {
+    "devices": {
+        "server": {"speed": "48.8gflops", "memory_rate": "1.92GB/s"},
+        "device": {"speed": "2.44gflops", "memory_rate": "96MB/s"},
+    }
+}
 
 
 def measured(options: dict, *, samples: int = 10_000, **work: object) -> dict:
@@ -25,13 +34,12 @@ def measured(options: dict, *, samples: int = 10_000, **work: object) -> dict:
             **(work or {"steps": 2}),
         },
         options=options if work else {"local_steps": 2, **options},
-        server="20gflops",
-        speed="1gflops",
         network={"topology": "star", "link": {"preset": "4g"}},
     )
-    found = prepared(spec)
+    found = prepared(Scenario.model_validate(spec.model_dump(mode="json", by_alias=True, exclude_none=True) | DEVICES))
     outcome = simulate(found, load(spec.workload.data, blank=True))
-    return metrics(outcome, found.trial.experiment, found.plan, DECLARED)
+    kept = Plan.model_validate_json(found.plan.model_dump_json())
+    return metrics(outcome, found.trial.experiment, kept, DECLARED)
 
 
 def test_the_choice_scores_at_least_96_percent_of_candidates_that_ran() -> None:
