@@ -169,8 +169,9 @@ def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
     for name, tensor in tensors.items():
         if tensor.dtype not in dtypes:
             raise _unknown_type(name, tensor)
-        # A tensor without numbers weighs as much as one with them.
-        real = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu")
+        # A tensor without numbers weighs as much as one with them. Not `zeros_like`, nor arithmetic or `cat` of them:
+        # there torch imports sympy, which takes every device a second or more.
+        real = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().to("cpu")
         flat = real.contiguous().reshape(-1).view(torch.uint8)
         result.append(Raw(name, dtypes[tensor.dtype], tuple(tensor.shape), flat.numpy().data))
     return result

@@ -132,7 +132,7 @@ class RequestWork:
         each, total = layer.inputs // layer.input_channels, before
         for taken, inputs in blocks:
             sums = sliced.sums(inputs, range(taken.first // each, taken.last // each), as_range(made))
-            total = sums if total is None else total + sums
+            total = sums if total is None else _plus(total, sums)
         assert total is not None
         return total
 
@@ -142,7 +142,7 @@ class RequestWork:
     def _merged(self, index: int, sums: Sequence[torch.Tensor], made: Range) -> torch.Tensor:
         total = sums[0]
         for each in sums[1:]:
-            total = total + each
+            total = _plus(total, each)
         return self._member.layers[index].finish(total, as_range(made))
 
     async def _undivided(self, index: int, task: LayerTask) -> None:
@@ -232,4 +232,14 @@ def _joined(blocks: Sequence[Block]) -> torch.Tensor:
     """Put blocks of an input together, (samples, elements)."""
     import torch
 
-    return blocks[0][1] if len(blocks) == 1 else torch.cat([values for _, values in blocks], dim=1)
+    tensors = [values for _, values in blocks]
+    if len(tensors) == 1:
+        return tensors[0]
+    if tensors[0].is_meta:
+        return torch.empty((len(tensors[0]), sum(each.shape[1] for each in tensors)), device="meta")
+    return torch.cat(tensors, dim=1)
+
+
+def _plus(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """Add; of tensors without values either is the sum."""
+    return more if more.is_meta else total + more
