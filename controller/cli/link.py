@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import click
-from pydantic import ValidationError
 
 from controller.cli.linkoptions import link_options, read
 from controller.cli.options import as_json
@@ -26,7 +25,7 @@ from testbed.network.link import Link, Pair, links_from_json, links_to_json
 from testbed.network.overlay import overlay
 from testbed.network.parts import LinkPart
 from testbed.network.presets import PRESETS
-from testbed.scenario.loading import explain
+from testbed.scenario.loading import parse
 
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 
@@ -132,10 +131,7 @@ class _Setting:
 
 
 def _part(figures: dict[str, Any]) -> LinkPart:
-    try:
-        part = LinkPart.model_validate(figures)
-    except ValidationError as error:
-        raise InputError("; ".join(f"{problem}" for problem in explain(error, LinkPart))) from None
+    part = parse(LinkPart, figures)
     if part.preset is not None and part.preset not in PRESETS:
         raise InputError(f"there is no preset '{part.preset}': use one of {', '.join(PRESETS)}")
     return part

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.running.faults import Containers, events_of
@@ -26,7 +24,7 @@ from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
 from testbed.faults.setting import Setting
-from testbed.scenario.loading import explain
+from testbed.scenario.loading import parse
 from testbed.trace.events import TESTBED, Event
 
 
@@ -65,10 +63,7 @@ def checked(run_id: str, given: Mapping[str, object]) -> tuple[Containers, Fault
 
     Raises InputError where a scenario could not have it either.
     """
-    try:
-        action = ActionPart.model_validate(given).action
-    except ValidationError as error:
-        raise InputError("; ".join(f"{problem}" for problem in explain(error, ActionPart))) from None
+    action = parse(ActionPart, given).action
     lab = Lab.open(run_id)
     for _, name in action.named():
         if name not in lab.devices:

@@ -131,18 +131,12 @@ def _plug(address: str) -> None:
 
 def _sleeper(stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
     """Start a process in a network namespace of its own; it ends with the stack."""
-    process = Namespace.scratch()
-    stack.callback(process.close)
-    return stack.enter_context(_ended(process.run(lambda: subprocess.Popen(["sleep", "600"]))))
-
-
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    scratch = Namespace.scratch()
+    stack.callback(scratch.close)
+    process = scratch.run(lambda: subprocess.Popen(["sleep", "600"]))
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
 
 
 if __name__ == "__main__":

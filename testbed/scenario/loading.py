@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -20,6 +20,7 @@ from testbed.scenario.schema import Scenario
 from testbed.scenario.source import Source
 
 SCENARIOS = Path("scenarios")
+M = TypeVar("M", bound=BaseModel)
 _TAG = "tag:yaml.org,2002:"
 _MAX_BYTES = 1 << 20
 _MAX_VALUES = 100_000
@@ -96,6 +97,14 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) ->
     wrong = [detail for detail in details if detail["type"] != "missing" or detail["loc"] not in misspelt]
     problems = [_problem(detail, model) for detail in wrong]
     return [Diagnostic(prefix + problem.key, problem.text) for problem in problems]
+
+
+def parse(model: type[M], given: Mapping[str, Any]) -> M:
+    """Return a part as a user gave it; raises `InputError` with all that is wrong with it in one line."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise InputError("; ".join(map(str, explain(error, model)))) from None
 
 
 def _meant(key: Key, model: type[BaseModel]) -> Key:
