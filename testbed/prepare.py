@@ -5,10 +5,12 @@ Imports no torch and reads no data, so that `testbed validate` and `plan` answer
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Network
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -47,6 +49,8 @@ from testbed.workload import DataPart, ModelPart, WorkloadPart
 
 DATA_FOLDER = Path("data")
 """Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
+MOST_BYTES = 20_000_000
+"""Of the files of all programs together: they travel with the deployment, and lie in the device's memory."""
 DIGITS = ("digits", data.LARGE_DIGITS)
 DIGITS_TRAIN = 1438
 """Training samples of the embedded set, known without importing what holds it."""
@@ -61,6 +65,8 @@ class Carried(BaseModel):
     shape: tuple[int, ...] | None = None
     """Of a sample of one's own data."""
     classes: int = 0
+    files: dict[str, str] = {}
+    """Of programs, in base 64 by the names in the scenario."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ class Prepared:
     def carried(self) -> Carried:
         """Return what devices are told of files that they do not have; raises `InputError` where it is no text."""
         part, model = self.scenario.workload.data, self.problem.model
-        facts = {"shape": model.input, "classes": model.classes} if data.is_own(part) else {}
+        facts: dict[str, Any] = {"shape": model.input, "classes": model.classes} if data.is_own(part) else {}
+        facts["files"] = {name: b64encode(content).decode() for name, content in self.problem.files.items()}
         return Carried(method=code_of(self.method), model=model_code(self.scenario), **facts)
 
     def share(self, dataset: Dataset, device: str) -> Dataset | None:
@@ -97,6 +104,8 @@ class Prepared:
 
         All samples where the method has them everywhere. None where that is nothing.
         """
+        if self.scenario.workload.task == "program":
+            return None
         lead = device == self.plan.lead
         if self.method.samples_everywhere and device in self.plan.devices:
             return dataset
@@ -165,6 +174,22 @@ def model_code(scenario: Scenario) -> Code | None:
     return None if part.file is None else usercode.read(scenario.source.folder / part.file, part.name, MODEL_FILE)
 
 
+def _files(scenario: Scenario) -> dict[str, bytes]:
+    """Return what the workload's programs find in their folders, by name. Raises `InputError`."""
+    found: dict[str, bytes] = {}
+    for device, part in scenario.workload.programs.items():
+        for name in part.files:
+            file = scenario.source.folder / name
+            try:
+                found[name] = file.read_bytes()
+            except OSError as error:
+                text = f"{file} cannot be read ({error.strerror}): name a file, relative to the scenario"
+                raise InputError(text, ("programs", device, "files")) from None
+    if sum(map(len, found.values())) > MOST_BYTES:
+        raise InputError(f"the files of all programs are more than {formats.size(MOST_BYTES)}", ("programs",))
+    return found
+
+
 def build_problem(trial: Trial, carried: Carried | None = None) -> tuple[Method, Problem]:
     """Return the method and the problem that a trial poses it: what a planner and every program look at.
 
@@ -177,19 +202,24 @@ def build_problem(trial: Trial, carried: Carried | None = None) -> tuple[Method,
     here = carried or Carried()
     try:
         method = find_method(scenario) if here.method is None else from_code(here.method)
+        files = _files(scenario) if carried is None else {name: b64decode(text) for name, text in here.files.items()}
         if here.shape is None:
             kind = data.describe_part(workload.data, data_folder(scenario))
             here = here.model_copy(update={"shape": kind.shape, "classes": kind.classes})
         code = here.model or model_code(scenario)
         shape = here.shape or ()
-        if code is None:
+        if workload.task == "program":
+            model = Model("none", (1,), 1, ())
+        elif code is None:
             model = create(part.name, part.options(), shape, here.classes)
         else:
             model = create_own(code, part.options(), shape, here.classes, part.units)
     except InputError as error:
         raise scenario.source.error([_locate(error, trial)]) from None
     options = method.Options.model_validate(workload.method.options())
-    return method, Problem(model, experiment.devices, experiment.bounded_links(), workload, options, scenario.seed)
+    return method, Problem(
+        model, experiment.devices, experiment.bounded_links(), workload, options, scenario.seed, files=files
+    )
 
 
 def data_folder(scenario: Scenario) -> Path:
@@ -212,7 +242,7 @@ def weights_file(scenario: Scenario) -> Path | None:
 def batches(scenario: Scenario) -> int | None:
     """Return how many batches the workload has; None where only the data's files can tell, or who owns how many."""
     workload = scenario.workload
-    if workload.task == "infer":
+    if workload.task != "train":
         return workload.requests
     if workload.steps is not None:
         return workload.steps
@@ -251,8 +281,9 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             method.Options.model_validate(workload.method.options())
         except ValidationError as error:
             yield from explain(error, method.Options, (*key, "method"))
-    yield from _model_problems(workload.model)
-    yield from _data_problems(scenario)
+    if workload.task != "program":
+        yield from _model_problems(workload.model)
+        yield from _data_problems(scenario)
 
 
 def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from testbed.part import Part
 
@@ -152,13 +153,38 @@ class MethodPart(Part):
         return dict(self.model_extra or {})
 
 
+class ProgramPart(Part):
+    """A command of the user's on a device, or on each device of a role."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1, description="program and arguments, in the device's container: Python with torch, `python3`"
+    )
+    files: tuple[str, ...] = Field(
+        (), description="files that it finds in its working directory, read-only, relative to the scenario file"
+    )
+    environment: dict[str, str] = Field(default_factory=dict, description="variables, beside RANK and the like")
+    background: bool = Field(False, description="the run does not wait for its end: for servers")
+
+    @field_validator("command", mode="before", json_schema_input_type=str | list[str])
+    @classmethod
+    def _words(cls, value: object) -> object:
+        return shlex.split(value) if isinstance(value, str) else value
+
+
 class WorkloadPart(Part):
     """What the devices do together, and for how long."""
 
-    task: Literal["train", "infer"] = Field("train", description="what the devices do together")
+    # Of the task program neither model nor method is written; that the others need both, the schema does not say.
+    model_config = ConfigDict(json_schema_extra={"required": []})
+    task: Literal["train", "infer", "program"] = Field("train", description="what the devices do together")
     model: ModelPart = Field(description="the neural network")
     data: DataPart = Field(default_factory=lambda: DataPart(), description="what it learns or is asked")
     method: MethodPart = Field(description="how the work is split")
+    programs: dict[str, ProgramPart] = Field(
+        default_factory=dict,
+        description="of the task program: what runs on a device, by its name or that of several (worker for worker1, "
+        "worker2, ...); model, data and method are left out then",
+    )
     optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="of training")
     numerics: Literal["full", "none"] = Field(
         "full",
@@ -174,11 +200,22 @@ class WorkloadPart(Part):
         description="inference: number of batches of test samples sent through, round and round; none: one pass",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_programs(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("task") == "program":
+            return {"model": {"name": "none"}, "method": {"name": "program"}, **value}
+        return value
+
     @model_validator(mode="after")
     def _one_length(self) -> Self:
+        if (self.task == "program") != bool(self.programs):
+            raise ValueError("'programs' and the task program go together")
         given = [key for key in ("epochs", "steps", "requests") if getattr(self, key) is not None]
         if self.task == "infer" and given not in ([], ["requests"]):
             raise ValueError("an inference workload is as long as its 'requests'")
+        if self.task == "program" and given:
+            raise ValueError(f"programs decide when they are over: leave '{given[0]}' out")
         if self.task == "train" and (len(given) != 1 or given == ["requests"]):
             raise ValueError("a training workload needs exactly one of 'epochs' and 'steps'")
         return self

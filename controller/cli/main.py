@@ -18,6 +18,7 @@ COMMANDS = {
     "watch": "controller.cli.watch:watch",
     "ps": "controller.cli.lab:ps",
     "logs": "controller.cli.lab:logs",
+    "exec": "controller.cli.exec:execute",
     "fault": "controller.cli.fault:fault",
     "link": "controller.cli.link:link",
     "plan": "controller.cli.plan:plan",

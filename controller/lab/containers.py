@@ -118,13 +118,16 @@ def look(client: docker.DockerClient, run: str, name: str, address: str) -> Devi
 
 
 def make_device(
-    client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec, address: str
+    client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]
 ) -> DeviceContainer:
-    """Make and start a device's container at its address of the data network."""
-    return _make(client, state.run, spec.name, device_settings(client, state, image, spec), address)
+    """Make and start a device's container at its address of the data network; it knows those of all devices."""
+    settings = device_settings(client, state, image, spec, addresses)
+    return _make(client, state.run, spec.name, settings, addresses[spec.name])
 
 
-def device_settings(client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec) -> dict[str, Any]:
+def device_settings(
+    client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the settings of a device's container, as the engine takes them."""
     memory = int(spec.memory)
     settings = _settings(
@@ -140,6 +143,8 @@ def device_settings(client: docker.DockerClient, state: RunState, image: str, sp
         pids_limit=256,
         nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
         sysctls=_SYSCTLS,
+        # Before what the engine answers, which is the control network's: closed to other devices.
+        extra_hosts=dict(addresses),
     )
     return {**settings, "hostname": spec.name, "user": "device"}
 

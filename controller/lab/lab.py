@@ -286,13 +286,13 @@ class Lab:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""
         specs = self.experiment.devices
         say(f"starting {len(specs)} devices and the shaper")
-        addresses = device_addresses(self.subnet, [spec.name for spec in specs])
+        found = device_addresses(self.subnet, [spec.name for spec in specs])
+        addresses = {name: str(address) for name, address in found.items()}
         pool = ThreadPoolExecutor(WORKERS, "lab")
         try:
             shaper = pool.submit(make_shaper, self._client, self._state, images.shaper, links)
             devices = [
-                pool.submit(make_device, self._client, self._state, images.device, spec, str(addresses[spec.name]))
-                for spec in specs
+                pool.submit(make_device, self._client, self._state, images.device, spec, addresses) for spec in specs
             ]
             self._shaper_url = shaper.result().control_url
             self.health.wait_for({SHAPER: self._shaper_url})

@@ -126,11 +126,10 @@ def _title(run: Run) -> Text:
     text.append(run.trial.scenario.name, style="bold")
     count = len(run.experiment.devices)
     verb = "training" if workload.task == "train" else "inference"
-    text.append(
-        f"  {workload.method.name} {verb} of {workload.model.title} on {workload.data.title}, "
-        f"{count} device{'' if count == 1 else 's'}, {runtime}",
-        style="dim",
-    )
+    work = f"{workload.method.name} {verb} of {workload.model.title} on {workload.data.title}"
+    if workload.task == "program":
+        work = "programs of one's own"
+    text.append(f"  {work}, {count} device{'' if count == 1 else 's'}, {runtime}", style="dim")
     if run.outcome.status != "finished":
         text.append(f"  {run.outcome.status}", style="bold red")
     return text

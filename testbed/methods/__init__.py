@@ -32,6 +32,7 @@ _CLASSES = {
     "pipelearn": "testbed.methods.pipelearn:PipeLearn",
     "edgepipe": "testbed.methods.edgepipe:EdgePipe",
     "versatile": "testbed.methods.versatile:Versatile",
+    "program": "testbed.methods.program:Program",
     "exchange": "testbed.methods.exchange:Exchange",
 }
 

@@ -82,6 +82,8 @@ class Problem(Generic[ProblemOptions]):
     seed: int
     samples: Mapping[str, int] = field(default_factory=dict)
     """Training samples by device, of those that own data; none where all samples are the lead's."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """What the workload's programs find in their folder, by the name in the scenario."""
 
     def device(self, name: str) -> DeviceSpec:
         """Return the device of that name."""

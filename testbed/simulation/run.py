@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
-from testbed.errors import TestbedError
+from testbed.errors import InputError, TestbedError
 from testbed.experiment import Experiment
 from testbed.faults.replay import TraceScript
 from testbed.faults.script import FaultScript
@@ -42,6 +42,8 @@ def simulate(
     """
     import torch
 
+    if prepared.scenario.workload.task == "program":
+        raise InputError("programs run in containers alone: leave '--runtime simulate' out")
     experiment, method, problem, plan = prepared.experiment, prepared.method, prepared.problem, prepared.plan
 
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:

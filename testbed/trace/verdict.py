@@ -143,7 +143,7 @@ def _record(record: Record) -> Check:
     silent = sorted(set(plan.devices) - wrote)
     if silent:
         return Check("events", False, f"no events from {', '.join(silent)}")
-    wanted = "step" if experiment.workload.task == "train" else "request"
+    wanted = {"train": "step", "infer": "request", "program": "exit"}[experiment.workload.task]
     if not any(event.event == wanted for event in outcome.events):
         return Check("events", False, f"no {wanted} was recorded")
     if not experiment.faults and not any(event.event == "fault" for event in outcome.events):

@@ -1,0 +1,176 @@
+"""The user's own programs: a command on each device, on the same links, with the same faults, measuring and record.
+
+Only containers run commands. They take the host's time, not the device's: `cpus` and `memory` hold them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testbed.device import Device
+from testbed.errors import InputError, TestbedError
+from testbed.methods.base import Job, Method, Options, Problem
+from testbed.methods.parts.mailbox import Mailbox
+from testbed.methods.parts.typed import Typed
+from testbed.plan import Piece, Plan
+from testbed.trace.events import EventType
+from testbed.trace.figures import Declared
+from testbed.workload import ProgramPart
+
+PORT = 29500
+"""Where torch.distributed meets by default."""
+_LAST_LINES = 5
+"""Of what a failed program said, that are told."""
+_LONGEST = 1 << 20
+"""Bytes of a line."""
+_KEPT = ("TESTBED_TOKEN",)
+"""Of the agent's environment, what is not the program's business."""
+
+
+@dataclass(frozen=True)
+class Ended(Typed, kind="ended", key=("sender",)):
+    """To the lead: my program has ended well."""
+
+
+class Program(Method[Options]):
+    """Runs the commands of `workload.programs`; the run is over when all have ended that do not stay in the background.
+
+    A command that ends with another status than 0 fails the run. On a device that restarts it begins again.
+    """
+
+    name = "program"
+    summary = "your own programs, `workload.programs`, on our devices and links"
+    tasks = ("program",)
+    declared = Declared(
+        events=(
+            EventType("output", "a program has written a line", None, ("stream", "text")),
+            EventType("exit", "a program has ended", (), ("status",)),
+        )
+    )
+
+    def plan(self, problem: Problem[Options]) -> Plan:
+        """Divide nothing; the lead is the first device with a program that does not stay in the background."""
+        programs = by_device(problem)
+        lead = next((name for name, part in programs.items() if not part.background), None)
+        if lead is None:
+            raise InputError("all stay in the background: the run would be over at once", ("programs",))
+        pieces = tuple(Piece(device=name, first=0, last=0, memory=0) for name in programs)
+        return Plan(method=self.name, lead=lead, pieces=pieces)
+
+    async def program(self, device: Device, job: Job[Options]) -> None:
+        """Run this device's command, if it has one; on the lead, wait for the others' too."""
+        programs = by_device(job.problem)
+        async with Mailbox(device, job.problem.links, (Ended,)) as mailbox:
+            if device.name in programs:
+                await _execute(device, job.problem, [*programs])
+            if device.name != job.plan.lead:
+                if device.name in programs and not programs[device.name].background:
+                    await mailbox.post(job.plan.lead, Ended())
+                await asyncio.Event().wait()
+            for name, part in programs.items():
+                if name != device.name and not part.background:
+                    await mailbox.take(Ended, name)
+
+
+def by_device(problem: Problem[Options]) -> dict[str, ProgramPart]:
+    """Return each device's program, in the order of the devices; raises `InputError` for a name that is none's."""
+    written = problem.workload.programs
+    names = [device.name for device in problem.devices]
+    roles = {name: name.rstrip("0123456789") for name in names}
+    for wanted in written:
+        if wanted not in names and wanted not in roles.values():
+            raise InputError(f"there is no device '{wanted}': there are {', '.join(names)}", ("programs", wanted))
+    found = {name: written.get(name) or written.get(roles[name]) for name in names}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def environment(problem: Problem[Options], device: str, names: list[str]) -> dict[str, str]:
+    """Return what a program finds in its environment, beside what the scenario gives it.
+
+    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are what `torch.distributed` asks for; ranks are in
+    the order of the devices that have programs.
+    """
+    return {
+        "RANK": str(names.index(device)),
+        "WORLD_SIZE": str(len(names)),
+        "MASTER_ADDR": names[0],
+        "MASTER_PORT": str(PORT),
+        "PYTHONUNBUFFERED": "1",
+        **by_device(problem)[device].environment,
+    }
+
+
+async def _execute(device: Device, problem: Problem[Options], names: list[str]) -> None:
+    """Run the command of a device to its end; raises `TestbedError` where it fails."""
+    part = by_device(problem)[device.name]
+    inherited = {name: value for name, value in os.environ.items() if name not in _KEPT}
+    with tempfile.TemporaryDirectory(prefix="program-") as folder:
+        _place(Path(folder), {name: problem.files[name] for name in part.files})
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *part.command,
+                cwd=folder,
+                env={**inherited, **environment(problem, device.name, names)},
+                stdout=PIPE,
+                stderr=PIPE,
+                limit=_LONGEST,
+            )
+        except OSError as error:
+            raise TestbedError(f"{part.command[0]} cannot be run: {error.strerror}") from None
+        try:
+            status, last = await _followed(device, process)
+        finally:
+            if process.returncode is None:
+                process.kill()
+    device.record("exit", status=status)
+    if status != 0:
+        raise TestbedError(f"{' '.join(part.command)} ended with status {status}: {last or 'it said nothing'}")
+
+
+def _place(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        place = folder / Path(name).name
+        place.write_bytes(content)
+        place.chmod(0o555)
+
+
+async def _followed(device: Device, process: Process) -> tuple[int, str]:
+    """Record what a program writes until it ends; return its status and the last lines of its errors."""
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+
+    async def follow(stream: asyncio.StreamReader, name: str) -> None:
+        while line := await stream.readline():
+            text = line.decode(errors="replace").rstrip("\n")
+            print(text, file=sys.stderr if name == "stderr" else sys.stdout, flush=True)
+            if name == "stderr" and text:
+                last.append(text)
+            if fields := event_of(text):
+                device.record(fields.pop("event"), **fields)
+            else:
+                device.record("output", stream=name, text=text)
+
+    assert process.stdout is not None
+    assert process.stderr is not None
+    await asyncio.gather(follow(process.stdout, "stdout"), follow(process.stderr, "stderr"))
+    return await process.wait(), " | ".join(last)
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """Return the fields of a line that is an event, ``{"event": "step", "step": 3, "loss": 0.2}``; None: it is none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    named = isinstance(found, dict) and isinstance(found.get("event"), str)
+    reserved = {"time", "device", "event"}
+    return {"event": found["event"], **{key: found[key] for key in found.keys() - reserved}} if named else None

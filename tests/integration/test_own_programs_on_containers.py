@@ -1,0 +1,50 @@
+"""Programs of the user's on containers: names mean the shaped network, lines become events, a status decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from controller.api import build, emulate
+
+pytestmark = pytest.mark.containers
+
+CLIENT = """
+import json, os, socket, sys, time, urllib.request
+print(socket.gethostbyname("server"), socket.gethostbyname("client"))
+for attempt in range(100):
+    try:
+        began = time.perf_counter()
+        text = urllib.request.urlopen("http://server:9000/client.py").read()
+        break
+    except OSError:
+        time.sleep(0.1)
+assert text == open("client.py", "rb").read() and "TESTBED_TOKEN" not in os.environ
+print(json.dumps({"event": "request", "request": 0, "latency": time.perf_counter() - began}))
+print("on purpose", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_a_server_and_a_client_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("client.py").write_text(CLIENT)
+    server = {"command": "python3 -m http.server 9000", "files": ["client.py"], "background": True}
+    client = {"command": "python3 client.py", "files": ["client.py"]}
+    scenario = build(
+        name="own-programs",
+        devices={"server": {"memory": "400MiB"}, "client": {"memory": "400MiB"}},
+        network={"link": {"rate": "50mbit", "delay": "10ms"}},
+        workload={"task": "program", "programs": {"server": server, "client": client}},
+        time_limit="60s",
+    )
+    run = emulate(scenario, "out", accept_links=True)
+    outcome = run.run.outcome
+    assert outcome.status == "failed"
+    assert "python3 client.py ended with status 3: on purpose" in (outcome.error or "")
+    said = [row["text"] for row in run.rows("events") if row["event"] == "output" and row["device"] == "client"]
+    subnet = {address.rpartition(".")[0] for address in said[0].split()}
+    assert len(subnet) == 1  # both on the data network
+    (request,) = run.rows("requests")
+    assert request["latency"] >= 0.04  # there and back, twice: a connection, then an answer
