@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
 from remembered import RememberedLab
 
 from controller.cli import fault as command
+from controller.lab.lab import Lab
 from testbed.errors import InputError
 
 
 @pytest.fixture(autouse=True)
 def _found(monkeypatch: pytest.MonkeyPatch, lab: RememberedLab) -> None:
-    monkeypatch.setattr(command, "Lab", SimpleNamespace(open=lambda run: lab))
+    monkeypatch.setattr(Lab, "open", lambda run: lab)
     monkeypatch.setattr(command.runstate, "choose", lambda run: run or "run-1")
 
 
