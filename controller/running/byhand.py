@@ -16,6 +16,7 @@ from typing import Any
 
 from controller.lab import runstate
 from controller.lab.lab import Lab
+from controller.lab.tail import Tail
 from controller.running.faults import Containers, events_of
 from testbed.errors import InputError
 from testbed.faults.actions.flap import Flap
@@ -33,7 +34,7 @@ class Journal:
 
     def __init__(self, run_id: str) -> None:
         self._path: Path = runstate.path_of(run_id).with_suffix(".journal")
-        self._read = 0
+        self._tail = Tail(self._path)
 
     def write(self, instant: float, events: list[tuple[str, dict[str, Any]]]) -> None:
         """Append events of one instant, in seconds of the monotonic clock; several processes may."""
@@ -43,19 +44,11 @@ class Journal:
 
     def news(self, origin: float) -> list[Event]:
         """Return the events since the last call, as those of a run that started at ``origin``; none is before 0."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._read)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        found = []
-        for line in whole.splitlines():
-            instant, events = json.loads(line)
-            found += [Event(max(0.0, instant - origin), TESTBED, event, fields) for event, fields in events]
-        return found
+        return [
+            Event(max(0.0, instant - origin), TESTBED, event, fields)
+            for instant, events in self._tail.news()
+            for event, fields in events
+        ]
 
 
 def checked(run_id: str, given: Mapping[str, object]) -> tuple[Containers, FaultAction[Any], str]:

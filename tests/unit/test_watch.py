@@ -10,8 +10,9 @@ import pytest
 import recorded
 from flask.testing import FlaskClient
 
+from controller.lab.tail import Tail
 from controller.results.recorder import Recorder, write
-from controller.watch.feed import Tail, batches, shown
+from controller.watch.feed import batches, shown
 from controller.watch.server import application
 
 ORIGIN = "http://127.0.0.1:4000"
