@@ -16,7 +16,11 @@ GOOD = 0.8
 
 def _learned(record: Record) -> float | None:
     """Each piece updates its units once a batch, unless losses of the layer behind are missing."""
-    due = len(record.of("step")) * sum(piece.last - piece.first for piece in record.plan.pieces)
+    due = (
+        len(record.of("step"))
+        * _details(record).micro_batches
+        * sum(piece.last - piece.first for piece in record.plan.pieces)
+    )
     made = sum(event.fields["span"] == "backward" for event in record.of("compute"))
     return made / due if due else None
 
@@ -67,7 +71,7 @@ def _time_to_good(record: Record) -> float | None:
     details = _details(record)
     reached = (event.fields["step"] for event in record.of("evaluate") if event.fields["accuracy"] >= GOOD)
     step = next(reached, None)
-    return None if step is None else timetable_of(details).slots(step) * details.slot
+    return None if step is None else timetable_of(details).slots(step * details.micro_batches) * details.slot
 
 
 def _rate(record: Record) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -11,6 +12,7 @@ from testbed.device import Device
 from testbed.methods.base import Job
 from testbed.methods.edgepipe.exchange import Exchange, Placement, Planned
 from testbed.methods.edgepipe.messages import KINDS, Losses, Outputs
+from testbed.methods.edgepipe.microbatches import MicroBatches, update_after
 from testbed.methods.edgepipe.missing import EDGEPIPE, Arrived, Missing
 from testbed.methods.edgepipe.neurons import Neurons
 from testbed.methods.edgepipe.planner import (
@@ -39,9 +41,10 @@ async def run(device: Device, job: EdgePipeJob) -> None:
         division, table = division_of(problem), timetable_of(details)
         part = division.super_neurons[details.devices.index(device.name)]
         placement = Planned(division, details.devices)
-        exchange = Exchange(mailbox, placement, recovery(mailbox, job), table.staleness(1))
-        neurons = Neurons(device, problem, {layer: part.of(layer) for layer in part.layers if layer}, EDGEPIPE.learn)
-        await Member(device, job, placement, exchange, neurons, EDGEPIPE).run(part.group, table)
+        exchange = Exchange(mailbox, placement, recovery(mailbox, job), table.staleness(1) * table.micro)
+        missing = replace(EDGEPIPE, learn=update_after(table.micro))
+        neurons = Neurons(device, problem, {layer: part.of(layer) for layer in part.layers if layer}, missing.learn)
+        await Member(device, job, placement, exchange, neurons, missing).run(part.group, table)
 
 
 def recovery(mailbox: Mailbox, job: EdgePipeJob) -> Transmit:
@@ -71,7 +74,10 @@ class Member:
         self._details = job.plan.details
         self._leads = job.plan.lead == device.name
         self._every = problem.options.evaluate_every
-        self._training = Training(job.dataset, problem.workload, problem.seed)
+        training = Training(job.dataset, problem.workload, problem.seed)
+        self._training = MicroBatches(training, timetable_of(job.plan.details).micro)
+        self._losses: list[float] = []
+        """Of the micro-batches of the present step."""
         self._tests = TestRuns(job.dataset, test_batch(problem), problem.options.test_runs)
         self._output = placement.layers - 1
         self._placement = placement
@@ -101,7 +107,7 @@ class Member:
             await self._train(action, segment.number(action.batch))
             if action.kind == "forward" and action.layer:
                 # Of older ones the losses did not come, and their slots are past.
-                oldest = action.batch - segment.table.staleness(action.layer) + 1
+                oldest = action.batch - segment.table.staleness(action.layer) * segment.table.micro + 1
                 self._neurons.forget_before(action.layer, oldest)
 
     def _report(self, segment: Segment) -> None:
@@ -115,9 +121,9 @@ class Member:
         if action.kind == "backward":
             await self._backward(action.layer, action.batch, number)
         elif action.layer == 0:
-            await self._feed(self._training.batch(action.batch)[0].flatten(1), number)
+            await self._feed(self._training.images(action.batch), number)
         else:
-            arrived = self._exchange.outputs(action.layer - 1, number, self._training.samples)
+            arrived = self._exchange.outputs(action.layer - 1, number, self._training.samples(action.batch))
             inputs, unheard = self._missing.inputs(arrived), self._missing.unheard(arrived)
             outputs = (
                 None if inputs is None else await self._neurons.forward(action.layer, action.batch, inputs, unheard)
@@ -155,7 +161,7 @@ class Member:
 
     async def _backward(self, layer: int, step: int, number: int) -> None:
         """Learn, and cast what the own neurons add to the losses of the layer before."""
-        samples = self._training.samples
+        samples = self._training.samples(step)
         results = layer == self._output
         arrived = (self._exchange.outputs if results else self._exchange.losses)(layer, number, samples)
         if self._missing.confirm is not None:
@@ -165,18 +171,24 @@ class Member:
         if layer > 1 and (before is not None or self._missing.absent):
             await self._exchange.cast(layer - 1, Losses(number, layer, before))
 
-    def _loss(self, step: int, arrived: Arrived) -> torch.Tensor | None:
-        """Return the gradient of the mean cross-entropy by the own outputs, if the results allow it."""
+    def _loss(self, batch: int, arrived: Arrived) -> torch.Tensor | None:
+        """Return the gradient by the own outputs of what a batch adds to the cross-entropy, if results allow it."""
+        training = self._training
         usable = self._missing.results(arrived)
         results = (arrived.together() if usable is None else usable).requires_grad_()
-        labels = self._training.labels(step)
-        loss = functional.cross_entropy(results, labels)
+        loss = functional.cross_entropy(results, training.labels(batch), reduction="sum") / training.whole
         if self._leads:
             # With zeros for what is missing, also where nothing is learnt from it.
-            self._device.record("step", step=step, loss=float(loss.detach()), samples=len(labels))
+            self._losses.append(float(loss.detach()))
+            if (batch + 1) % training.parts == 0:
+                self._record_step(batch // training.parts, observed=usable is not None)
         if usable is None:
             return None
-        if self._leads:
-            self._missing.observe(step, float(loss.detach()))
         (gradient,) = torch.autograd.grad(loss, [results])
         return pick(gradient, 1, self._placement.of(self._device.name, self._output))
+
+    def _record_step(self, step: int, observed: bool) -> None:
+        loss, self._losses = sum(self._losses), []
+        self._device.record("step", step=step, loss=loss, samples=self._training.whole)
+        if observed:
+            self._missing.observe(step, loss)

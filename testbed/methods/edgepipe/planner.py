@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
@@ -14,7 +15,7 @@ from testbed.errors import InputError
 from testbed.methods.base import Options, Problem
 from testbed.methods.edgepipe import mapping
 from testbed.methods.edgepipe.partition import Allocation, Partition, SuperNeuron, partition
-from testbed.methods.edgepipe.timeslots import MARGIN, Timetable, timetable
+from testbed.methods.edgepipe.timeslots import MARGIN, Timetable, fill_and_drain, timetable
 from testbed.methods.edgepipe.topology import Matrix, connectivity, coordinator, passes
 from testbed.methods.parts import costs
 from testbed.models.graph import Graph, GraphLayer, graph_of
@@ -41,6 +42,8 @@ class EdgePipeOptions(Options):
     """Who takes which super neuron: Algorithm 2, by chance, or the best of all orders."""
     pipelined: bool = True
     """False: a batch begins when the one before it is through (the paper's Model)."""
+    micro_batches: int = Field(1, ge=1)
+    """More than one: GPipe, for the vertical division. All parts of a batch go forward, then all back, one a slot."""
     recovery: Literal["none", "r-tx", "ack"] = "none"
     """Nothing; each message cast `transmissions` times; or until all have acknowledged it or the timeslot is over."""
     transmissions: int = Field(2, ge=1, le=100)
@@ -71,6 +74,7 @@ class EdgePipeDetails(Details):
     reception: float
     """Mean reception ratio of all directed links."""
     pipelined: bool
+    micro_batches: int
     slot: float
     """Seconds."""
     test_slot: float
@@ -83,7 +87,10 @@ class EdgePipeDetails(Details):
 
 def timetable_of(details: EdgePipeDetails) -> Timetable:
     """Return when each layer of a plan works on each batch."""
-    return timetable([range(first, stop) for first, stop in details.groups], details.pipelined)
+    groups = [range(first, stop) for first, stop in details.groups]
+    if details.micro_batches > 1:
+        return fill_and_drain(groups, details.micro_batches)
+    return timetable(groups, details.pipelined)
 
 
 def division_of(problem: Problem[EdgePipeOptions]) -> Partition:
@@ -136,7 +143,7 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
     order, reached = _mapped(problem, division, mapping.matrix(names, lambda a, b: ratios.get((a, b), 0.0)))
     devices = tuple(names[index] for index in order)
     _check_links(division, devices, ratios, acknowledged=problem.options.recovery == "ack")
-    table = timetable(division.groups, problem.options.pipelined)
+    table = _table(problem, division)
     slot = _slot(problem, division, devices)
     times = [
         _computation(problem, division, devices, layer, problem.workload.batch_size)
@@ -158,12 +165,26 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
             score=reached,
             reception=fmean(ratios.values()) if ratios else 1.0,
             pipelined=problem.options.pipelined,
+            micro_batches=problem.options.micro_batches,
             slot=slot,
             test_slot=max(slot, sum(_needed(problem, division, devices, test_batch(problem)))),
             forward=tuple(each[0] for each in times),
             backward=tuple(each[1] for each in times),
         ),
     )
+
+
+def _table(problem: Problem[EdgePipeOptions], division: Partition) -> Timetable:
+    micro, size = problem.options.micro_batches, problem.workload.batch_size
+    if micro == 1:
+        return timetable(division.groups, problem.options.pipelined)
+    if any(len(group) > 1 for group in division.groups):
+        text = "is GPipe, which divides layer by layer: use allocation: vertical and a device for each layer"
+        raise InputError(text, ("method", "micro_batches"))
+    if micro > size:
+        text = f"cuts a batch of {size} samples into more parts than it has: take {size} at most"
+        raise InputError(text, ("method", "micro_batches"))
+    return fill_and_drain(division.groups, micro)
 
 
 def _mapped(problem: Problem[EdgePipeOptions], division: Partition, ratios: Matrix) -> tuple[mapping.Order, float]:
@@ -204,7 +225,8 @@ def test_batch(problem: Problem[EdgePipeOptions]) -> int:
 
 def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...]) -> float:
     """Return the seconds of a timeslot, as given or as they follow. Raises `InputError` for one that is too short."""
-    computing, transmitting = _needed(problem, division, devices, problem.workload.batch_size)
+    samples = math.ceil(problem.workload.batch_size / problem.options.micro_batches)
+    computing, transmitting = _needed(problem, division, devices, samples)
     needed = computing + transmitting
     given = problem.options.slot
     if given is None:
@@ -287,7 +309,7 @@ def _piece(
         if layer == 0:
             continue
         own = _parameters(layers[layer - 1], part.of(layer))
-        kept = table.staleness(layer)
+        kept = table.staleness(layer)  # of one batch, however it is cut
         parameters += own
         flops += work(layers[layer - 1], part.of(layer), 1, problem).forward
         # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.

@@ -41,11 +41,14 @@ class Timetable:
     """By layer, the slot of batch 0."""
     backward: tuple[int | None, ...]
     """The same; None for the input layer, which has nothing to learn."""
+    micro: int = 1
+    """Micro-batches of each batch, one a slot. What is counted in batches below are these."""
 
     def slots(self, batches: int) -> int:
         """Return how many slots pass from the first forward to the last backward of one or more batches."""
         ends = [slot for slot in self.backward if slot is not None]
-        return max(ends, default=len(self.forward) - 1) + 1 + self.period * (batches - 1)
+        whole, more = divmod(batches - 1, self.micro)
+        return max(ends, default=len(self.forward) - 1) + 1 + self.period * whole + more
 
     def batches(self, slots: int) -> int:
         """Return how many batches are through within a number of slots."""
@@ -55,8 +58,11 @@ class Timetable:
         """Return what a device of a group does in a slot; None: it stalls."""
         for layer in self.groups[group]:
             for kind, first in (("forward", self.forward[layer]), ("backward", self.backward[layer])):
-                if first is not None and slot >= first and (slot - first) % self.period == 0:
-                    return LayerAction(kind, layer, (slot - first) // self.period)  # type: ignore[arg-type]
+                if first is None or slot < first:
+                    continue
+                batch, part = divmod(slot - first, self.period)
+                if part < self.micro:
+                    return LayerAction(kind, layer, batch * self.micro + part)  # type: ignore[arg-type]
         return None
 
     def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
@@ -146,12 +152,13 @@ def segments(
     """
     start, number, testing = 0.0, 0, _forward_only(table)
     for begin in range(0, steps, every or steps):
-        trained = range(begin, min(begin + (every or steps), steps))
+        end = min(begin + (every or steps), steps)
+        trained = range(begin * table.micro, end * table.micro)
         for is_test, length, rhythm, batches in (
             (False, slot, table, trained),
             (True, test_slot, testing, range(tests)),
         ):
-            segment = Segment(is_test, start, length, rhythm, batches, number, trained.stop)
+            segment = Segment(is_test, start, length, rhythm, batches, number, end)
             yield segment
             start, number = segment.end, number + len(batches)
 
@@ -159,6 +166,14 @@ def segments(
 def _forward_only(table: Timetable) -> Timetable:
     period = max(len(group) for group in table.groups)
     return Timetable(table.groups, period, table.forward, (None,) * len(table.forward))
+
+
+def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
+    """Return GPipe's timetable of groups of one layer each: all micro-batches of a batch forward, then all backward."""
+    layers = groups[-1].stop
+    turn = layers - 1 + micro
+    backward = (None, *(turn + layers - 1 - layer for layer in range(1, layers)))
+    return Timetable(tuple(groups), 2 * layers + 2 * micro - 3, tuple(range(layers)), backward, micro)
 
 
 def _learning(group: range) -> range:

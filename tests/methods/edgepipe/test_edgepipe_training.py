@@ -108,6 +108,35 @@ def test_one_device_in_slots_is_the_papers_naive_and_plain_gradient_descent():
     assert of(outcome, "cast") == []
 
 
+GPIPE = {"allocation": "vertical", "micro_batches": 6}
+
+
+def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
+    # 16 samples in six parts of two or three.
+    written = six(GPIPE)
+    _, chosen = planned(written)
+    table = timetable_of(chosen.details)
+    assert table.period == 2 * 6 + 2 * 6 - 3
+    assert table.slots(12 * 6) == 12 * table.period
+    outcome = run(written)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(plain(written)[1], rel=1e-5)
+    (trial,) = trials(written)
+    whole = run(six({"allocation": "vertical"}))
+    cut, one = (
+        metrics(each, trial.experiment, chosen, EdgePipe.declared)["training_casts"] for each in (outcome, whole)
+    )
+    assert cut == 6 * one
+    assert metrics(outcome, trial.experiment, chosen, EdgePipe.declared)["learned"] == 1
+
+
+def test_gpipe_updates_with_the_micro_batches_that_came():
+    network = {"link": {"message_loss": "10%"}}
+    outcome = run(six(GPIPE, network=network))
+    learned = sum(each["span"] == "backward" for each in of(outcome, "compute"))
+    assert 12 * 6 < learned < 12 * 6 * 5
+    assert len(of(outcome, "step")) == 12
+
+
 def test_without_a_pipeline_batches_take_as_many_slots_as_passes():
     _, chosen = planned(six({"pipelined": False}))
     assert timetable_of(chosen.details).slots(12) == 11 * 12
@@ -347,6 +376,12 @@ def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
         ({"method": {"mapping": "upper"}, "workers": 9}, ("method", "mapping"), "10 devices have too many orders"),
         ({"network": {"topology": "star"}}, ("network", "topology"), "no link leads from"),
         ({"network": {"link": {"message_loss": "100%"}}}, ("network",), "receives none of the casts of"),
+        ({"method": {"micro_batches": 2}}, ("method", "micro_batches"), "is GPipe, which divides layer by layer"),
+        (
+            {"method": {**GPIPE, "micro_batches": 17}},
+            ("method", "micro_batches"),
+            "a batch of 16 samples into",
+        ),
         (
             {"workload": {"model": {"name": "mlp", "hidden": [4]}}, "method": {"allocation": "horizontal"}},
             ("method", "allocation"),
