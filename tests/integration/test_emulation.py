@@ -174,6 +174,33 @@ def test_each_device_is_sent_its_own_samples_and_no_others(tmp_path: Path) -> No
     assert {name: {key: each[key] for key in fields} for name, each in given.items()} == simulated
 
 
+def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
+    """PipeLearn: the round in which one of three dies, and all after it, are those of the other two."""
+    prepared = scenario(
+        "emu-learnt",
+        devices={"server": {"speed": "100mflops", "processors": 2}, "board": {"speed": "500kflops", "count": 3}},
+        workload={
+            "model": {"name": "mlp", "hidden": [32, 16]},
+            "data": {"name": "digits", "train": 300, "test": 40, "split": "iid"},
+            "method": {"name": "pipelearn", "split": 1, "parallel": 2, "local_steps": 2, "round_deadline": "5s"},
+            "optimizer": {"learning_rate": 0.05, "momentum": 0.9},
+            "steps": 6,
+        },
+        # Almost two seconds before it would have done its part.
+        faults=[{"kill": "board2", "when": {"device": "board2", "begins": "forward", "batch": 2}}],
+    )
+    outcome, _ = run(prepared)
+    assert outcome.status == "finished", outcome.error
+    simulated = simulate(prepared, load_data(prepared.scenario.workload.data))
+    took_part = [list(each["samples"]) for each in events(outcome, "round")]
+    assert took_part == [["board1", "board2", "board3"], *[["board1", "board3"]] * 2]
+    assert took_part == [list(each["samples"]) for each in events(simulated, "round")]
+    assert outcome.weights is not None
+    assert simulated.weights is not None
+    for name, tensor in simulated.weights.items():
+        assert tensor.equal(outcome.weights[name]), name
+
+
 def test_without_its_lead_there_is_no_run() -> None:
     with pytest.raises(TestbedError, match="source leads the run and went down before its start"):
         run(scenario("emu-lead"), killing("source", "handing out the work", "emu-lead"))
