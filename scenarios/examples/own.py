@@ -1,7 +1,6 @@
 """A network and data of one's own: nothing here knows the testbed."""
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 
@@ -32,6 +31,8 @@ def build(shape, classes, width=8, blocks=3):
 
 def load():
     """Return training and test samples: arrays or tensors of samples and labels, or torch data sets."""
+    from sklearn.datasets import load_digits  # here, since devices read this file for its network and have no sklearn
+
     digits = load_digits()
     images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
