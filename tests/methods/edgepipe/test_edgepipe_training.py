@@ -351,6 +351,30 @@ def test_the_same_seed_loses_the_same_casts():
     assert one != of(run(six()), "step")
 
 
+def test_a_device_that_is_cut_off_is_missing_until_it_is_healed():
+    # One of the two devices of layers 2 and 3: without its losses, layer 1 does not learn meanwhile.
+    _, chosen = planned(six())
+    apart, before = chosen.details.devices[2], chosen.details.devices[0]
+    slot = chosen.details.slot
+    outcome = run(six(faults=[{"partition": [[apart]], "at": "1.5s", "for": "1.2s"}]))
+    steps = [event.time for event in outcome.events if event.event == "step"]
+    assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx([4 * slot] * 11)
+    learnt = [event.time for event in outcome.events if named(event, "compute", before) and is_backward(event)]
+    assert not [time for time in learnt if 1.5 + slot < time < 2.7]
+    assert [time for time in learnt if time < 1.5]
+    assert [time for time in learnt if time > 2.7]
+    # It goes on with what it has itself, and casts; nobody hears it.
+    cast = [event.time for event in outcome.events if named(event, "cast", apart) and 1.5 < event.time < 2.7]
+    heard = [event for event in outcome.events if event.event == "receive" and event.fields["peer"] == apart]
+    assert cast
+    assert not [event for event in heard if 1.5 + slot < event.time < 2.7]
+    assert max(event.time for event in heard) > 2.7
+
+
+def is_backward(event):
+    return event.fields["span"] == "backward"
+
+
 def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
     written = six()
     _, chosen = planned(written)
