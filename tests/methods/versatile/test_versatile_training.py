@@ -9,6 +9,8 @@ from runs import of, problem_of, run, scenario
 
 from testbed.errors import InputError
 from testbed.methods.versatile.planner import plan
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
 
 WORKLOAD = {"optimizer": {"learning_rate": 0.1}, "steps": 36}
 LOSSY = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "25%"}}
@@ -161,6 +163,20 @@ def test_the_same_seed_loses_and_rearranges_the_same():
 
 
 @pytest.mark.parametrize(
+    ("name", "device", "said"),
+    [
+        ("edgepipe", "worker1", "no device of 'edgepipe' hands over what it holds: use kill"),
+        ("versatile", "worker4", "'worker4' leads the run, which would end"),
+    ],
+)
+def test_who_cannot_retire_is_refused(name, device, said):
+    written = six({"allocation": "hybrid"}, name, faults=[{"retire": device, "at": "1s"}])
+    assert plan(problem_of(six({"allocation": "hybrid"}))[0]).lead == "worker4"
+    with pytest.raises(InputError, match=said):
+        prepare(trials(written)[0])
+
+
+@pytest.mark.parametrize(
     ("method", "said"),
     [
         ({"window": 3}, "3 steps are too few: records take 7 steps to reach every device"),
@@ -170,3 +186,18 @@ def test_plans_that_cannot_be_are_refused_by_their_key(method, said):
     with pytest.raises(InputError, match=said) as caught:
         devices_of(six(method))
     assert caught.value.key == ("method", *method)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ({"sharing": "link"}, "sharing: 'link' is not possible here: there are layer, neuron, ideal"),
+        ({"thres_fw": "120%"}, "thres_fw: "),
+        ({"credibility": "101%"}, "credibility: "),
+        ({"alpha": "200%"}, "alpha: "),
+        ({"grad_reuse": -1}, "grad_reuse: "),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_a_line_by_their_key(method, said):
+    with pytest.raises(InputError, match=said):
+        prepare(trials(six(method))[0])

@@ -18,9 +18,13 @@ class RememberedAgent:
         self.factors: list[float] = []
         self.losses: list[Mapping[str, float]] = []
         self.gone = False
+        self.leaving = False
 
     def health(self) -> dict[str, Any]:
-        return {"state": "running"}
+        return {"state": "finished" if self.leaving else "running"}
+
+    def leave(self) -> None:
+        self.leaving = True
 
     def set_speed(self, factor: float) -> None:
         if self.gone:

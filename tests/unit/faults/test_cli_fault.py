@@ -41,6 +41,16 @@ def test_devices_are_killed_and_restarted(lab: RememberedLab) -> None:
     assert lab.done == ["kill b", "start b"]
 
 
+def test_a_device_that_retires_is_off_once_its_program_has_returned_and_joins_again(
+    lab: RememberedLab,
+) -> None:
+    assert call("retire", "b").output == "retire: b\n"
+    assert lab.agents["b"].leaving
+    assert call("retire", "b").output == "retire: b is down, nothing to do\n"
+    assert call("join", "b").output == "join: b\n"
+    assert lab.done == ["kill b", "start b"]
+
+
 def test_a_throttle_says_what_is_left(lab: RememberedLab) -> None:
     assert "b computes at 0.25 times its own speed; undo with" in call("throttle", "b", "--slowdown", "4").output
     assert call("unthrottle", "b").output == "b computes at 1 times its own speed\n"
