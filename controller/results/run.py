@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from testbed.trace.gantt import run_end
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Standstill, pauses
 from testbed.trace.registry import figures_of
+
+LONGEST_NAME = 200
+"""Characters of the name of a run's folder."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,11 @@ def run_name(trial: Trial) -> str:
     if trial.repetition:
         parts.append(f"repetition={trial.repetition + 1}")
     text = ",".join([trial.scenario.name, *parts])
-    return "".join(character if character.isalnum() or character in "=,.-_" else "_" for character in text)[:200]
+    name = "".join(character if character.isalnum() or character in "=,.-_" else "_" for character in text)
+    if len(name) <= LONGEST_NAME:
+        return name
+    # File systems allow 255 bytes; what is cut off must not make two runs one.
+    return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def value_text(value: object) -> str:

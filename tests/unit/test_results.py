@@ -199,3 +199,9 @@ def test_names_of_the_runs_of_a_sweep() -> None:
     point = {"devices.a.profile": "laptop", "devices.b.profile": "laptop"}
     name = run_name(replace(recorded.trial(), point=point, repetition=1))
     assert name == "recorded,devices.a.profile=laptop,devices.b.profile=laptop,repetition=2"
+
+
+def test_long_names_that_differ_at_their_ends_only_stay_apart() -> None:
+    names = {run_name(replace(recorded.trial(), point={"description": "x" * 300 + end})) for end in "ab"}
+    assert len(names) == 2
+    assert all(len(name) == 200 for name in names)
