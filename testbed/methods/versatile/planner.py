@@ -74,6 +74,8 @@ class VersatileDetails(EdgePipeDetails):
 def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
     """Plan as EdgePipe does. Raises `InputError`."""
     options = problem.options
+    if options.micro_batches > 1:
+        raise InputError("is GPipe's, which waits for a whole batch: leave it out", ("method", "micro_batches"))
     scattered = options.allocation == "random"
     if scattered:
         problem = replace(problem, options=options.model_copy(update={"allocation": "horizontal"}))

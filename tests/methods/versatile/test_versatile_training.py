@@ -179,6 +179,7 @@ def test_who_cannot_retire_is_refused(name, device, said):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
+        ({"micro_batches": 2}, "is GPipe's, which waits for a whole batch"),
         ({"window": 3}, "3 steps are too few: records take 7 steps to reach every device"),
     ],
 )
