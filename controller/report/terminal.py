@@ -69,7 +69,7 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     keys = list(dict.fromkeys(key for point in points for key in point["point"]))
     shown = {name: about["kind"] for name, about in summary["figures"].items() if about["brief"]}
     heads, figures = [key.rpartition(".")[2] for key in keys], ["Runs", *map(_heading, shown)]
-    table = tables.table(*heads, *figures, bold=heads, right=figures)
+    table = tables.table(*heads, *figures, bold=heads, right=figures[1:])
     for point in points:
         runs = len(point["runs"])
         trusted = "" if point["trusted"] == runs else f" ({runs - point['trusted']} not trusted)"

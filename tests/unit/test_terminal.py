@@ -88,6 +88,15 @@ def test_a_summary_has_a_line_a_point(tmp_path: Path) -> None:
     assert "95.0% ± 0.0%" in console.file.getvalue()
 
 
+def test_a_summary_of_runs_that_are_not_trusted_tears_no_word(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    summary = summary_of([run(tmp_path / "a")])
+    point = {**summary["points"][0], "point": {"workload.method.name": "federated"}, "trusted": 0}
+    terminal.show_summary(console, {**summary, "points": [point]}, tmp_path)
+    assert isinstance(console.file, io.StringIO)
+    assert {"name", "federated", "Runs"} <= set(console.file.getvalue().split())
+
+
 def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) -> None:
     events = [
         Event(1.0, "a", "request", {"request": 0, "latency": 0.99}),
