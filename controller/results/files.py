@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,16 @@ from testbed.trace.outcome import LinkMeasurement, Outcome
 
 def begun(folder: Path) -> Trial:
     """Return what is run in a folder, whether or not it is over; raise `InputError` where it holds no run."""
+    return _trial(folder, _manifest(folder))
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
     if not (folder / "scenario.yaml").is_file():
         raise InputError(f"{folder}: holds no run: name a folder that `testbed run` wrote, such as results/<run>")
-    facts = _read_json(folder / "manifest.json")
+    return _read_json(folder / "manifest.json")
+
+
+def _trial(folder: Path, facts: Mapping[str, Any]) -> Trial:
     trial = trials(load_scenario(folder / "scenario.yaml"))[0]
     return replace(trial, point=facts["point"], repetition=facts["repetition"])
 
@@ -45,17 +52,14 @@ def load(folder: Path) -> Run:
 
     Survives what a crash leaves: a last line of events that was cut off, no figures. Such a run counts as interrupted.
     """
-    try:
-        trial = begun(folder)
-    except KeyError as error:
-        raise InputError(f"{folder}: was not written by this version of the testbed: lacks {error}") from None
-    facts = _read_json(folder / "manifest.json")
+    facts = _manifest(folder)
     fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
     events = _read_events(folder / "events.jsonl")
     if facts.get("status") == RUNNING:
         last = events[-1].time if events else 0.0
         facts |= {"status": "interrupted", "error": f"cut off after {last:.2f} s: testbed ended before the run did"}
     try:
+        trial = _trial(folder, facts)
         plan = Plan.model_validate(_read_json(folder / "plan.json"))
         outcome = Outcome(
             runtime=facts["runtime"],

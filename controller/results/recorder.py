@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -100,7 +100,7 @@ class Recorder:
         with self._writing():
             self._events.close()
             if not self._ordered or self._written != len(outcome.events):
-                _write_events(self.path / "events.jsonl", outcome.events)
+                _replace(self.path / "events.jsonl", (event.to_json() + "\n" for event in outcome.events))
             if outcome.weights:
                 _write_weights(self.path / "weights.safetensors", outcome.weights)
             rebuild(run)
@@ -119,7 +119,7 @@ class Recorder:
             self._manifest_file({**self._manifest, "status": "failed", "error": str(error) or type(error).__name__})
 
     def _manifest_file(self, facts: Mapping[str, Any]) -> None:
-        _replace(self.path / "manifest.json", json.dumps(finite(facts), indent=2, default=str) + "\n")
+        _replace(self.path / "manifest.json", [json.dumps(finite(facts), indent=2, default=str) + "\n"])
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -191,17 +191,11 @@ def beside_its_code(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
     return scenario.model_copy(update={"workload": workload}), sources
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, lines: Iterable[str]) -> None:
     """Write a file so that there is always the former one or the new one, and never half of it."""
     draft = path.with_name(f".{path.name}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
-
-
-def _write_events(path: Path, events: list[Event]) -> None:
-    draft = path.with_name(f".{path.name}")
-    with draft.open("w", encoding="utf-8") as lines:
-        lines.writelines(event.to_json() + "\n" for event in events)
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
     draft.replace(path)
 
 

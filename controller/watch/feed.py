@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.lab.tail import Tail
+from controller.results.manifest import RUNNING
 
 INTERVAL = 0.25
 """Seconds between two looks at the file, and between two batches."""
@@ -42,7 +43,7 @@ def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]
             now = pace * (time.monotonic() - began)
             ready = [event for event in waiting if event["time"] <= now]
             waiting = [event for event in waiting if event["time"] > now]
-        over = status["status"] != "running" and not waiting
+        over = status["status"] != RUNNING and not waiting
         yield {"events": shown(ready, now), "now": now, "over": status if over else None}
         if over:
             return

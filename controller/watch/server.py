@@ -43,7 +43,7 @@ def application(
     """
     app = flask.Flask("watch")
     page = Environment(loader=PackageLoader("controller.watch", "."), autoescape=True).get_template("page.html")
-    facts = {"token": token, "strikes": strike is not None, "folder": str(folder)}
+    facts = {"token": token, "strikes": strike is not None}
     app.before_request(lambda: _authorise(token, origin))
     app.register_error_handler(TestbedError, lambda error: ({"error": str(error)}, 400))
     app.get("/", endpoint="page")(lambda: page.render(facts=described(begun(folder)) | facts))
@@ -75,7 +75,6 @@ def described(trial: Trial) -> dict[str, Any]:
     links = experiment.links.items()
     return {
         "name": trial.scenario.name,
-        "task": trial.scenario.workload.task,
         "steps": trial.scenario.workload.steps,
         "devices": [device.name for device in experiment.devices],
         "positions": {} if radio is None else {name: list(radio.positions[name]) for name in radio.positions},
