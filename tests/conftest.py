@@ -19,36 +19,35 @@ settings.load_profile("repeatable")
 
 
 NOT_MEASURED = "not measured here"
+ATTEMPTS = 4
+"""Times that a test of time is made, until it passes or has failed twice on a host that was all its own."""
 AWAITED = 40.0
-"""Seconds that a test of time waits, twice at most, for others to leave the host alone."""
+"""Seconds that it waits, each time, for others to leave the host alone."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Repeat a test marked ``timed`` that fails while others keep the host busy, once they no longer do.
+    """Repeat a test marked ``timed`` that fails: what is wrong fails twice on a host that nobody disturbs.
 
-    Where they go on it is skipped as not measured. On a host that nobody else uses it is repeated once, at once: a
-    hypervisor may have taken a processor for some milliseconds, which is not to be seen afterwards. What is wrong fails
-    twice.
+    A failure while others, or a hypervisor, kept the processors says nothing: the test waits for them. Where they go on
+    it is skipped as not measured.
     """
     if pyfuncitem.get_closest_marker("timed") is None:
         return None
-    from hostload import BUSY, await_quiet, load_by_others
+    from hostload import await_quiet, disturbance, watched
 
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    for attempt in range(3):
-        try:
-            pyfuncitem.obj(**arguments)
-            break
-        except AssertionError:
-            if load_by_others() <= BUSY:
-                if attempt > 0:
-                    raise
-            elif attempt == 2:
-                pytest.skip(f"{NOT_MEASURED}: others keep the host busy")
-            else:
-                await_quiet(AWAITED)
-    return True
+    failed, found = 0, None
+    for _ in range(ATTEMPTS):
+        failure, seen = watched(lambda: pyfuncitem.obj(**arguments))
+        if failure is None:
+            return True
+        found = disturbance(seen)
+        failed += found is None
+        if failed == 2:
+            raise failure
+        await_quiet(AWAITED)
+    pytest.skip(f"{NOT_MEASURED}: {found}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

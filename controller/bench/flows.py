@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
 import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from controller.bench.bare import Network
@@ -26,6 +26,10 @@ _RECEIVE_BUFFER = 256 << 20
 _BUFFER_PER_FRAME = 2304
 """What the kernel charges to a socket for a full frame."""
 _PORT = 5001
+_AT_ONCE = 0.004
+"""Seconds of a link's rate that one call sends."""
+_MOST_FRAMES = 40
+"""In one call: a datagram that the kernel cuts up has at most 64 KiB."""
 _WAIT_TO_SEND = 0.0005
 """Seconds between attempts to send where the socket's buffer is full."""
 
@@ -190,9 +194,7 @@ def udp_rates(
             sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
             sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, len(content))
             sender.connect(receivers[pair].getsockname())
-        pieces = {
-            pair: content * max(1, min(40, int((link.rate or 1e9) / 8e3 / frame))) for pair, link in links.items()
-        }
+        pieces = {pair: content * _frames_at_once(link, frame) for pair, link in links.items()}
 
         def push(pair: Pair) -> None:
             while True:
@@ -211,6 +213,10 @@ def udp_rates(
         slowest = min(link.rate or math.inf for link in links.values())
         quiet = 0.3 + longest + 20 * frame * 8 / slowest
         return _pump(senders, push, receivers, pull, seconds, skip, quiet)
+
+
+def _frames_at_once(link: Link, frame: int) -> int:
+    return max(1, min(_MOST_FRAMES, int((link.rate or 1e9) * _AT_ONCE / 8 / frame)))
 
 
 def tcp_rates(net: Network, pairs: Iterable[Pair], seconds: float, *, skip: float) -> dict[Pair, float]:
@@ -250,7 +256,10 @@ def _pump(
     skip: float,
     quiet: float,
 ) -> dict[Pair, float]:
-    """Keep the senders busy for so long, in a thread, while this one receives until nothing comes any more."""
+    """Keep the senders busy for so long, in a process of their own, while this one receives until nothing comes.
+
+    In one process the two would wait for each other, and a link that had nothing to send looks like one that is slow.
+    """
     received = {pair: _Received() for pair in receivers}
     end = time.monotonic() + seconds
 
@@ -262,14 +271,15 @@ def _pump(
                         push(pair)
 
     heard = time.monotonic()
-    with ThreadPoolExecutor(1) as pool, _watching(receivers, select.EPOLLIN) as ready:
-        sending = pool.submit(send)
+    sending = multiprocessing.get_context("fork").Process(target=send)
+    sending.start()
+    with _watching(receivers, select.EPOLLIN) as ready:
         while (now := time.monotonic()) < max(end, heard + quiet if quiet else 0.0):
             for pair in ready(0.05):
                 count = pull(pair)
                 heard = now = time.monotonic()
                 received[pair].add(now, count)
-        sending.result()
+        sending.join()
     # Once nobody sends any more, a link may be alone with what several shared before.
     return {pair: each.rate(skip, end) for pair, each in received.items()}
 
