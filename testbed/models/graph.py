@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from testbed.errors import InputError
@@ -36,7 +36,7 @@ class GraphLayer:
     unit: int = 0
     """Of the model."""
     numbers: tuple[int, ...] = ()
-    """Places of the layers in their unit."""
+    """Places of the layers in their unit, but for those of a pooling that was added."""
     flattens: bool = False
     """Whether what enters is flattened first."""
 
@@ -136,6 +136,15 @@ class GraphLayer:
     def whole(self) -> Slice:
         """The slice that is all of it."""
         return Slice(range(self.output_channels), range(self.input_channels), range(self.output_channels))
+
+    @cached_property
+    def summed(self) -> Shape:
+        """Shape that leaves the first layer, before what follows it."""
+        return self.sequence[0].output(self.entering)
+
+    def with_pool(self, pool: GraphLayer) -> GraphLayer:
+        """Return it with a pooling behind it, without parameters, which whoever finishes a channel does as well."""
+        return replace(self, sequence=(*self.sequence, *pool.sequence))
 
     def share(self, values: int, part: Slice) -> int:
         """Return how many of its ``values``, all weights or all multiplications, are in a slice."""

@@ -79,6 +79,7 @@ class SlicedLayer:
             }
             for name in layer.names
         ]
+        self._states += [{}] * (len(layer.sequence) - len(self._states))
         self._following: dict[Channels, nn.Sequential] = {}
         self._whole: nn.Sequential | None = None
 
@@ -96,12 +97,16 @@ class SlicedLayer:
     def finish(self, sums: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
         """Add the bias to complete sums of some output channels, normalise, activate; (samples, elements) both."""
         channels = self.part.channels if channels is None else channels
-        values = sums.reshape(len(sums), len(channels), -1, 1)
+        pixels = self.layer.summed[1:] or (1, 1)
+        return self._finish(sums.reshape(len(sums), len(channels), *pixels), channels).flatten(1)
+
+    def _finish(self, values: torch.Tensor, channels: Channels) -> torch.Tensor:
+        """Return the same of (samples, channels, height, width)."""
         bias = self._states[0].get("bias")
         if bias is not None:
             values = values + pick(bias, 0, channels, self.part.channels)[:, None, None]
         finished: torch.Tensor = self._finishing(channels)(values)
-        return finished.flatten(1)
+        return finished
 
     def pool(self, inputs: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
         """Compute some channels from the same channels of the input; (samples, elements) both."""
@@ -117,7 +122,7 @@ class SlicedLayer:
         assert self.layer.window is not None
         padded = functional.pad(inputs, around, value=self.layer.window.fill)
         values = self.layer.sequence[0].product(padded, self._states[0].get("weight"), padding=0)
-        return self.finish(values.flatten(1)).reshape(values.shape)
+        return self._finish(values, self.part.channels)
 
     def run(self, inputs: torch.Tensor) -> torch.Tensor:
         """Compute the whole layer from all of its input; (samples, elements) both."""

@@ -12,7 +12,7 @@ from testbed.methods.edgepipe.missing import Arrived, Part
 from testbed.methods.edgepipe.partition import Partition
 from testbed.methods.edgepipe.recovery import Transmit
 from testbed.methods.parts.mailbox import Mailbox
-from testbed.models.slices import Channels, pick
+from testbed.models.slices import Channels, elements, pick
 
 Sent = TypeVar("Sent", Outputs, Losses)
 
@@ -86,15 +86,25 @@ class Exchange:
     """The casts of one device, and those that it hears."""
 
     def __init__(
-        self, mailbox: Mailbox, placement: Placement, transmit: Transmit, under_way: int, notes: Notes | None = None
+        self,
+        mailbox: Mailbox,
+        placement: Placement,
+        transmit: Transmit,
+        under_way: int,
+        values: Sequence[int],
+        notes: Notes | None = None,
     ) -> None:
-        """``under_way``: how many batches there are at most between the first layer's forward and its backward."""
+        """``under_way``: how many batches there are at most between the first layer's forward and its backward.
+
+        ``values``: by layer, those of each neuron for a sample.
+        """
         self.until = math.inf
         """When the present slot ends, and nothing more is cast; seconds."""
         self._mailbox = mailbox
         self._placement = placement
         self._transmit = transmit
         self._under_way = under_way
+        self._values = values
         self._notes = notes
         self._name = mailbox.device.name
         self._arrived: dict[tuple[type[Outputs | Losses], int, int], dict[str, Outputs | Losses]] = {}
@@ -136,21 +146,22 @@ class Exchange:
         shared = layer == self._placement.layers - 1
         parts = self._parts(Outputs, batch, layer, self.tally["sharing" if shared else "forward"])
         self._expire(Outputs, batch - self._under_way - 1)
-        return Arrived(layer, batch, samples, self._placement.neurons(layer), parts)
+        return Arrived(layer, batch, samples, self._placement.neurons(layer), parts, values=self._values[layer])
 
     def losses(self, layer: int, batch: int, samples: int) -> Arrived:
         """Return what has arrived of the losses of the own neurons of a layer, sent by the layer behind it, once.
 
         What comes later of batches before is dropped.
         """
-        parts = self._parts(Losses, batch, layer + 1, self.tally["backward"], self._placement.of(self._name, layer))
+        own = elements(self._placement.of(self._name, layer), self._values[layer])
+        parts = self._parts(Losses, batch, layer + 1, self.tally["backward"], own)
         self._expire(Losses, batch)
         return Arrived(layer + 1, batch, samples, self._placement.neurons(layer + 1), parts)
 
     def _parts(
         self, kind: type[Outputs | Losses], batch: int, layer: int, tally: Tally, own: Channels | None = None
     ) -> tuple[Part, ...]:
-        """Return what the holders of a layer have sent; of losses the part that is for the ``own`` neurons."""
+        """Return what the holders of a layer have sent; of losses the part that is for the ``own`` values."""
         came = self._arrived.pop((kind, batch, layer), {})
         holders = self._placement.holders(layer)
         tally.due += len(holders) - (self._name in holders)

@@ -20,6 +20,7 @@ from testbed.methods.edgepipe.planner import (
     EdgePipeOptions,
     answering_time,
     division_of,
+    neuron_values,
     test_batch,
     timetable_of,
 )
@@ -41,7 +42,8 @@ async def run(device: Device, job: EdgePipeJob) -> None:
         division, table = division_of(problem), timetable_of(details)
         part = division.super_neurons[details.devices.index(device.name)]
         placement = Planned(division, details.devices)
-        exchange = Exchange(mailbox, placement, recovery(mailbox, job), table.staleness(1) * table.micro)
+        under_way = table.staleness(1) * table.micro
+        exchange = Exchange(mailbox, placement, recovery(mailbox, job), under_way, neuron_values(problem))
         missing = replace(EDGEPIPE, learn=update_after(table.micro))
         neurons = Neurons(device, problem, {layer: part.of(layer) for layer in part.layers if layer}, missing.learn)
         await Member(device, job, placement, exchange, neurons, missing).run(part.group, table)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outputs(Typed, kind="outputs", key=("batch", "layer", "sender")):
-    """The outputs of a device's neurons of a layer, (samples, neurons); of the output layer, the results it shares.
+    """The outputs of a device's neurons of a layer, (samples, values); of the output layer, the results it shares.
 
     Batches are numbered in the order in which they are fed, those of tests too.
     """
@@ -28,7 +28,7 @@ class Outputs(Typed, kind="outputs", key=("batch", "layer", "sender")):
 
 @dataclass(frozen=True)
 class Losses(Typed, kind="losses", key=("batch", "layer", "sender")):
-    """What a device's neurons of a layer add to the gradient of all outputs of the layer before, (samples, neurons)."""
+    """What a device's neurons of a layer add to the gradient of all outputs of the layer before, (samples, values)."""
 
     batch: int
     layer: int

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from testbed.methods.parts.layer_shard import LayerShard
-from testbed.models.slices import Channels
+from testbed.models.slices import Channels, elements
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Arrived:
     """Of all devices with neurons of the layer, in their order."""
     others: bool = True
     """Whether the other devices of the receiver's layer are known to have everything; True where nobody asks."""
+    values: int = 1
+    """Of each neuron for a sample: the pixels of a filter's map."""
 
     @property
     def complete(self) -> bool:
@@ -51,18 +53,18 @@ class Arrived:
         return sum(part.tensor is not None for part in self.parts) / len(self.parts)
 
     def together(self) -> torch.Tensor:
-        """Return the outputs of the whole layer, (samples, neurons), with zeros for what is missing."""
+        """Return the outputs of the whole layer, (samples, values), with zeros for what is missing."""
         if self._in_order():
-            return torch.cat([self._values(part) for part in self.parts], dim=1)
-        found = torch.zeros(self.samples, self.neurons)
+            return torch.cat([self._sent(part) for part in self.parts], dim=1)
+        found = torch.zeros(self.samples, self.neurons * self.values)
         for part in self.parts:
             if part.tensor is not None:
-                where = part.neurons
+                where = elements(part.neurons, self.values)
                 found[:, slice(where.start, where.stop) if isinstance(where, range) else list(where)] = part.tensor
         return found
 
-    def _values(self, part: Part) -> torch.Tensor:
-        return torch.zeros(self.samples, len(part.neurons)) if part.tensor is None else part.tensor
+    def _sent(self, part: Part) -> torch.Tensor:
+        return torch.zeros(self.samples, len(part.neurons) * self.values) if part.tensor is None else part.tensor
 
     def _in_order(self) -> bool:
         """Say whether the parts, one behind the other, are the layer."""
@@ -74,7 +76,7 @@ class Arrived:
         return end == self.neurons
 
     def added(self) -> torch.Tensor:
-        """Return the sum of the losses that have arrived, (samples, own neurons). Raises ValueError where none has."""
+        """Return the sum of the losses that have arrived, (samples, own values). Raises ValueError where none has."""
         heard = [part.tensor for part in self.parts if part.tensor is not None]
         if not heard:
             raise ValueError(f"nothing of layer {self.layer} has arrived for batch {self.batch}")
@@ -89,7 +91,7 @@ class Learn(Protocol):
     ) -> Callable[[], torch.Tensor | None] | None:
         """Return the work to do, or None: nothing is learnt.
 
-        ``gradient`` is (samples, own neurons); None where there is none, or where the batch was not forwarded here. The
+        ``gradient`` is (samples, own values); None where there is none, or where the batch was not forwarded here. The
         work returns the gradient of the inputs, to be cast to the layer before, or None: nothing is cast.
         """
 
@@ -106,7 +108,7 @@ class Missing:
     """What to do with what is missing."""
 
     inputs: Callable[[Arrived], torch.Tensor | None]
-    """From the outputs of the layer before to (samples, its neurons); None: the batch goes no further here."""
+    """From the outputs of the layer before to (samples, its values); None: the batch goes no further here."""
     results: Callable[[Arrived], torch.Tensor | None]
     """From the results shared by the output layer to (samples, classes), of which the loss is; None: no loss."""
     losses: Callable[[Arrived], torch.Tensor | None]
@@ -121,7 +123,7 @@ class Missing:
     absent: bool = False
     """Whether a device with nothing to send says so, by a cast without values."""
     unheard: Callable[[Arrived], Sequence[Channels]] = lambda _: ()
-    """Neurons of the layer before that get no losses for a batch, from the outputs that had arrived of it."""
+    """Values of the layer before that get no losses for a batch, from the outputs that had arrived of it."""
 
 
 def all_of(losses: Arrived) -> torch.Tensor | None:
@@ -145,8 +147,8 @@ def at_once(
 
 
 def missed(outputs: Arrived) -> Sequence[Channels]:
-    """Return the neurons whose outputs had not arrived."""
-    return [part.neurons for part in outputs.parts if part.tensor is None]
+    """Return the values of the neurons whose outputs had not arrived."""
+    return [elements(part.neurons, outputs.values) for part in outputs.parts if part.tensor is None]
 
 
 EDGEPIPE = Missing(inputs=Arrived.together, results=Arrived.together, losses=all_of, learn=at_once, unheard=missed)

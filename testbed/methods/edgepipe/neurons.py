@@ -10,7 +10,7 @@ import torch
 from testbed.device import Cost, Device, Span
 from testbed.methods.base import Problem
 from testbed.methods.edgepipe.missing import Learn
-from testbed.methods.edgepipe.planner import EdgePipeOptions, Work, dense_layers, slice_of, work
+from testbed.methods.edgepipe.planner import EdgePipeOptions, Work, layers_of, slice_of, work
 from testbed.methods.parts.layer_shard import LayerShard
 from testbed.methods.parts.shard import State
 from testbed.models.sliced import draw
@@ -26,10 +26,10 @@ class Neurons:
         """``held``: by layer, from 1 on."""
         self._device = device
         self._problem = problem
-        self._layers = dense_layers(problem)
+        self._layers = layers_of(problem)
         self._learn = learn
         self._forwarded: dict[tuple[int, int], Sequence[Channels]] = {}
-        """Layers and batches that wait for their losses: neurons of the layer before that are to get none."""
+        """Layers and batches that wait for their losses: values of the layer before that are to get none."""
         self.shards: dict[int, LayerShard] = {}
         for layer, neurons in held.items():
             self.take(layer, neurons)
@@ -37,7 +37,7 @@ class Neurons:
     async def forward(
         self, layer: int, batch: int, inputs: torch.Tensor, unheard: Sequence[Channels] = ()
     ) -> torch.Tensor:
-        """Return the outputs, (samples, own neurons), and keep what `backward` needs.
+        """Return the outputs, (samples, own values), and keep what `backward` needs.
 
         ``unheard``: inputs on which the outputs do not depend, whatever stands there; their gradient is zero.
         """
@@ -47,7 +47,7 @@ class Neurons:
         return outputs
 
     async def infer(self, layer: int, batch: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, (samples, own neurons), of a test."""
+        """Return the outputs, (samples, own values), of a test."""
         shard, flops = self.shards[layer], self._work(layer, len(inputs)).forward
         return await self._device.compute(partial(shard.infer, inputs), Cost(flops), Span("evaluate", batch))
 
@@ -66,9 +66,9 @@ class Neurons:
             cost = self._work(layer, samples)
             flops = cost.update if gradient is None else cost.backward + cost.update
             before = await self._device.compute(learning, Cost(flops), Span("backward", batch))
-        for neurons in self._forwarded.pop((layer, batch), ()):
+        for values in self._forwarded.pop((layer, batch), ()):
             if before is not None:
-                before[:, torch.tensor(neurons)] = 0.0
+                before[:, torch.tensor(values)] = 0.0
         self.shards[layer].forget(batch)
         return before
 

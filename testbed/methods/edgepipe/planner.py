@@ -19,7 +19,7 @@ from testbed.methods.edgepipe.timeslots import MARGIN, Timetable, fill_and_drain
 from testbed.methods.edgepipe.topology import Matrix, connectivity, coordinator, passes
 from testbed.methods.parts import costs
 from testbed.models.graph import Graph, GraphLayer, graph_of
-from testbed.models.layers import Linear
+from testbed.models.layers import Dropout
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.models.slices import Channels, Slice
 from testbed.network.broadcast import broadcast_rate
@@ -95,24 +95,37 @@ def timetable_of(details: EdgePipeDetails) -> Timetable:
 
 def division_of(problem: Problem[EdgePipeOptions]) -> Partition:
     """Return the network in super neurons, one for each device. Raises `InputError`."""
-    layers, options = dense_layers(problem), problem.options
+    layers, options = layers_of(problem), problem.options
     neurons = (layers[0].inputs, *(layer.output_channels for layer in layers))
     return partition(neurons, len(problem.devices), options.layers or options.allocation)
 
 
-def dense_layers(problem: Problem[EdgePipeOptions]) -> tuple[GraphLayer, ...]:
-    """Return the layers with weights: the l-th of them is layer l. Raises `InputError` for other than dense ones."""
+def layers_of(problem: Problem[EdgePipeOptions]) -> tuple[GraphLayer, ...]:
+    """Return the layers with weights, dense or of filters, each with the pools behind it: the l-th of them is layer l.
+
+    Raises `InputError` where there is anything else.
+    """
     graph: Graph = graph_of(problem.model)
+    found: list[GraphLayer] = []
     for index, layer in enumerate(graph.layers):
-        dense = bool(layer.sequence) and isinstance(layer.sequence[0], Linear)
-        if not dense or layer.unit != index or layer.sources != (index - 1,):
-            text = f"'{layer.name}' of {graph.name} is not a dense layer behind the one before: use mlp"
-            raise InputError(text, ("model", "name"))
-    return graph.layers
+        follows = layer.sources == (index - 1,)
+        if found and follows and layer.by_channel and not layer.parameters:
+            found[-1] = found[-1].with_pool(layer)
+        elif follows and layer.splits and not any(isinstance(each, Dropout) for each in layer.sequence):
+            found.append(layer)
+        else:
+            text = f"'{layer.name}' of {graph.name} is no convolution, pooling or dense layer behind the one before, "
+            raise InputError(text + "or drops values at random: use mlp or cnn", ("model", "name"))
+    return tuple(found)
+
+
+def neuron_values(problem: Problem[EdgePipeOptions]) -> tuple[int, ...]:
+    """Return by layer how many values a neuron makes of a sample: one, a filter the pixels of its map."""
+    return (1, *(layer.pixels for layer in layers_of(problem)))
 
 
 def slice_of(layer: GraphLayer, neurons: Channels) -> Slice:
-    """Return some neurons of a dense layer, with all weights that enter them."""
+    """Return some neurons of a layer, with all weights that enter them."""
     return Slice(neurons, range(layer.input_channels), neurons)
 
 
@@ -256,7 +269,7 @@ def _computation(
     """Return the seconds of a layer's forward, and of its backward with the update, where they take longest."""
     if layer == 0:
         return 0.0, 0.0
-    whole = dense_layers(problem)[layer - 1]
+    whole = layers_of(problem)[layer - 1]
     forward = backward = 0.0
     for at in division.holders(layer):
         cost = work(whole, division.super_neurons[at].of(layer), samples, problem)
@@ -272,8 +285,9 @@ def _longest_transmission(
 
     With ``ack`` until it was acknowledged once.
     """
-    outputs = [len(part.of(layer)) for layer in part.layers]
-    losses = [division.neurons[layer - 1] for layer in part.layers if layer > 1]
+    each = neuron_values(problem)
+    outputs = [len(part.of(layer)) * each[layer] for layer in part.layers]
+    losses = [division.neurons[layer - 1] * each[layer - 1] for layer in part.layers if layer > 1]
     rate, delay = _leaving(problem, name)
     values, options = max(outputs + losses) * samples, problem.options
     size = wire.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
@@ -303,17 +317,19 @@ def _parameters(layer: GraphLayer, neurons: Channels) -> int:
 def _piece(
     problem: Problem[EdgePipeOptions], table: Timetable, division: Partition, part: SuperNeuron, name: str
 ) -> Piece:
-    layers, samples = dense_layers(problem), problem.workload.batch_size
+    layers, samples = layers_of(problem), problem.workload.batch_size
     parameters, flops, values = 0, 0.0, 0
     for layer in part.layers:
         if layer == 0:
             continue
-        own = _parameters(layers[layer - 1], part.of(layer))
+        whole = layers[layer - 1]
+        own = _parameters(whole, part.of(layer))
         kept = table.staleness(layer)  # of one batch, however it is cut
         parameters += own
-        flops += work(layers[layer - 1], part.of(layer), 1, problem).forward
+        flops += work(whole, part.of(layer), 1, problem).forward
         # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
-        values += own * (2 + kept) + samples * kept * (division.neurons[layer - 1] + len(part.of(layer)))
+        made = len(part.of(layer)) * math.prod(whole.summed[1:])
+        values += own * (2 + kept) + samples * kept * (whole.inputs + made)
     memory = float(BYTES_PER_VALUE * values)
     costs.check_memory(problem.device(name), memory)
     return Piece(

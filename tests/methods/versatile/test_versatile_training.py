@@ -16,6 +16,9 @@ WORKLOAD = {"optimizer": {"learning_rate": 0.1}, "steps": 36}
 LOSSY = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "25%"}}
 
 
+CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
+
+
 def six(method=(), name="versatile", workload=(), **keys):
     own = {"window": 12} if name == "versatile" else {}
     return scenario(5, workload={**WORKLOAD, **dict(workload)}, method={"name": name, **own, **dict(method)}, **keys)
@@ -31,10 +34,12 @@ def devices_of(written):
         ("hybrid", {"backward": "layer", "sharing": "layer"}),
         ("vertical", {"window": 20, "backward": "neuron"}),
         ("horizontal", {}),
+        ("horizontal", CNN),
     ],
 )
 def test_without_losses_it_is_edgepipe(allocation, keys):
-    short = {"steps": 12}
+    keys = dict(keys)
+    short = {"steps": 12, "model": keys.pop("model", {"name": "mlp", "hidden": [12, 10, 8, 8]})}
     versatile = run(six({"allocation": allocation, **keys}, workload=short))
     edgepipe = run(six({"allocation": allocation}, "edgepipe", short))
     for event in ("step", "evaluate"):
@@ -42,8 +47,9 @@ def test_without_losses_it_is_edgepipe(allocation, keys):
         assert [each["loss"] for each in ours] == pytest.approx([each["loss"] for each in theirs], rel=1e-5)
 
 
-def test_every_neuron_scattered_it_learns_the_same():
-    short = {"steps": 12}
+@pytest.mark.parametrize("model", [{}, CNN])
+def test_every_neuron_scattered_it_learns_the_same(model):
+    short = {"steps": 12, **model}
     scattered = of(run(six({"allocation": "random"}, workload=short)), "step")
     together = of(run(six({"allocation": "horizontal"}, workload=short)), "step")
     assert [each["loss"] for each in scattered] == pytest.approx([each["loss"] for each in together], rel=1e-5)
