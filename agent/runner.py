@@ -69,13 +69,14 @@ class Runner:
         self._over.set()
 
     def deploy(self, body: bytearray) -> None:
-        """Take in a deployment; forgets whatever there was before. Imports torch, so programs need not."""
+        """Take in a deployment; forgets whatever there was before. Imports torch, so methods need not."""
         with self._lock:
             self._refuse_while_running("deploy")
             from agent import deployment
 
-            _import_torch()
             self._deployment = deployment.read(body, self.settings)
+            if self._deployment.problem.workload.task != "program":  # whose images need no torch
+                _import_torch()
             self._make_room(len(self._deployment.peers))
             self._message_loss = dict(self._deployment.message_loss)
             self._dataset = self._weights = self.error = None

@@ -156,8 +156,14 @@ class MethodPart(Part):
 class ProgramPart(Part):
     """A command of the user's on a device, or on each device of a role."""
 
-    command: tuple[str, ...] = Field(
-        min_length=1, description="program and arguments, in the device's container: Python with torch, `python3`"
+    command: tuple[str, ...] = Field(min_length=1, description="program and arguments, in the device's container")
+    image: str | None = Field(
+        None,
+        description="an image that the engine has; nothing of ours has to be installed in it. Default: Debian, Python "
+        "with torch, `python3`",
+    )
+    packages: tuple[str, ...] = Field(
+        (), description="Python packages in the default image, as pip names them, such as flwr==1.22.0"
     )
     files: tuple[str, ...] = Field(
         (), description="files that it finds in its working directory, read-only, relative to the scenario file"
@@ -169,6 +175,12 @@ class ProgramPart(Part):
     @classmethod
     def _words(cls, value: object) -> object:
         return shlex.split(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_image(self) -> Self:
+        if self.image and self.packages:
+            raise ValueError("takes one of 'image' and 'packages': an image of your own has its packages")
+        return self
 
 
 class WorkloadPart(Part):

@@ -146,7 +146,7 @@ def device_settings(
         # Before what the engine answers, which is the control network's: closed to other devices.
         extra_hosts=dict(addresses),
     )
-    return {**settings, "hostname": spec.name, "user": "device"}
+    return {**settings, "hostname": spec.name}
 
 
 def make_shaper(client: docker.DockerClient, state: RunState, image: str, links: str) -> DeviceContainer:

@@ -40,10 +40,14 @@ RECIPES = CHECKOUT / "images"
 CODE = {
     "device": ("testbed", "agent"),
     "shaper": ("testbed", "controller/__init__.py", "controller/shaping"),
+    "agent": ("testbed", "agent"),
 }
 """What of the checkout each image carries."""
 
-SPARE = {"device": 8, "shaper": 8, "runtime": 4, "base": 2, "stage": 0}
+REQUIREMENTS = {"device": ("agent", "device"), "shaper": ("shaper",), "agent": ("agent",)}
+"""Which lists of Python packages each image has."""
+
+SPARE = {"program": 4, "packages": 4, "device": 8, "shaper": 8, "agent": 2, "runtime": 4, "base": 2, "stage": 0}
 """How many images of each kind stay when others are built, so that going back to another version is quick."""
 
 
@@ -57,25 +61,28 @@ class ImageTags:
     device: str
     shaper: str
 
-    def runtime(self, kind: str) -> str:
-        """Return the tag of the dependency image under ``device`` or ``shaper``."""
-        return self.device_runtime if kind == "device" else self.shaper_runtime
-
-    def code(self, kind: str) -> str:
-        """Return the tag of the ``device`` or ``shaper`` image."""
-        return self.device if kind == "device" else self.shaper
-
 
 def names() -> ImageTags:
     """Return the tags for the files as they are now; needs no engine."""
-    return _names({kind: _code_files(kind) for kind in CODE})
+    return _names({kind: _code_files(kind) for kind in ("device", "shaper")})
 
 
 def _names(code: Mapping[str, Mapping[str, bytes]]) -> ImageTags:
-    base = f"testbed/base:{_digest(_base_parts())}"
-    runtimes = {kind: f"testbed/runtime:{_digest(_runtime_parts(kind, base))}" for kind in CODE}
-    tags = {kind: f"testbed/{kind}:{_digest(_code_parts(kind, runtimes[kind], code[kind]))}" for kind in CODE}
-    return ImageTags(base, runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
+    runtimes = {kind: _runtime_name(kind) for kind in code}
+    tags = {kind: _code_name(kind, files) for kind, files in code.items()}
+    return ImageTags(_base_name(), runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
+
+
+def _base_name() -> str:
+    return f"testbed/base:{digest(_base_parts())}"
+
+
+def _runtime_name(kind: str) -> str:
+    return f"testbed/runtime:{digest(_runtime_parts(kind, _base_name()))}"
+
+
+def _code_name(kind: str, code: Mapping[str, bytes]) -> str:
+    return f"testbed/{kind}:{digest(_code_parts(kind, _runtime_name(kind), code))}"
 
 
 def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
@@ -84,30 +91,36 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
     Raises HostError where an image cannot be had; says what failed and what would help.
     """
     # Read once: a file that is saved meanwhile must not end up under the hash of what it was.
-    code = {kind: _code_files(kind) for kind in CODE}
+    code = {kind: _code_files(kind) for kind in ("device", "shaper")}
     wanted = _names(code)
     if exists(client, wanted.device) and exists(client, wanted.shaper):
         return wanted
-    with _one_at_a_time():
-        for kind in CODE:
-            if exists(client, wanted.code(kind)):
-                continue
-            if not exists(client, wanted.runtime(kind)):
-                if not exists(client, wanted.base):
-                    _make_base(client, wanted.base, say)
-                say(f"building the {kind}'s Python packages into {wanted.runtime(kind)}")
-                _build_runtime(client, kind, wanted.base, wanted.runtime(kind))
-            say(f"building {wanted.code(kind)}")
-            _build(
-                client,
-                wanted.code(kind),
-                (RECIPES / f"{kind}.Dockerfile").read_bytes(),
-                {f"code/{name}": content for name, content in code[kind].items()},
-                {"RUNTIME": wanted.runtime(kind)},
-                {LABEL: kind},
-            )
+    with one_at_a_time():
+        for kind, files in code.items():
+            _have(client, kind, files, say)
         remove_images(client, keep=wanted, spare=SPARE)
     return wanted
+
+
+def ensure_agent(client: docker.DockerClient, say: Say) -> str:
+    """Return the tag of the image of the agent alone, which `images/program.Dockerfile` puts beside a user's."""
+    return _have(client, "agent", _code_files("agent"), say)
+
+
+def _have(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], say: Say) -> str:
+    """Return the tag of an image with our code; build it, and what it stands on, where it is missing."""
+    tag, runtime, base = _code_name(kind, code), _runtime_name(kind), _base_name()
+    if exists(client, tag):
+        return tag
+    if not exists(client, runtime):
+        if not exists(client, base):
+            _make_base(client, base, say)
+        say(f"building the {kind}'s Python packages into {runtime}")
+        _build_runtime(client, kind, base, runtime)
+    say(f"building {tag}")
+    files = {f"code/{name}": content for name, content in code.items()}
+    build(client, tag, recipe(kind), files, {"RUNTIME": runtime}, {LABEL: kind})
+    return tag
 
 
 def remove_images(
@@ -116,7 +129,7 @@ def remove_images(
     """Remove the testbed's images but those to keep, and of each kind a number of the newest; return what went."""
     kept = set() if keep is None else set(vars(keep).values())
     gone: list[str] = []
-    for kind in ("device", "shaper", "runtime", "base", "stage"):
+    for kind in SPARE:
         found = client.images.list(filters={"label": f"{LABEL}={kind}"})
         # What somebody builds on one of ours inherits the label; it is theirs, and so is its name.
         ours = [
@@ -146,13 +159,18 @@ def _remove(client: docker.DockerClient, reference: str) -> bool:
 # What goes in
 
 
-def _digest(parts: Mapping[str, bytes]) -> str:
+def digest(parts: Mapping[str, bytes]) -> str:
     """Return a short hash of named contents, in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(parts):
         for piece in (name.encode(), parts[name]):
             digest.update(len(piece).to_bytes(8, "big") + piece)
     return digest.hexdigest()[:16]
+
+
+def recipe(kind: str) -> bytes:
+    """Return the Dockerfile of a kind of image."""
+    return (RECIPES / f"{kind}.Dockerfile").read_bytes()
 
 
 def listed(path: Path) -> list[str]:
@@ -168,7 +186,7 @@ def _base_packages() -> list[str]:
 def _base_parts() -> dict[str, bytes]:
     return {
         "packages": "\n".join(_base_packages()).encode(),
-        "recipe": (RECIPES / "base.Dockerfile").read_bytes(),
+        "recipe": recipe("base"),
         "bootstrap": "\n".join(_bootstrap_command("-")).encode(),
     }
 
@@ -176,7 +194,7 @@ def _base_parts() -> dict[str, bytes]:
 def _runtime_parts(kind: str, base: str) -> dict[str, bytes]:
     return {
         "base": base.encode(),
-        "recipe": (RECIPES / "runtime.Dockerfile").read_bytes(),
+        "recipe": recipe("runtime"),
         "packages": "\n".join(f"{name}=={version}" for name, version in requirements(kind).items()).encode(),
     }
 
@@ -184,7 +202,7 @@ def _runtime_parts(kind: str, base: str) -> dict[str, bytes]:
 def _code_parts(kind: str, runtime: str, code: Mapping[str, bytes]) -> dict[str, bytes]:
     return {
         "runtime": runtime.encode(),
-        "recipe": (RECIPES / f"{kind}.Dockerfile").read_bytes(),
+        "recipe": recipe(kind),
         **{f"code/{name}": content for name, content in code.items()},
     }
 
@@ -207,7 +225,8 @@ def requirements(kind: str) -> dict[str, str]:
     from packaging.requirements import Requirement
 
     found: dict[str, str] = {}
-    waiting = [Requirement(line) for line in listed(RECIPES / f"{kind}.requirements")]
+    lists = [RECIPES / f"{name}.requirements" for name in REQUIREMENTS[kind]]
+    waiting = [Requirement(line) for path in lists for line in listed(path)]
     while waiting:
         requirement = waiting.pop()
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
@@ -256,10 +275,10 @@ def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
     say(f"building {tag} on {REGISTRY_BASE}")
     arguments = {"PACKAGES": " ".join(name for name in _base_packages() if name != "python3")}
     try:
-        _build(
+        build(
             client,
             tag,
-            (RECIPES / "base.Dockerfile").read_bytes(),
+            recipe("base"),
             {},
             arguments,
             {LABEL: "base", "testbed.source": REGISTRY_BASE},
@@ -306,10 +325,10 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
 
 def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str) -> None:
     wheels = fetch_wheels(requirements(kind))
-    _build(
+    build(
         client,
         tag,
-        (RECIPES / "runtime.Dockerfile").read_bytes(),
+        recipe("runtime"),
         {f"wheels/{path.name}": path for path in wheels},
         {"BASE": base},
         {LABEL: "runtime", "testbed.runtime": kind},
@@ -350,7 +369,7 @@ def _wheel(folder: Path, name: str, version: str) -> Path | None:
 # Builder
 
 
-def _build(
+def build(
     client: docker.DockerClient,
     tag: str,
     recipe: bytes,
@@ -413,7 +432,7 @@ def exists(client: docker.DockerClient, tag: str) -> bool:
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def one_at_a_time() -> Iterator[None]:
     """Keep two commands from building the same image at once."""
     BUILD.mkdir(exist_ok=True)
     with (BUILD / "images.lock").open("w") as lock:

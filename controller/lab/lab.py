@@ -31,9 +31,10 @@ from controller.lab.containers import (
 )
 from controller.lab.engine import connect, ensure_engine, facts, is_local
 from controller.lab.health import Health
-from controller.lab.images import ImageTags, ensure_images
+from controller.lab.images import ensure_images
 from controller.lab.links import Endpoint, Shaper
 from controller.lab.networks import make_networks, network_name
+from controller.lab.programimages import device_images
 from controller.lab.removal import DEVICE, RUN, remove_run
 from testbed.errors import HostError, InputError, TestbedError
 from testbed.experiment import Experiment
@@ -68,7 +69,8 @@ class Lab:
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
-        self.images: ImageTags | None = None
+        self.images: tuple[str, ...] = ()
+        """Tags of what the containers are made of."""
         self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
 
     # Making and finding
@@ -102,8 +104,8 @@ class Lab:
                 "DOCKER_HOST is another machine, whose loopback ports cannot be reached from here: "
                 "run testbed there, or forward its engine and ports with ssh"
             )
-        images = ensure_images(client, say)
-        scenario = trial.scenario
+        images, scenario = ensure_images(client, say), trial.scenario
+        devices = device_images(client, scenario.workload, trial.experiment, images, say)
         state = runstate.RunState(
             run=run_id or cls.new_run_id(scenario.name),
             token=secrets.token_urlsafe(24),
@@ -119,8 +121,8 @@ class Lab:
             say("making the networks")
             subnet = make_networks(client, state.run, scenario.network.subnet, len(trial.experiment.devices))
             lab = cls(client, state, trial, subnet)
-            lab.images = images
-            lab._populate(images, links, say)
+            lab.images = tuple(dict.fromkeys([*devices.values(), images.shaper]))
+            lab._populate(devices, images.shaper, links, say)
         except BaseException:
             with contextlib.suppress(TestbedError):  # the first error tells more than one of clearing up
                 remove_run(client, state.run)
@@ -179,9 +181,7 @@ class Lab:
 
     def facts(self) -> dict[str, Any]:
         """Return what a run's manifest should say of the engine, the images and the link backend."""
-        images = {}
-        if self.images is not None:
-            images = {tag: str(self._client.images.get(tag).id) for tag in (self.images.device, self.images.shaper)}
+        images = {tag: str(self._client.images.get(tag).id) for tag in self.images}
         return {"engine": asdict(facts(self._client)), "images": images, "shaper": self.shaper.facts()}
 
     # Talking
@@ -282,7 +282,7 @@ class Lab:
         found = self.devices[device.name] = look(self._client, self.run_id, device.name, device.address)
         return found
 
-    def _populate(self, images: ImageTags, links: LinkBackend, say: Progress) -> None:
+    def _populate(self, images: Mapping[str, str], shaper_image: str, links: LinkBackend, say: Progress) -> None:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""
         specs = self.experiment.devices
         say(f"starting {len(specs)} devices and the shaper")
@@ -290,9 +290,10 @@ class Lab:
         addresses = {name: str(address) for name, address in found.items()}
         pool = ThreadPoolExecutor(WORKERS, "lab")
         try:
-            shaper = pool.submit(make_shaper, self._client, self._state, images.shaper, links)
+            shaper = pool.submit(make_shaper, self._client, self._state, shaper_image, links)
             devices = [
-                pool.submit(make_device, self._client, self._state, images.device, spec, addresses) for spec in specs
+                pool.submit(make_device, self._client, self._state, images[spec.name], spec, addresses)
+                for spec in specs
             ]
             self._shaper_url = shaper.result().control_url
             self.health.wait_for({SHAPER: self._shaper_url})

@@ -21,6 +21,8 @@ from pyroute2.netlink.exceptions import NetlinkError
 from testbed.errors import HostError
 
 _SIOCETHTOOL = 0x8946
+_LINK_SCOPE = 253
+"""linux/rtnetlink.h: reached directly."""
 # linux/ethtool.h: (get, set) of each offload that would merge packets into larger ones.
 _OFFLOADS = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)}
 
@@ -81,6 +83,13 @@ def segments_of(name: str) -> int:
     with _netlink(f"looking up {name}") as route:
         [link] = route.get_links(socket.if_nametoindex(name))
         return int(link.get("gso_max_segs"))
+
+
+def route_by_default(name: str) -> None:
+    """Let the interface carry what no other route is for, multicast too, in place of the one that did."""
+    with _netlink(f"making {name} the default route") as route:
+        # Without a gateway: what is not on the network is looked for there, and not found.
+        route.route("replace", dst="0.0.0.0/0", oif=socket.if_nametoindex(name), scope=_LINK_SCOPE)
 
 
 def forbid_offloads(interface: str) -> None:

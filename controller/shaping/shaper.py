@@ -17,7 +17,14 @@ from controller.shaping import gating, sender, tc
 from controller.shaping import plan as planning
 from controller.shaping.backends import Userspace, choose, kernel_queues, queueing_iptables
 from controller.shaping.gate import Gate
-from controller.shaping.interfaces import Interface, bound_segments, forbid_offloads, interface_of, segments_of
+from controller.shaping.interfaces import (
+    Interface,
+    bound_segments,
+    forbid_offloads,
+    interface_of,
+    route_by_default,
+    segments_of,
+)
 from controller.shaping.medium import Route
 from controller.shaping.namespaces import Namespace, command
 from controller.shaping.plan import Endpoint, InterfacePlan
@@ -222,6 +229,7 @@ class Shaping:
                 attached.routes = routes
             if old is None:
                 forbid_offloads(wanted.interface)
+                route_by_default(wanted.interface)
             if old is None or old.segments != wanted.segments:
                 bound_segments(wanted.interface, wanted.segments)
             self._backend.apply(name, old, wanted)

@@ -60,8 +60,8 @@ def test_a_file_that_moves_changes_the_tag_though_its_bytes_do_not(checkout: Pat
 
 
 def test_the_hash_keeps_names_and_contents_apart() -> None:
-    assert images._digest({"a": b"bc"}) != images._digest({"ab": b"c"})
-    assert images._digest({"a": b"1", "b": b"2"}) == images._digest({"b": b"2", "a": b"1"})
+    assert images.digest({"a": b"bc"}) != images.digest({"ab": b"c"})
+    assert images.digest({"a": b"1", "b": b"2"}) == images.digest({"b": b"2", "a": b"1"})
 
 
 def test_the_device_gets_torch_and_all_that_it_needs_in_the_hosts_versions() -> None:

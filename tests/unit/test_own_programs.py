@@ -22,7 +22,8 @@ def prepared(*changes: str) -> Prepared:
 
 def test_a_role_stands_for_its_devices_and_ranks_are_in_their_order() -> None:
     found = prepared("workload.programs.stage2={command: serve, background: true}", "devices.idle={}")
-    programs = by_device(found.problem)
+    workload = found.problem.workload
+    programs = by_device(workload.programs, [device.name for device in found.problem.devices])
     assert {name: part.command[0] for name, part in programs.items()} == {
         "stage1": "python3",
         "stage2": "serve",
@@ -49,6 +50,7 @@ def test_files_travel_and_the_device_needs_none() -> None:
         ("workload.steps=3", "leave 'steps' out"),
         ("workload.programs={}", "'programs' and the task program go together"),
         ("workload.programs.stage.command=[]", "too short"),
+        ("workload.programs.stage={command: x, image: a, packages: [b]}", "takes one of 'image' and 'packages'"),
     ],
 )
 def test_mistakes_are_said(change: str, message: str) -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Program(Method[Options]):
 
     def plan(self, problem: Problem[Options]) -> Plan:
         """Divide nothing; the lead is the first device with a program that does not stay in the background."""
-        programs = by_device(problem)
+        programs = _programs(problem)
         lead = next((name for name, part in programs.items() if not part.background), None)
         if lead is None:
             raise InputError("all stay in the background: the run would be over at once", ("programs",))
@@ -69,7 +69,7 @@ class Program(Method[Options]):
 
     async def program(self, device: Device, job: Job[Options]) -> None:
         """Run this device's command, if it has one; on the lead, wait for the others' too."""
-        programs = by_device(job.problem)
+        programs = _programs(job.problem)
         async with Mailbox(device, job.problem.links, (Ended,)) as mailbox:
             if device.name in programs:
                 await _execute(device, job.problem, [*programs])
@@ -82,16 +82,18 @@ class Program(Method[Options]):
                     await mailbox.take(Ended, name)
 
 
-def by_device(problem: Problem[Options]) -> dict[str, ProgramPart]:
+def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[str, ProgramPart]:
     """Return each device's program, in the order of the devices; raises `InputError` for a name that is none's."""
-    written = problem.workload.programs
-    names = [device.name for device in problem.devices]
     roles = {name: name.rstrip("0123456789") for name in names}
     for wanted in written:
         if wanted not in names and wanted not in roles.values():
             raise InputError(f"there is no device '{wanted}': there are {', '.join(names)}", ("programs", wanted))
     found = {name: written.get(name) or written.get(roles[name]) for name in names}
     return {name: part for name, part in found.items() if part is not None}
+
+
+def _programs(problem: Problem[Options]) -> dict[str, ProgramPart]:
+    return by_device(problem.workload.programs, [device.name for device in problem.devices])
 
 
 def environment(problem: Problem[Options], device: str, names: list[str]) -> dict[str, str]:
@@ -106,13 +108,14 @@ def environment(problem: Problem[Options], device: str, names: list[str]) -> dic
         "MASTER_ADDR": names[0],
         "MASTER_PORT": str(PORT),
         "PYTHONUNBUFFERED": "1",
-        **by_device(problem)[device].environment,
+        "HOME": "/tmp",
+        **_programs(problem)[device].environment,
     }
 
 
 async def _execute(device: Device, problem: Problem[Options], names: list[str]) -> None:
     """Run the command of a device to its end; raises `TestbedError` where it fails."""
-    part = by_device(problem)[device.name]
+    part = _programs(problem)[device.name]
     inherited = {name: value for name, value in os.environ.items() if name not in _KEPT}
     with tempfile.TemporaryDirectory(prefix="program-") as folder:
         _place(Path(folder), {name: problem.files[name] for name in part.files})
