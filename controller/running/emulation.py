@@ -29,7 +29,7 @@ from testbed.faults.replay import Changes, TraceScript
 from testbed.faults.script import FaultOperation, FaultScript
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
-from testbed.trace.outcome import Outcome, Status
+from testbed.trace.outcome import Outcome, Status, without_lead
 
 if TYPE_CHECKING:
     import torch
@@ -324,6 +324,9 @@ class _Execution:
                     if news.error is not None:
                         return "failed", news.problem
                     self._settle(news)
+                    # Who killed it by hand may start it by hand; what a fault of the scenario ended stays down.
+                    if news.changed.devices.get(self._lead) == "down" and not self._script.may_start(self._lead):
+                        return "failed", without_lead(self._lead)
                 else:
                     self._operate(strikers, self._script.observe(news.time, news.device, news.event, news.fields))
                     self._log(news)
@@ -340,7 +343,7 @@ class _Execution:
         self._lab.refresh()
         down = [name for name, device in self._lab.devices.items() if device.state != "running"]
         if self._lead in down:
-            return f"; {self._lead} is down; it leads the run: end its fault by 'for', or restart it"
+            return f"; {without_lead(self._lead)}"
         return f"; down: {', '.join(down)}" if down else ""
 
     def _end(self, event: Event) -> tuple[Status, str | None] | None:

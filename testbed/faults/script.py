@@ -76,6 +76,8 @@ class FaultScript:
         self._index = {_handle(index): index for index in range(len(faults))}
         self._struck: set[int] = set()
         self._deadlines: list[tuple[float, int, bool, FaultOperation]] = []
+        self._under_way: list[FaultOperation] = []
+        """Handed out, and not done yet."""
         self._triggers: dict[int, TriggerPart] = {}
         self._flaps: dict[int, Iterator[tuple[FaultPhase, float]]] = {}
         """What is still to come of the flaps that have begun."""
@@ -94,6 +96,7 @@ class FaultScript:
         operations = []
         while self._deadlines and self._deadlines[0][0] <= now:
             operations.append(heapq.heappop(self._deadlines)[-1])
+        self._under_way += operations
         return operations
 
     @property
@@ -112,10 +115,25 @@ class FaultScript:
         ]
         for index in fired:
             del self._triggers[index]
-        return [self._operation(index, "strike", time) for index in fired]
+        operations = [self._operation(index, "strike", time) for index in fired]
+        self._under_way += operations
+        return operations
+
+    def may_start(self, device: str) -> bool:
+        """Whether something that is still to come, or under way, starts a device that is down."""
+        coming = [*self._under_way, *(deadline[-1] for deadline in self._deadlines)]
+        for index, (part, _) in enumerate(self._faults):
+            if index not in self._struck:
+                coming.append(self._operation(index, "strike", math.inf))
+                if part.for_ is not None:
+                    coming.append(self._operation(index, "undo", math.inf))
+        down = Conditions({device: "down"}, {}, {})
+        mine = (each for each in coming if each.switches and each.action.target == device)
+        return any(each.apply(down).devices[device] != "down" for each in mine)
 
     def done(self, operation: FaultOperation, actual: float) -> None:
         """Note that an operation has taken effect, and schedule what counts from it."""
+        self._under_way.remove(operation)
         index = self._index[operation.handle]
         part, action = self._faults[index]
         first = operation.phase == "strike" and index not in self._struck

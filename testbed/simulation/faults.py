@@ -61,6 +61,7 @@ class FaultExecution:
     def _operate(self, operation: FaultOperation) -> None:
         _record_and_carry_out(operation, self._world)
         self._script.done(operation, self._world.loop.now)
+        self._world.end_without_lead(self._script.may_start)
         self._schedule()
 
 

@@ -18,7 +18,7 @@ from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.faults import FaultExecution, TraceExecution
 from testbed.simulation.host import Guest
 from testbed.simulation.loop import Stillness, TimeLimit
-from testbed.simulation.world import ProgramError, World
+from testbed.simulation.world import LeadGoneError, ProgramError, World
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome, Status
 
@@ -94,6 +94,8 @@ def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
         world.run()
     except ProgramError as failure:
         return "failed", f"{failure}: {_message(failure.__cause__)}"
+    except LeadGoneError as gone:
+        return "failed", str(gone)
     except KeyboardInterrupt:
         return "interrupted", "stopped by the user"
     except Stillness:

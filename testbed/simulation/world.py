@@ -22,6 +22,7 @@ from testbed.simulation.medium import Medium
 from testbed.simulation.shared_channel import SharedChannel
 from testbed.simulation.sharing import Shared, Sharing
 from testbed.trace.events import TESTBED, Event, link_fields
+from testbed.trace.outcome import without_lead
 
 BOOT_SECONDS = 2.0
 """From the restart of a device to the start of its program: kernel or container, Python, torch."""
@@ -29,6 +30,10 @@ DEVICES_TOLD = 16
 """Devices named in the report of a deadlock."""
 
 Program = Callable[[SimulatedDevice], Coroutine[Any, Any, None]]
+
+
+class LeadGoneError(Exception):
+    """The lead is off, and nothing that is still to come starts it again."""
 
 
 class ProgramError(Exception):
@@ -146,7 +151,10 @@ class World:
             self._boot((host, host.boots))
 
     def run(self) -> None:
-        """Run until the lead's program returns; raise `ProgramError`, `Stillness` or `TimeLimit` otherwise."""
+        """Run until the lead's program returns; raise one of these otherwise.
+
+        `ProgramError`, `LeadGoneError`, `Stillness` or `TimeLimit`.
+        """
         with _rare_collection():
             self.loop.run_until_complete(self._end)
 
@@ -246,10 +254,16 @@ class World:
                 host.device.change_speed(factor / before)
 
     def why_ended(self) -> str | None:
-        """Say that the lead is off for good, if it is: all others only wait for it."""
+        """Say that the lead is off, if it is: all others only wait for it."""
         if self.hosts[self._lead].state() != "down":
             return None
-        return f"{self._lead} is down; it leads the run: end its fault by 'for', or restart it"
+        return without_lead(self._lead)
+
+    def end_without_lead(self, may_start: Callable[[str], bool]) -> None:
+        """End the run if the lead is off for good: if it is off, and ``may_start`` says that nothing starts it."""
+        why = self.why_ended()
+        if why and not may_start(self._lead) and not self._end.done():
+            self._end.set_exception(LeadGoneError(why))
 
     def why_still(self) -> str:
         """Say what each device waits for."""

@@ -16,6 +16,11 @@ Status = Literal["finished", "failed", "timed out", "interrupted"]
 """How a run ended."""
 
 
+def without_lead(lead: str) -> str:
+    """Say what ends a run whose lead is off and stays so."""
+    return f"{lead} is down; it leads the run: end its fault by 'for', or restart it"
+
+
 @dataclass(frozen=True)
 class LinkMeasurement:
     """One directed link, as asked for and as found before the run."""

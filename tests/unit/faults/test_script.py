@@ -139,3 +139,27 @@ def test_links_that_go_down_while_they_are_healed_come_up_at_once():
     script.done(again, 3.2)
     assert described(script.due(10)) == [("undo flap", "a <-> b", 3.2)]
     assert script.next_deadline() is None
+
+
+def test_what_may_start_a_device_is_to_come_or_under_way() -> None:
+    script = FaultScript(faults({"kill": "a", "at": "1s"}, {"restart": "a", "at": "3s"}, {"kill": "b", "at": "4s"}))
+    (kill,) = script.due(1)
+    script.done(kill, 1)
+    assert script.may_start("a")
+    (restart,) = script.due(3)
+    assert script.may_start("a")
+    script.done(restart, 3)
+    assert not script.may_start("a")
+    assert not script.may_start("b")
+
+
+def test_the_end_of_a_kill_starts_its_device_and_the_end_of_a_pause_does_not() -> None:
+    script = FaultScript(faults({"kill": "a", "at": "1s", "for": "2s"}, {"pause": "b", "at": "1s", "for": "2s"}))
+    assert script.may_start("a")
+    for operation in script.due(1):
+        script.done(operation, 1)
+    assert script.may_start("a")
+    assert not script.may_start("b")
+    for operation in script.due(3):
+        script.done(operation, 3)
+    assert not script.may_start("a")
