@@ -331,18 +331,30 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         yield Diagnostic(
             (*key, "name"), f"{name} has no labels to learn from: use the task infer, or data such as digits"
         )
-    there, size = _training_samples(scenario.workload.data), scenario.workload.batch_size
-    owned_by_lead = scenario.workload.task == "train" and scenario.workload.data.split == "lead"
-    if owned_by_lead and there is not None and size > there:
-        text = f"a batch of {size} is more than the {there} training samples: use at most {there}"
-        yield Diagnostic(("workload", "batch_size"), text)
     path = scenario.workload.data.path
     if data.is_own(scenario.workload.data):
+        try:
+            yield from batch_problems(
+                scenario.workload, len(data.train_labels(scenario.workload.data, data_folder(scenario)))
+            )
+        except InputError as error:
+            yield Diagnostic(("workload", *error.key), error.text)
         return
+    there = _training_samples(scenario.workload.data)
+    if there is not None:
+        yield from batch_problems(scenario.workload, there)
     if kind.from_path and path is None:
         yield Diagnostic(key, f"{name} is a picture of your own: name its file with `path`, or use photos")
     elif not kind.from_path and (path is not None or scenario.workload.data.file is not None):
         yield Diagnostic((*key, "path"), f"{name} is not read from one file: use the data image, or leave `path` out")
+
+
+def batch_problems(workload: WorkloadPart, there: int) -> Iterator[Diagnostic]:
+    """Yield what is wrong with a batch larger than all training samples, where the lead has them."""
+    size = workload.batch_size
+    if workload.task == "train" and workload.data.split == "lead" and size > there:
+        text = f"a batch of {size} is more than the {there} training samples: use at most {there}"
+        yield Diagnostic(("workload", "batch_size"), text)
 
 
 def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -384,7 +396,12 @@ def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, I
         reason = "an inference learns from none" if owners else f"'{method.name}' keeps all of them on its lead"
         raise InputError(f"shares training samples among devices, but {reason}: leave it out", key)
     labels = data.train_labels(part, data_folder(scenario))
-    return split(labels, problem.model.classes, owners, part.split, problem.seed)
+    shares = split(labels, problem.model.classes, owners, part.split, problem.seed)
+    size, most = problem.workload.batch_size, max(map(len, shares.values()))
+    if size > most:
+        text = f"a batch of {size} is more than the training samples of any device: use at most {most}"
+        raise InputError(text, ("batch_size",))
+    return shares
 
 
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:

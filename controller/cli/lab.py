@@ -50,8 +50,8 @@ def up(scenario: Path, overrides: tuple[str, ...], links: LinkBackend, as_json: 
 def down(run: str | None, everything: bool) -> None:
     """Remove a run: its containers, networks and state, also when only half of it is there.
 
-    RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. What is already gone is no
-    error.
+    RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. Whatever of it is already gone
+    is no error; a run of which nothing is there ends with 2.
     """
     from controller.lab import runstate
     from controller.lab.engine import connect
@@ -115,9 +115,13 @@ def logs(device: str, run: str | None, follow: bool) -> None:
     from controller.lab.containers import container_logs
     from controller.lab.engine import connect
 
+    wrote = False
     for piece in container_logs(connect(), runstate.choose(run), device, follow=follow):
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
+        wrote = True
+    if not wrote:
+        _say(f"{device} has written nothing")
 
 
 def _say(text: str) -> None:

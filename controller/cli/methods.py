@@ -6,12 +6,18 @@ import click
 
 from controller.cli.options import as_json
 from controller.cli.printing import dump, options, print_catalogue
+from testbed.errors import InputError
 
 
 @click.command()
+@click.argument("name", required=False)
 @as_json
-def methods(as_json: bool) -> None:
-    """List the methods a scenario can name: what each does, for which tasks, and its options.
+def methods(name: str | None, as_json: bool) -> None:
+    """List the methods a scenario can name: what each does, for which tasks, and its options. With NAME, one of them.
+
+    \b
+    Example:
+      testbed methods pipeline
 
     \b
     Example, in a scenario:
@@ -19,7 +25,10 @@ def methods(as_json: bool) -> None:
         method: {name: pipeline, schedule: 1f1b, micro_batches: 4}
     """
     from testbed.methods import METHODS
+    from testbed.scenario.loading import nearest
 
+    if name is not None and name not in METHODS:
+        raise InputError(f"there is no method '{name}': {nearest(name, METHODS)}")
     entries = [
         {
             "name": method.name,
@@ -28,6 +37,7 @@ def methods(as_json: bool) -> None:
             "options": options(method.Options),
         }
         for method in METHODS.values()
+        if name in (None, method.name)
     ]
     if as_json:
         dump(entries)

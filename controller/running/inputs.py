@@ -8,7 +8,7 @@ from rich.console import Console
 
 from controller.running.live import LiveProgress
 from testbed.errors import TestbedError
-from testbed.prepare import Prepared, batches, data_folder, weights_file
+from testbed.prepare import Prepared, batch_problems, batches, data_folder, weights_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def load_data(prepared: Prepared) -> Dataset:
-    """Return the samples of an experiment."""
+    """Return the samples of an experiment; raises `InputError` where a batch is larger than all of them."""
     import numpy as np
 
     from testbed.data import load
@@ -31,7 +31,11 @@ def load_data(prepared: Prepared) -> Dataset:
     scenario = prepared.scenario
     if scenario.workload.task == "program":
         return Dataset("none", 0, *2 * (np.zeros((0, 1), np.float32), np.zeros(0, np.int64)))
-    return load(scenario.workload.data, data_folder(scenario), blank=scenario.workload.numerics == "none")
+    found = load(scenario.workload.data, data_folder(scenario), blank=scenario.workload.numerics == "none")
+    if wrong := list(batch_problems(scenario.workload, len(found.train_labels))):
+        # Of data in files nobody has counted the samples before.
+        raise scenario.source.error(wrong)
+    return found
 
 
 class InitialWeights:

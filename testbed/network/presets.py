@@ -15,7 +15,8 @@ class LinkPreset:
 
     name: str
     up: float
-    """bit/s from a device towards the first device of the scenario, and between any two others."""
+    """bit/s from a device towards the first device of the scenario; also between any two others, where what goes down
+    to one has first gone up from the other."""
     down: float
     """bit/s from the first device of the scenario."""
     source: str

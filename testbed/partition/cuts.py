@@ -41,7 +41,9 @@ def check_counts(units: int, stages: int) -> None:
     if stages < 1:
         raise InputError("a partition needs at least one device", ("devices",))
     if units < stages:
-        raise InputError(f"{stages} stages, but the model has {units} units: use at most {units} devices", ("method",))
+        has = f"the model has {units} unit{'' if units == 1 else 's'}"
+        rest = f"write stages: {units}, and the devices beyond stand by"
+        raise InputError(f"{stages} stages, but {has}: {rest}", ("method", "stages"))
 
 
 def even(units: int, stages: int) -> Cuts:

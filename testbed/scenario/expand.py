@@ -143,6 +143,7 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
             problems.append(Diagnostic((*key, "profile"), text))
             continue
         problems += _device_problems(part, key)
+        access = PRESETS.get(part.access or "")
         names = device_names(name, part)
         if len(names[-1]) > _MAX_NAME:
             problems.append(Diagnostic(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name"))
@@ -155,8 +156,8 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
                 memory=part.memory if part.memory is not None else profile.memory,
                 cpus=part.cpus,
                 profile=profile.name,
-                uplink=part.uplink,
-                downlink=part.downlink,
+                uplink=part.uplink if access is None or part.uplink is not None else access.up,
+                downlink=part.downlink if access is None or part.downlink is not None else access.down,
                 slowdown=part.slowdown,
                 memory_rate=part.memory_rate if part.memory_rate is not None else profile.memory_rate,
                 processors=part.processors if part.processors is not None else profile.processors,
@@ -172,6 +173,7 @@ def device_names(name: str, part: DevicePart) -> list[str]:
 
 
 def _device_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
+    yield from _preset_problems(part.access, (*key, "access"))
     for access in ("uplink", "downlink"):
         rate = getattr(part, access)
         if rate is not None and rate < MIN_RATE:
@@ -184,11 +186,11 @@ def _device_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
 def _links(scenario: Scenario, names: list[str], air: Radio | None) -> dict[Pair, Link]:
     network = scenario.network
     pairs = dict.fromkeys(directed_pairs(network.topology, names))
-    problems = _preset_problems(network.link, ("network", "link"))
+    problems = _preset_problems(network.link.preset, ("network", "link", "preset"))
     for index, part in enumerate(network.links):
         key: Key = ("network", "links", index)
         found = [Diagnostic((*key, *end), text) for end, text in no_such_devices(part.ends(), scenario, names)]
-        problems += _preset_problems(part, key) + found
+        problems += _preset_problems(part.preset, (*key, "preset")) + found
         sender, receiver = part.directions()[0]
         if found:
             continue
@@ -272,10 +274,10 @@ def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-def _preset_problems(part: LinkPart, key: Key) -> list[Diagnostic]:
-    if part.preset is None or part.preset in PRESETS:
+def _preset_problems(preset: str | None, key: Key) -> list[Diagnostic]:
+    if preset is None or preset in PRESETS:
         return []
-    return [Diagnostic((*key, "preset"), f"there is no preset '{part.preset}': {nearest(part.preset, PRESETS)}")]
+    return [Diagnostic(key, f"there is no preset '{preset}': {nearest(preset, PRESETS)}")]
 
 
 def _changes(scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]) -> tuple[Change, ...]:

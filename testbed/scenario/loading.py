@@ -20,6 +20,8 @@ from testbed.scenario.schema import Scenario
 from testbed.scenario.source import Source
 
 SCENARIOS = Path("scenarios")
+SHIPPED = Path(__file__).parents[2] / SCENARIOS
+"""Those of the testbed itself, which are found from any folder."""
 M = TypeVar("M", bound=BaseModel)
 _TAG = "tag:yaml.org,2002:"
 _MAX_BYTES = 1 << 20
@@ -33,7 +35,8 @@ MAX_CHANGES = 10_000
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
     """Read and validate a scenario file.
 
-    ``path`` may also be a bare name: ``quickstart`` is ``scenarios/quickstart.yaml``. Each override reads
+    ``path`` may also be a bare name: ``quickstart`` is ``scenarios/quickstart.yaml``, here or else of the testbed
+    itself. Each override reads
     ``key=value`` with a dotted key and a YAML value, as in ``network.link.rate=10mbit``. Raises `InputError`
     with one line for each problem: ``file:line: key: what is wrong: what would be right``.
     """
@@ -117,11 +120,16 @@ def _find(path: str | Path) -> Path:
     given = Path(path)
     if given.exists():
         return given
-    candidates = [given] if given.suffix in (".yaml", ".yml") else [SCENARIOS / f"{given}.yaml", Path(f"{given}.yaml")]
+    written = given.suffix in (".yaml", ".yml")
+    candidates = [given] if written else [SCENARIOS / f"{given}.yaml", Path(f"{given}.yaml"), SHIPPED / f"{given}.yaml"]
     for candidate in candidates:
         if candidate.exists():
             return candidate
-    known = {str(file.relative_to(SCENARIOS).with_suffix("")): file for file in SCENARIOS.rglob("*.yaml")}
+    known = {
+        str(file.relative_to(folder).with_suffix("")): file
+        for folder in (SHIPPED, SCENARIOS)
+        for file in folder.rglob("*.yaml")
+    }
     name = given.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
     near = difflib.get_close_matches(name, known, n=1)
     near = near or [other for other in known if Path(other).name == Path(name).name]

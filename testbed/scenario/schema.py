@@ -47,6 +47,11 @@ class DevicePart(Part):
         description="pace by the host: take this multiple of what the host needs. Plans and the simulator use `speed`, "
         "which must be given",
     )
+    access: str | None = Field(
+        None,
+        description="a link preset of `testbed profiles`, e.g. 4g: how the device reaches all others; its rates "
+        "up and down are the `uplink` and `downlink` that are not given",
+    )
     uplink: Rate | None = Field(None, description="limit on all that the device sends, in addition to its links' rates")
     downlink: Rate | None = Field(
         None, description="limit on all that the device receives, in addition to its links' rates"

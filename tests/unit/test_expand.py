@@ -100,6 +100,20 @@ def test_presets_are_up_towards_the_first_device_and_down_from_it():
     assert trial.experiment.links["worker1", "worker2"] == Link(10e6, 0.02)
 
 
+def test_a_device_has_the_access_of_a_preset():
+    devices = {"a": {}, "phone": {"access": "4g"}, "other": {"access": "4g", "uplink": "5mbit"}}
+    (trial,) = expand(devices=devices, network={"link": {"rate": "50mbit"}})
+    assert [(each.uplink, each.downlink) for each in trial.experiment.devices] == [
+        (None, None),
+        (10e6, 25e6),
+        (5e6, 25e6),
+    ]
+    rates = {pair: link.rate for pair, link in trial.experiment.bounded_links().items()}
+    assert (rates["phone", "a"], rates["a", "phone"], rates["phone", "other"]) == (10e6, 25e6, 10e6)
+    said = refusal(devices={"a": {"access": "4h"}})
+    assert "devices.a.access: there is no preset '4h': there are ethernet-10, " in said
+
+
 def test_keys_beside_a_preset_win():
     (trial,) = expand(network={"link": {"preset": "lan", "rate": "3mbit"}})
     assert trial.experiment.links["source", "worker1"] == Link(3e6, PRESETS["lan"].delay)

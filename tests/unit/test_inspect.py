@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from controller.cli.main import main
 from controller.cli.main import testbed as command_line
+from testbed.errors import InputError
 from testbed.hardware import PROFILES
 from testbed.methods import METHODS
 from testbed.models import CATALOG
@@ -79,7 +80,17 @@ def test_validate_checks_every_point_of_a_sweep(call):
 def test_more_stages_than_devices_or_units(call):
     shown = call("validate", "quickstart", "--set", "devices.worker.count=8", status=2)
     assert "scenarios/quickstart.yaml" in shown
+    assert "write stages: 6, and the devices beyond stand by" in shown
     assert shown.count("\n") == 1
+    call("validate", "quickstart", "--set", "devices.worker.count=8", "--set", "workload.method.stages=6")
+
+
+def test_one_method_by_its_name(call):
+    shown = call("methods", "pipeline")
+    assert shown.startswith("pipeline: ")
+    assert "edgepipe" not in shown
+    with pytest.raises(InputError, match="there is no method 'pipelin': did you mean 'pipeline'"):
+        command_line.main(["methods", "pipelin"], standalone_mode=False)
 
 
 def test_bad_input_ends_with_2_and_one_line(monkeypatch, capsys):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import InputError
-from testbed.scenario.loading import load, validate
+from testbed.scenario.loading import SHIPPED, load, validate
 from testbed.scenario.source import Source
 
 GOOD = """\
@@ -186,6 +186,15 @@ def test_a_file_that_is_not_there(write, tmp_path):
     assert refusal("elsewhere/quickstart.yaml")[0].endswith("did you mean 'scenarios/quickstart.yaml'?")
     assert refusal("scenarios") == ["scenarios: is a folder: name a scenario file in it"]
     assert "cannot be read" in refusal("small.yaml/x")[0] or "no such scenario" in refusal("small.yaml/x")[0]
+
+
+def test_the_testbeds_own_scenarios_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("quickstart").source.file == str(SHIPPED / "quickstart.yaml")
+    assert refusal("quikstart")[0].endswith(f"did you mean '{SHIPPED / 'quickstart.yaml'}'?")
+    (tmp_path / "scenarios").mkdir()
+    (tmp_path / "scenarios" / "quickstart.yaml").write_text(GOOD)
+    assert load("quickstart").source.file == "scenarios/quickstart.yaml"
 
 
 def test_yaml_1_2_scalars(write):

@@ -145,3 +145,22 @@ def test_the_documented_example_is_one() -> None:
     prepared = prepare(trials(load_scenario(file))[0])
     assert [len(piece.units) if hasattr(piece, "units") else piece for piece in prepared.plan.pieces]
     assert len(prepared.problem.model.units) == 5
+
+
+def test_a_batch_or_a_number_of_samples_beyond_the_data_is_refused_before_the_run(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", **arrays())
+    (tmp_path / "s.yaml").write_text(
+        "name: s\ndevices: {a: {}}\nworkload: {model: {name: mlp}, data: {path: mine.npz}, method: {name: single}, "
+        "batch_size: 30, steps: 1}\n"
+    )
+
+    def prepared(*changes: str) -> None:
+        prepare(trials(load_scenario(tmp_path / "s.yaml", changes))[0])
+
+    prepared()
+    with pytest.raises(InputError, match="batch_size: a batch of 31 is more than the 30 training samples: use at most"):
+        prepared("workload.batch_size=31")
+    with pytest.raises(InputError, match="batch_size: a batch of 30 is more than the 20 training samples"):
+        prepared("workload.data.train=20")
+    with pytest.raises(InputError, match=r"workload\.data\.train: .* 31"):
+        prepared("workload.data.train=31")

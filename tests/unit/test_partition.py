@@ -156,7 +156,9 @@ def test_even_cuts_differ_by_one_unit_at_most() -> None:
     assert even(6, 3) == (0, 2, 4, 6)
     assert even(8, 3) == (0, 3, 6, 8)
     assert even(3, 3) == (0, 1, 2, 3)
-    with pytest.raises(InputError, match="4 stages, but the model has 3 units: use at most 3 devices"):
+    with pytest.raises(
+        InputError, match="4 stages, but the model has 3 units: write stages: 3, and the devices beyond"
+    ):
         even(3, 4)
 
 

@@ -60,6 +60,11 @@ async def _serve(mailbox: Mailbox, job: FamilyJob, style: Style) -> None:
     deadline = options.round_deadline or LATE * max(portion.round_time for portion in portions.values())
     terms = Terms(style.fraction, 0 if style.in_turn else style.min_devices, deadline)
     server = Server(mailbox, Rounds(mailbox, terms, problem.seed), model, splits, side, style.in_turn)
+    if few := [name for name, there in problem.samples.items() if there < problem.workload.batch_size]:
+        text = (
+            f"{', '.join(few)}: fewer samples than a batch of {problem.workload.batch_size}, which is all of them there"
+        )
+        device.record("log", text=text)
     tests = Requests(job.dataset, problem.workload.batch_size)
     await server.run(Team(problem).length.rounds, tests, options.evaluate_every)
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from collaborating import SHAPE, Plain, data, prepared, run, scenario, took_part
+from collaborating import SHAPE, Plain, data, of, prepared, run, scenario, took_part
 
 from testbed.data.batches import batch
+from testbed.errors import InputError
 from testbed.models import create
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
@@ -91,3 +92,16 @@ def test_a_fraction_of_the_devices_takes_part_by_seed_and_round() -> None:
     assert [len(names) for names in rounds] == [2] * 6
     assert len({tuple(names) for names in rounds}) > 1
     assert rounds == took_part(run(spec))
+
+
+def test_a_device_with_fewer_samples_than_a_batch_is_named_and_a_batch_beyond_all_shares_refused() -> None:
+    def spec(batch: int):
+        split = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 10]}}
+        return scenario("federated", 2, workload={"data": split, "batch_size": batch, "steps": 1})
+
+    assert [event["text"] for event in of(run(spec(16)), "log")] == [
+        "device2: fewer samples than a batch of 16, which is all of them there"
+    ]
+    assert not of(run(spec(10)), "log")
+    with pytest.raises(InputError, match="batch_size: a batch of 41 is more than the training samples of any device"):
+        prepared(spec(41))
