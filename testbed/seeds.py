@@ -10,5 +10,5 @@ def derive(seed: int, *names: str | int) -> int:
 
     ``derive(7, "weights", 3)`` is the same on every host and Python version, unlike ``hash``.
     """
-    text = "/".join(str(part) for part in (seed, *names))
+    text = "/".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

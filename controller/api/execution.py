@@ -46,7 +46,6 @@ def run_recorded(
     in the folder.
     """
     from controller.report import boxes, html
-    from controller.results.files import load as load_run
     from controller.results.recorder import Recorder
     from controller.running.inputs import load_data
     from testbed.models.weights import facts
@@ -57,7 +56,7 @@ def run_recorded(
     try:
         with _page(recorder.path, runtime, console) if watch else nullcontext():
             outcome = _follow(prepared, runtime, initial, console, recorder, lab_options)
-            finished = load_run(recorder.finish(outcome))
+            finished = recorder.finish(outcome)
     except BaseException as error:
         recorder.abandon(error)
         raise

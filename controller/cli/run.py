@@ -105,7 +105,7 @@ def run(
     todo = {number: places[number] for number in range(len(prepared)) if number not in kept}
 
     def done(number: int, finished: Run) -> None:
-        kept[number] = finished
+        kept[number] = finished if len(prepared) == 1 else finished.alone()
         if not as_json:
             _show(console, finished, brief=len(prepared) > 1)
 

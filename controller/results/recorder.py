@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,23 +80,21 @@ class Recorder:
 
     def event(self, event: Event) -> None:
         """Write an event; raise `HostError` where that is impossible."""
-        with self._writing():
+        try:  # not `_writing`: a long run has millions of events
             self._events.write(event.to_json() + "\n")
+        except OSError as error:
+            raise self._unwritable(error) from None
         self._written += 1
         self._ordered = self._ordered and event.time >= self._latest
         self._latest = event.time
 
-    def finish(self, outcome: Outcome) -> Path:
-        """Write how the run ended and everything that is computed from its events; return where it is."""
+    def finish(self, outcome: Outcome) -> Run:
+        """Write how the run ended and everything that is computed from its events; return it."""
         facts = finished(self._manifest, outcome)
-        run = Run(
-            self.path,
-            self._trial,
-            self._plan,
-            outcome,
-            facts,
-            metrics(outcome, self._trial.experiment, self._plan, declared_by(self._trial)),
-        )
+        # As the file has them, so that the figures are those that will be computed from it.
+        kept = replace(outcome, events=[event.rounded() for event in outcome.events], weights=None)
+        figures = metrics(kept, self._trial.experiment, self._plan, declared_by(self._trial))
+        run = Run(self.path, self._trial, self._plan, kept, facts, figures)
         with self._writing():
             self._events.close()
             if not self._ordered or self._written != len(outcome.events):
@@ -105,7 +103,7 @@ class Recorder:
                 _write_weights(self.path / "weights.safetensors", outcome.weights)
             rebuild(run)
             self._manifest_file(facts)
-        return self.path
+        return run
 
     def abandon(self, error: BaseException) -> None:
         """Note why a run ended without an outcome; one that never began leaves no folder."""
@@ -126,7 +124,10 @@ class Recorder:
         try:
             yield
         except OSError as error:
-            raise HostError(f"{self.path}: cannot be written: {error.strerror or error}") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> HostError:
+        return HostError(f"{self.path}: cannot be written: {error.strerror or error}")
 
 
 def write(
@@ -140,7 +141,7 @@ def write(
 ) -> Path:
     """Write a run that is over; arguments and errors are those of `Recorder`."""
     recorder = Recorder(folder, trial, plan, outcome.runtime, command=command, weights=weights)
-    return recorder.finish(outcome)
+    return recorder.finish(outcome).path
 
 
 def rebuild(run: Run) -> None:

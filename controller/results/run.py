@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ class Run:
     def expectations(self) -> list[Expectation]:
         """What the scenario expects, and whether it came about."""
         return evaluate(self.trial.scenario.expect, self.metrics, self.figures)
+
+    def alone(self) -> Run:
+        """Return it without its events: of a sweep, memory holds the figures alone."""
+        return replace(self, outcome=replace(self.outcome, events=[]))
 
     @property
     def declared(self) -> Declared:

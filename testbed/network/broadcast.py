@@ -26,7 +26,7 @@ def heard(seed: int, sender: str, receiver: str, number: int, message_loss: floa
 
     The draw depends on nothing else, so every run of a scenario, on either clock, loses the same casts.
     """
-    return derive(seed, "cast", sender, receiver, number) / _DRAWS >= message_loss
+    return message_loss <= 0 or derive(seed, "cast", sender, receiver, number) / _DRAWS >= message_loss
 
 
 def audience(peers: Collection[str]) -> bytes:

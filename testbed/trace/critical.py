@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from testbed.experiment import Experiment
 from testbed.framing import WINDOW, wire_bytes
@@ -47,8 +48,7 @@ class PathTime:
         return self.computing + self.messaging
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Something that a device may have waited for."""
 
     end: float
@@ -158,8 +158,7 @@ _BLURRED = ("jitter", "loss", "bursts", "duplicate", "reorder", "corrupt")
 """Figures of a link with which the time of one message says nothing."""
 
 
-@dataclass(frozen=True)
-class _Departure:
+class _Departure(NamedTuple):
     called: float
     queued: float
     """Seconds behind earlier messages to the same device: until the link was free and the window had room."""

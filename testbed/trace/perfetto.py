@@ -16,13 +16,19 @@ from testbed.trace.gantt import Bar, bars, lanes
 
 TRACKS = {"compute": 1, "send": 100, "receive": 200, "down": 300}
 """First track number of each kind; activity that overlaps with itself takes further ones."""
+MOST_BARS = 400_000
+"""Of a longer run the trace has the first ones: as much as a browser opens."""
 CLOCK_SLACK = 0.005
 """Seconds that a reception may seem to lie outside its send, the clocks of two containers being read apart."""
 
 
 def trace(events: Sequence[Event], end: float, title: str = "testbed") -> dict[str, Any]:
-    """Return the trace of a run that ended at ``end`` seconds, ready for ``json.dump``."""
-    charted = bars(events, end)
+    """Return the trace of a run that ended at ``end`` seconds, ready for ``json.dump``.
+
+    ``otherData`` says how many bars were left out because there are too many.
+    """
+    every = bars(events, end)
+    charted = every[:MOST_BARS]
     names = sorted({bar.device for bar in charted} | {event.device for event in events} - {TESTBED})
     numbers = {name: index + 2 for index, name in enumerate(names)}
     records: list[dict[str, Any]] = [*_process(1, f"{title}: faults and progress", 0)]
@@ -47,7 +53,11 @@ def trace(events: Sequence[Event], end: float, title: str = "testbed") -> dict[s
         records += _arrow(number, sent, placed[id(sent)], received, placed[id(received)])
     records += _windows(events, end)
     records += _counters(events)
-    return {"traceEvents": records, "displayTimeUnit": "ms", "otherData": {"title": title}}
+    return {
+        "traceEvents": records,
+        "displayTimeUnit": "ms",
+        "otherData": {"title": title, "left_out": len(every) - len(charted)},
+    }
 
 
 def deliveries(charted: Sequence[Bar]) -> Iterator[tuple[Bar, Bar]]:

@@ -5,8 +5,10 @@ import json
 from collections import defaultdict
 from typing import Any
 
+import pytest
 import recorded
 
+from testbed.trace import perfetto
 from testbed.trace.events import TESTBED, Event
 from testbed.trace.gantt import bars, lanes
 from testbed.trace.perfetto import deliveries, trace
@@ -113,3 +115,11 @@ def test_work_on_several_processors_interrupts_nothing_but_by_a_fault() -> None:
         (4.0, 4.5, True),
         (4.2, 4.5, True),
     ]
+
+
+def test_a_run_too_long_for_a_browser_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perfetto, "MOST_BARS", 2)
+    kept = trace(recorded.events(), 10.0)
+    slices = [record for record in kept["traceEvents"] if record["ph"] == "X" and record["pid"] > 1]
+    assert len(slices) == 2
+    assert kept["otherData"]["left_out"] > 0

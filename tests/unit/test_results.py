@@ -112,7 +112,7 @@ def test_events_that_came_out_of_order_are_kept_in_order(tmp_path: Path) -> None
     begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
     for event in reversed(recorded.events()):
         begun.event(event)
-    place = begun.finish(recorded.outcome())
+    place = begun.finish(recorded.outcome()).path
     assert files.load(place).outcome.events == recorded.events()
 
 

@@ -199,17 +199,22 @@ class Mailbox:
     def _deliver(self, message: Typed) -> None:
         if self._counts(message):
             handler = self._handlers.get(message.kind)
-            waiter = next((waiter for waiter in self._waiters if waiter.wants(message)), None)
             if handler is not None:
                 handler(message)
-            elif waiter is not None:
-                waiter.found.set_result(message)
             else:
-                self._keep(message)
+                self._hand_over(message)
         news, self._news = self._news, []
         for waiting in news:
             if not waiting.done():
                 waiting.set_result(True)
+
+    def _hand_over(self, message: Typed) -> None:
+        """Give a message to the first that waits for it, or keep it."""
+        waiter = next((waiter for waiter in self._waiters if waiter.wants(message)), None)
+        if waiter is not None:
+            waiter.found.set_result(message)
+        else:
+            self._keep(message)
 
     def _counts(self, message: Typed) -> bool:
         """Say whether a message is of the present configuration, or begins another, and not too late."""
