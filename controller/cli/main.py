@@ -14,6 +14,7 @@ from testbed.errors import HostError, TestbedError
 COMMANDS = {
     "run": "controller.cli.run:run",
     "up": "controller.cli.lab:up",
+    "start": "controller.cli.start:start",
     "down": "controller.cli.lab:down",
     "watch": "controller.cli.watch:watch",
     "ps": "controller.cli.lab:ps",

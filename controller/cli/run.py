@@ -107,7 +107,7 @@ def run(
     def done(number: int, finished: Run) -> None:
         kept[number] = finished if len(prepared) == 1 else finished.alone()
         if not as_json:
-            _show(console, finished, brief=len(prepared) > 1)
+            show_run(console, finished, brief=len(prepared) > 1)
 
     try:
         if jobs > 1:
@@ -116,7 +116,7 @@ def run(
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
             run_one_by_one(rows, runtime, console, done, links=links, accept_links=accept_links, keep=keep, watch=watch)
     except TestbedError as error:
-        _explain(console, error)
+        explain(console, error)
         raise
     runs = [kept[number] for number in sorted(kept)]
     if len(prepared) > 1:
@@ -125,7 +125,7 @@ def run(
     if as_json:
         shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
         click.echo(json.dumps(shown[0] if len(prepared) == 1 else shown, indent=2, default=str))
-    _judge(runs, table)
+    judge(runs, table)
 
 
 def _places(prepared: Sequence[Prepared], runtime: str, out: Path | None, resume: Path | None, jobs: int) -> list[Path]:
@@ -155,7 +155,8 @@ def _finished(prepared: Sequence[Prepared], places: Sequence[Path], console: Con
     return found
 
 
-def _explain(console: Console, error: TestbedError) -> None:
+def explain(console: Console, error: TestbedError) -> None:
+    """Print the links that were measured, where a run was refused for them."""
     from controller.report.measurements import measurements_table
     from controller.running.verification import LinksError
 
@@ -163,7 +164,8 @@ def _explain(console: Console, error: TestbedError) -> None:
         console.print(measurements_table(error.measurements))
 
 
-def _show(console: Console, finished: Run, *, brief: bool) -> None:
+def show_run(console: Console, finished: Run, *, brief: bool) -> None:
+    """Print what came of a run, in a line or two where it is one of many."""
     from controller.report.terminal import show, show_briefly
 
     if brief and finished.outcome.status == "finished":
@@ -193,7 +195,7 @@ def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[Repro
     return table
 
 
-def _judge(runs: list[Run], table: list[ReproducedRow]) -> None:
+def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
     """Raise what decides the exit status: a run that failed, or an expectation that does not hold."""
     for finished in runs:
         if finished.outcome.status != "finished":

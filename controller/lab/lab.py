@@ -38,6 +38,7 @@ from controller.lab.programimages import device_images
 from controller.lab.removal import DEVICE, RUN, remove_run
 from testbed.errors import HostError, InputError, TestbedError
 from testbed.experiment import Experiment
+from testbed.methods.program import by_device
 from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
 from testbed.quantities import format_size
@@ -69,8 +70,6 @@ class Lab:
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
-        self.images: tuple[str, ...] = ()
-        """Tags of what the containers are made of."""
         self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
 
     # Making and finding
@@ -121,7 +120,6 @@ class Lab:
             say("making the networks")
             subnet = make_networks(client, state.run, scenario.network.subnet, len(trial.experiment.devices))
             lab = cls(client, state, trial, subnet)
-            lab.images = tuple(dict.fromkeys([*devices.values(), images.shaper]))
             lab._populate(devices, images.shaper, links, say)
         except BaseException:
             with contextlib.suppress(TestbedError):  # the first error tells more than one of clearing up
@@ -181,7 +179,8 @@ class Lab:
 
     def facts(self) -> dict[str, Any]:
         """Return what a run's manifest should say of the engine, the images and the link backend."""
-        images = {tag: str(self._client.images.get(tag).id) for tag in self.images}
+        found = self._client.api.containers(all=True, filters={"label": f"{RUN}={self.run_id}"})
+        images = {str(each["Image"]): str(each["ImageID"]) for each in found}
         return {"engine": asdict(facts(self._client)), "images": images, "shaper": self.shaper.facts()}
 
     # Talking
@@ -264,6 +263,25 @@ class Lab:
         with _unless(409, 500):  # 500: 'is not paused', in older engines
             self._client.api.unpause(device.id)
         self._look(device)
+
+    def check_serves(self, trial: Trial) -> None:
+        """Raise InputError where a trial needs other devices, links or images than are here."""
+        now, wanted = self.experiment, trial.experiment
+        programs = [by_device(each.workload.programs, [*self.devices]) for each in (now, wanted)]
+        images = [{name: (part.image, part.packages) for name, part in found.items()} for found in programs]
+        for key, same in (
+            ("devices", now.devices == wanted.devices),
+            ("network", (now.links, now.cells) == (wanted.links, wanted.cells)),
+            ("workload.programs", not wanted.workload.programs or images[0] == images[1]),
+        ):
+            if not same:
+                text = f"{key}: not those that {self.run_id} was made of"
+                raise InputError(f"{text}: change the workload alone, or 'testbed down' and 'testbed up' again")
+
+    def note_results(self, results: Path) -> None:
+        """Remember which folder the run that goes on here is written to."""
+        self._state = replace(self._state, results=str(results))
+        runstate.write(self._state)
 
     def down(self) -> int:
         """Remove everything of the run, whatever is left of it; return how many containers and networks there were."""

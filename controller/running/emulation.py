@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -81,18 +81,22 @@ def emulate(
     accept_links: bool = False,
     keep: bool = False,
     results: Path | None = None,
+    standing: Lab | None = None,
 ) -> Outcome:
     """Create the lab, verify its links, run the method on it with its faults, and remove it.
 
     The first four arguments are those of `testbed.simulation.simulate`. ``links`` says what shapes the links. With
-    ``keep`` the lab stays up afterwards. Raises HostError where the lab cannot be had; `LinksError` (of `verification`)
-    when a link is outside its tolerance and not accepted so; InputError where a link asks for more than this host was
-    measured to carry.
+    ``keep`` the lab stays up afterwards. ``standing`` is a lab that is up, and stays so. Raises
+    HostError where the lab cannot be had; `LinksError` (of `verification`) when a link is outside its tolerance and not
+    accepted so; InputError where a link asks for more than this host was measured to carry.
     """
     began = time.monotonic()
-    if not accept_links:
+    if not accept_links and standing is None:
         capability.check(prepared.experiment, links)
-    with _lab(prepared, links, on_stage, keep=keep, results=results) as lab:
+    made = _lab(prepared, links, on_stage, keep=keep, results=results) if standing is None else nullcontext(standing)
+    with made as lab:
+        if standing is not None and results is not None:
+            lab.note_results(results)
         on_stage("measuring the links")
         measured = lab.shaper.probe(list(prepared.experiment.links))
         verification.check(measured, accept_links)
@@ -103,7 +107,7 @@ def emulate(
         outcome.links = measured
         outcome.host = lab.facts()
         outcome.fidelity |= since(before, lab.shaper.statistics())
-        if keep:
+        if keep or standing is not None:
             on_stage(f"the lab stays up: testbed down {lab.run_id}")
     outcome.wall_seconds = time.monotonic() - began
     return outcome

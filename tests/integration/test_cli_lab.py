@@ -54,6 +54,12 @@ def test_a_lab_stands_until_it_is_taken_down(tmp_path: Path) -> None:
         assert set(mine) == {"shaper", "source", "worker"}
         assert made["devices"][1]["address"] in mine["worker"]
         command("logs", "source")
+        done = command("start", str(scenario), "--accept-links", "--out", str(tmp_path / "run"), "--json")
+        assert json.loads(done.stdout)["metrics"]["steps"] == 1
+        assert json.loads((tmp_path / "run" / "manifest.json").read_text())["host"]["images"]
+        refused = command("start", str(scenario), "--set", "network.link.rate=10mbit", expect=2)
+        assert f"network: not those that {run} was made of" in refused.stderr
+        assert len([line for line in command("ps").stdout.splitlines() if line.startswith(run)]) == 4
     finally:
         done = command("down")
     assert done.stdout == f"{run}: removed 5 containers and networks\n"
