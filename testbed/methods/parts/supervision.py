@@ -47,7 +47,7 @@ class Timeouts:
     """For lost devices to come back before the others go on without them."""
     standstill: float
     """Without anything done, though all devices answer."""
-    startup: float = 30.0
+    startup: float = 10.0
     """Patience until the first configuration stands: devices do not all start at once."""
 
 

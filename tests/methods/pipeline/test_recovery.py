@@ -158,3 +158,11 @@ def test_lead_that_restarts_starts_over(undisturbed):
     for name, tensor in undisturbed.weights.items():
         assert torch.equal(outcome.weights[name], tensor), name
     assert [step["step"] for step in of(outcome, "step")] == [*range(6), *range(12)]
+
+
+def test_a_device_that_is_off_at_the_start_costs_seconds():
+    outcome = faulty({"kill": "worker2", "at": "0s"})
+    assert outcome.status == "finished", outcome.error
+    detected, _resumed = of(outcome, "recovery")
+    assert detected["missing"] == ["worker2"]
+    assert next(event.time for event in outcome.events if event.event == "step") < 30
