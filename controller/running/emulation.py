@@ -53,6 +53,7 @@ class _Done:
     """A step of the faults or the trace that has been carried out, or could not be."""
 
     step: RecordedStep
+    began: float
     actual: float
     changed: Changed
     error: Exception | None = None
@@ -372,20 +373,22 @@ class _Execution:
         turns.submit(about, lambda: self._inbox.put(self._carry_out(step, self._now)))
 
     def _carry_out(self, step: RecordedStep, clock: Callable[[], float]) -> _Done:
-        changed = Changed()
+        changed, began = Changed(), clock()
         error = None
         try:
             changed = carry_out(step, self._containers)
         except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
             error = failure
-        return _Done(step, clock(), changed, error)
+        return _Done(step, began, clock(), changed, error)
 
     def _settle(self, done: _Done) -> None:
         """Note what a fault or the trace did."""
         if isinstance(done.step, FaultOperation):
             self._script.done(done.step, done.actual)
+        slow = isinstance(done.step, FaultOperation) and done.step.action.waits
         for event, fields in events_of(done.step, done.changed, self._speeds):
-            self._log(Event(done.actual, TESTBED, event, fields))
+            own = {"began": done.began} if slow and event == "fault" else {}
+            self._log(Event(done.actual, TESTBED, event, fields | own))
 
     # The end
 

@@ -40,6 +40,8 @@ class FaultAction(Generic[V]):
     """Names of the actions that it undoes where they have its target."""
     switches: ClassVar[bool] = False
     """Whether it changes the state of a device and nothing else."""
+    waits: ClassVar[bool] = False
+    """Whether it lasts as long as the device takes for it: to boot, or to hand over what it holds."""
 
     @property
     def target(self) -> str:

@@ -84,7 +84,8 @@ def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
             continue
         action, target = str(event.fields.get("action")), str(event.fields.get("target"))
         undone = next((later.time for later in faults[index + 1 :] if _undoes(later, action, target)), None)
-        strikes.append(Strike(action, target, float(event.fields.get("intended", event.time)), event.time, undone))
+        struck = float(event.fields.get("began", event.time))
+        strikes.append(Strike(action, target, float(event.fields.get("intended", struck)), struck, undone))
     return strikes
 
 

@@ -78,7 +78,12 @@ EVENTS = (
     ),
     EventType("log", "somebody has something to say", (), ("text",)),
     EventType("host", "how long the host kept the device's threads waiting", None, ("waited", "interval")),
-    EventType("fault", "a fault struck or was undone", None, ("action", "target", "phase", "intended", "detail")),
+    EventType(
+        "fault",
+        "a fault struck or was undone; `began` where the device took its time for it",
+        None,
+        ("action", "target", "phase", "intended", "began", "detail"),
+    ),
     EventType("link", "a link has other figures", None, ("source", "destination", "rate", "delay", "loss", "up")),
     EventType("speed", "a device has another speed", None, ("target", "factor", "speed")),
     EventType("trace", "a trace changed something", None, ("what", "value", "intended")),

@@ -263,6 +263,15 @@ def test_a_late_fault_and_one_that_never_came() -> None:
     ]
     assert "kill of b struck 1.32 s late" in figures(events=late)["verdict"]["summary"]
     assert "never struck: kill" in figures(events=recorded.events(faulty=False))["verdict"]["summary"]
+    slow = [
+        Event(event.time, event.device, event.event, {**event.fields, "began": 1.1})
+        if event.fields.get("phase") == "strike"
+        else event
+        for event in late
+    ]
+    # A device that boots or hands over takes its time: what counts is when it began.
+    assert "late" not in figures(events=slow)["verdict"]["summary"]
+    assert figures(events=slow)["fault_list"][0]["struck"] == 1.1
 
 
 def test_late_changes_of_traces_and_flaps() -> None:

@@ -28,6 +28,7 @@ class Restart(FaultAction[str]):
     name = "restart"
     undoes: ClassVar[tuple[str, ...]] = (Kill.name,)
     switches = True
+    waits = True
 
     def apply(self, now: Conditions, handle: str) -> Conditions:
         """Boot the device, unless it is on."""

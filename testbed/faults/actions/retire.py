@@ -11,6 +11,7 @@ class Retire(FaultAction[str]):
 
     name = "retire"
     switches = True
+    waits = True
 
     def apply(self, now: Conditions, handle: str) -> Conditions:
         """Let the device leave, unless it is off or stands still."""

@@ -82,6 +82,14 @@ def _least_credible(record: Record) -> float | None:
     return min((event.fields["value"] for event in record.of("credibility")), default=None)
 
 
+def _risen(record: Record) -> float | None:
+    """Credibility moves neurons all the time: that does not count here."""
+    moved = [event.time for event in record.of("rearrangement") if event.fields["cause"] != "credibility"]
+    found = record.of("evaluate")
+    before = [event for event in found if moved and event.time < moved[-1]]
+    return found[-1].fields["accuracy"] - before[-1].fields["accuracy"] if before else None
+
+
 def _curve(title: str, note: str, value: str, by: str) -> Curve:
     return Curve(title, note, f"{value}_list", value, "share", by)
 
@@ -121,6 +129,12 @@ DECLARED = Declared(
         Figure("failures_found", "number", "devices that nobody heard for a window", _changes("failure")),
         Figure("joins", "number", "devices that were given neurons after they had booted", _changes("join")),
         Figure("neurons_anew", "number", "neurons that began again with first weights", _anew),
+        Figure(
+            "accuracy_risen",
+            "share",
+            "by which the last accuracy is above that before a device last failed, retired or joined",
+            _risen,
+        ),
         Figure("least_credibility", "share", "of any device at the end of any window", _least_credible),
     ),
     lists={
