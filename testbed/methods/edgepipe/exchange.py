@@ -46,6 +46,9 @@ class Notes(Protocol):
         None: the message does not count.
         """
 
+    def miss(self, sender: str) -> None:
+        """Take note that a message of a device has not arrived in time."""
+
 
 class Planned:
     """The placement of a plan."""
@@ -170,7 +173,9 @@ class Exchange:
 
     def _part(self, message: Outputs | Losses | None, layer: int, sender: str, own: Channels | None) -> Part:
         neurons: Channels | None = self._placement.of(sender, layer)
-        if message is not None and self._notes is not None:
+        if self._notes is not None and message is None:
+            self._notes.miss(sender)
+        elif self._notes is not None and message is not None:
             neurons = self._notes.hear(message)
         if message is None or neurons is None:
             return Part(sender, self._placement.of(sender, layer), None)

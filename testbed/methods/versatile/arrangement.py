@@ -122,7 +122,11 @@ def left(now: Arrangement, device: str, credibility: Mapping[str, float], seed: 
     group = now.group(device)
     if group is None:
         return now
-    weights = {name: credibility.get(name, 0.0) for name in now.members(group) if name != device}
+    others = [name for name in now.members(group) if name != device]
+    # Of one that has just joined nothing is known: with no credibility it would part with all that it was given.
+    known = [credibility[name] for name in others if name in credibility]
+    usual = math.fsum(known) / len(known) if known else 1.0
+    weights = {name: credibility.get(name, usual) for name in others}
     return _with(now, group, [weights] * len(now.groups[group]), seed)
 
 

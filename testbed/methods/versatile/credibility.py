@@ -42,32 +42,23 @@ def silent(recent: Ratios, device: str) -> bool:
 
 
 class Reception:
-    """What one device received in the window under way, of what it should have: gaps in numbers are losses.
+    """What one device received in the window under way, of what it should have.
 
-    A sender numbers its casts, those of each kind to each layer by themselves. What was lost behind the last one that
-    arrived counts in the window in which the next one does; before the first one that ever did, nothing counts.
+    Slots go by the clock, and who has nothing to send says so: whatever is not there when it is due was lost.
     """
 
     def __init__(self) -> None:
+        self._due: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
-        self._newest: dict[tuple[str, str], int] = {}
-        self._before: dict[tuple[str, str], int] = {}
-        """The newest when the window began."""
 
-    def note(self, sender: str, stream: str, number: int) -> None:
-        """Note a cast that has arrived; one with a lower number than before is of a sender that booted."""
-        key = (sender, stream)
-        if key not in self._newest or number <= self._newest[key]:
-            self._before[key] = number - 1
-        self._newest[key] = number
-        self._received[sender] += 1
+    def note(self, sender: str, received: bool) -> None:
+        """Note whether a cast that was due has arrived."""
+        self._due[sender] += 1
+        self._received[sender] += received
 
     def close(self, senders: Iterable[str]) -> dict[str, float]:
-        """Return the share received of each sender, 0 of one that was not heard, and begin the next window."""
-        due: Counter[str] = Counter()
-        for key, number in self._newest.items():
-            due[key[0]] += number - self._before[key]
-        found = {sender: min(1.0, self._received[sender] / due[sender]) if due[sender] else 0.0 for sender in senders}
-        self._before = dict(self._newest)
+        """Return the share received of each sender, 0 of one of which nothing was due, and begin the next window."""
+        found = {sender: self._received[sender] / max(1, self._due[sender]) for sender in senders}
+        self._due.clear()
         self._received.clear()
         return found

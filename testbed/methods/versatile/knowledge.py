@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -78,20 +77,17 @@ class Knowledge:
 
 
 class Telling:
-    """The notes of one device's casts (`edgepipe.exchange.Notes`): what it knows, and a number to miss casts by."""
+    """The notes of one device's casts (`edgepipe.exchange.Notes`): what it knows."""
 
     def __init__(self, knowledge: Knowledge, reception: Reception) -> None:
         self._knowledge = knowledge
         self._reception = reception
-        self._sent: Counter[str] = Counter()
 
     def tell(self, layer: int, message: Sent) -> Sent:
         """Return a message with its note."""
-        known, stream = self._knowledge, _stream(message)
-        self._sent[stream] += 1
+        known = self._knowledge
         note: dict[str, Any] = {
             "version": known.now.version,
-            "number": self._sent[stream],
             "stage": known.stage,
             "records": {name: [window, shares] for name, (window, shares) in known.records.items()},
         }
@@ -103,17 +99,18 @@ class Telling:
         """Take the note of a message; None where it is of an arrangement that is not known here, or no more."""
         note, known = message.note or {}, self._knowledge
         if message.sender != known.device:
-            self._reception.note(message.sender, _stream(message), note["number"])
+            self._reception.note(message.sender, received=True)
             known.stage = max(known.stage, note["stage"])
             self._learn(note["records"])
         arrangement = known.past.get(note["version"])
         return None if arrangement is None else arrangement.of(message.sender, message.layer)
 
+    def miss(self, sender: str) -> None:
+        """Note that a message of a device has not arrived in time."""
+        if sender != self._knowledge.device:
+            self._reception.note(sender, received=False)
+
     def _learn(self, records: Mapping[str, Sequence[Any]]) -> None:
         for receiver, (window, shares) in records.items():
             if window > self._knowledge.records.get(receiver, (-1, {}))[0]:
                 self._knowledge.records[receiver] = (window, {name: tuple(pair) for name, pair in shares.items()})
-
-
-def _stream(message: Outputs | Losses) -> str:
-    return f"{message.kind} {message.layer}"

@@ -35,18 +35,16 @@ def test_a_device_of_which_nothing_is_known_has_no_credibility_and_a_silent_one_
     assert updated({}, {("9", "2"): 0.5}) == pytest.approx({("9", "2"): 0.45})
 
 
-def test_gaps_in_the_numbers_of_a_sender_are_transmissions_that_were_lost():
+def test_what_is_not_there_when_it_is_due_was_lost():
     reception = Reception()
-    for number in (1, 2, 4):
-        reception.note("a", "outputs 2", number)
-    reception.note("a", "losses 1", 1)
-    reception.note("b", "outputs 2", 6)
-    assert reception.close(["a", "b", "c"]) == pytest.approx({"a": 4 / 5, "b": 1, "c": 0})
-    reception.note("a", "outputs 2", 7)
-    # It has booted meanwhile and counts anew.
-    reception.note("b", "outputs 2", 1)
-    assert reception.close(["a", "b"]) == pytest.approx({"a": 1 / 3, "b": 1})
-    assert reception.close(["a", "b"]) == {"a": 0, "b": 0}
+    for sender, received in (("a", True), ("a", False), ("a", True), ("a", True), ("b", True), ("c", False)):
+        reception.note(sender, received)
+    assert reception.close("abcd") == {"a": 0.75, "b": 1, "c": 0, "d": 0}
+    # One that dies early in a window has failed to send the rest of it, and in the next it is silent.
+    for received in (True, False, False, False):
+        reception.note("a", received)
+    assert reception.close("a") == {"a": 0.25}
+    assert reception.close("a") == {"a": 0}
 
 
 @pytest.mark.parametrize(("rates", "goes_on"), [([0.75, 1, 0.5], True), ([0.75, 0.25, 0.5], False), ([], True)])
@@ -109,6 +107,12 @@ def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retire
     again = joined(nobody, "d1", seed=3)
     assert again.of("d1", 1) == range(8)
     assert [move.giver for move in moves(nobody, again)] == [None, None]
+
+
+def test_one_that_has_just_joined_keeps_its_neurons_as_another_fails():
+    before = joined(arrangement_of(partition([12], 2, "horizontal"), devices(2)), "new", seed=1)
+    after = left(before, "d1", {"d0": 0.8, "d1": 0.1}, seed=1)
+    assert [len(after.of(name, 0)) for name in ("d0", "new")] == [6, 6]
 
 
 def carried_out(held, found, now):
