@@ -43,7 +43,7 @@ class Course:
         self._newcomers: set[str] = set()
         """Who has joined since the last judgement."""
         self._silent: Collection[str] = ()
-        """Whom nobody heard in the last window."""
+        """Whom nobody heard any more at the end of the last window."""
         self._averages: dict[str, float] = {}
         """Credibility of each device in the last window."""
         mailbox.on(Join, self._joins)
@@ -94,9 +94,9 @@ class Course:
         self._windows.close(step)
         window = self._windows.due(step)
         if window is not None:
-            recent, table = self._knowledge.recent(window), self._knowledge.credibility(window)
+            latest, table = self._knowledge.latest(window), self._knowledge.credibility(window)
             members = [name for name in self._knowledge.now.devices if name not in self._newcomers]
-            self._silent = [name for name in members if silent(recent, name)]
+            self._silent = [name for name in members if silent(latest, name)]
             self._averages = {name: average(table, name) for name in members}
             self._newcomers.clear()
         return window

@@ -15,7 +15,7 @@ from testbed.models.slices import Channels
 from testbed.network.link import Pair
 
 Record = dict[str, tuple[float, float]]
-"""By sender: the share received in a window, and the credibility at its end."""
+"""By sender: the share received at the end of a window, and the credibility there."""
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Knowledge:
         """Return how many neurons a layer has (as a `Placement`)."""
         return self.now.sizes[layer]
 
-    def recent(self, window: int) -> dict[Pair, float]:
-        """Return the shares received in a window, by sender and receiver, as far as they are known."""
-        return {pair: recent for pair, (recent, _) in self._of(window).items()}
+    def latest(self, window: int) -> dict[Pair, float]:
+        """Return the shares received at the end of a window, by sender and receiver, as far as they are known."""
+        return {pair: latest for pair, (latest, _) in self._of(window).items()}
 
     def credibility(self, window: int) -> dict[Pair, float]:
         """Return the credibility at the end of a window, by sender and receiver, as far as it is known."""

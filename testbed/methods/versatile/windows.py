@@ -29,10 +29,10 @@ class Windows:
         if before is None or self._open == before:
             return
         me, record = self._knowledge.device, {}
-        for sender, recent in self._reception.close(self._knowledge.now.senders(me)).items():
+        for sender, (recent, latest) in self._reception.close(self._knowledge.now.senders(me)).items():
             value = credibility(recent, self._credibility.get((sender, me), 0.0), self._alpha)
             self._credibility[sender, me] = value
-            record[sender] = (round(recent, 4), round(value, 4))
+            record[sender] = (round(latest, 4), round(value, 4))
         self._knowledge.records[me] = (self._open - 1, record)
 
     def due(self, step: int) -> int | None:

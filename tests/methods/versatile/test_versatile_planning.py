@@ -8,7 +8,7 @@ import pytest
 
 from testbed.methods.edgepipe.partition import partition
 from testbed.methods.versatile.arrangement import arrangement_of, joined, left, moves, rearranged, shares
-from testbed.methods.versatile.credibility import Reception, average, silent, updated
+from testbed.methods.versatile.credibility import SERIES, Reception, average, silent, updated
 from testbed.methods.versatile.forward import merged, valid
 from testbed.methods.versatile.thresholds import Stagnation, forward_threshold, reuse_limit
 
@@ -39,12 +39,13 @@ def test_what_is_not_there_when_it_is_due_was_lost():
     reception = Reception()
     for sender, received in (("a", True), ("a", False), ("a", True), ("a", True), ("b", True), ("c", False)):
         reception.note(sender, received)
-    assert reception.close("abcd") == {"a": 0.75, "b": 1, "c": 0, "d": 0}
-    # One that dies early in a window has failed to send the rest of it, and in the next it is silent.
-    for received in (True, False, False, False):
-        reception.note("a", received)
-    assert reception.close("a") == {"a": 0.25}
-    assert reception.close("a") == {"a": 0}
+    shares = {"a": 0.75, "b": 1, "c": 0, "d": 0}
+    assert reception.close("abcd") == {name: (share, share) for name, share in shares.items()}
+    # One that dies in mid-window: it was heard, but no more at the end.
+    for step in range(4 * SERIES):
+        reception.note("a", step < 3 * SERIES)
+    assert reception.close("a") == {"a": (0.75, 0)}
+    assert reception.close("a") == {"a": (0, 0)}
 
 
 @pytest.mark.parametrize(("rates", "goes_on"), [([0.75, 1, 0.5], True), ([0.75, 0.25, 0.5], False), ([], True)])
