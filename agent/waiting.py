@@ -1,7 +1,7 @@
 """What the host kept this device waiting for: time its threads could have run and no processor was free.
 
 The kernel counts it for each thread (run delay, ``schedstat``). The threads that compute are left out: waiting there
-shows in how late their work is (`agent.pacing.Measured.late`). What the others wait delays messages.
+shows in how late their work is (`agent.pacing.WorkTimes.late`). What the others wait delays messages.
 """
 
 from __future__ import annotations

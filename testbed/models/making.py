@@ -46,7 +46,7 @@ class Maker:
 
 
 @dataclass(frozen=True)
-class Measured(Plain):
+class CountedUnit(Plain):
     """A unit of a traced network as one layer: its figures were counted as torch ran it."""
 
     shape: Shape

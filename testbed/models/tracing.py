@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from testbed import usercode
 from testbed.errors import InputError
 from testbed.models.chain import Model, Unit, joined
-from testbed.models.making import KEY, Maker, Measured
+from testbed.models.making import KEY, CountedUnit, Maker
 from testbed.models.shapes import INPUT, Shape
 from testbed.seeds import derive
 
@@ -383,7 +383,7 @@ def _is_in(node: fx.Node, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Builder:
+class TracedUnits:
     """Makes the units of a traced network, each a module of its own."""
 
     maker: Maker
@@ -412,15 +412,15 @@ def _chain(maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], 
         graphs.append(_unit_graph(steps, piece, reads, result))
     try:
         file = usercode.shown(maker.code.module).rpartition("/")[2]
-        return Model(file.removesuffix(".py"), shape, classes, tuple(units), builder=Builder(maker, tuple(graphs)))
+        return Model(file.removesuffix(".py"), shape, classes, tuple(units), builder=TracedUnits(maker, tuple(graphs)))
     except ValueError as error:
         raise InputError(str(error), KEY) from None
 
 
-def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> Measured:
+def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> CountedUnit:
     parameters = [each for each in _parameters(steps.root, steps.all_of(piece)) if each.requires_grad]
     small = steps.runs[0]
-    return Measured(
+    return CountedUnit(
         shape=steps.shape(result),
         trained=sum(each.numel() for each in parameters),
         matrices=sum(each.numel() for each in parameters if each.ndim > 1),

@@ -12,7 +12,7 @@ from testbed.partition.redistribution import Need, StagePartition, needs
 
 
 @dataclass(frozen=True)
-class Placement:
+class RestorePlan:
     """Where a configuration goes on from, and how its stages come by their units."""
 
     point: Point
@@ -26,7 +26,7 @@ class Placement:
 
 def place(
     lineage: Lineage, inventory: Mapping[str, Held], old: StagePartition, new: StagePartition, seeded: bool, steps: int
-) -> Placement:
+) -> RestorePlan:
     """Choose the newest state of which every unit is somewhere, and for each device of the new partition its sources.
 
     ``inventory`` is of the devices that are there, the coordinator among them; with ``seeded`` the state that the run
@@ -40,12 +40,12 @@ def place(
     if step is None:
         raise ValueError("no device has what the run began with")
     if seeded and step == 0:
-        return Placement(lineage.point(0), {})
+        return RestorePlan(lineage.point(0), {})
     having = held_at(held, step)
     found = needs(old, new, having)
     if step == steps:
         found = {**found, old.coordinator: _everything(old, having)}
-    return Placement(lineage.point(step), found)
+    return RestorePlan(lineage.point(step), found)
 
 
 def _everything(old: StagePartition, having: Mapping[str, Collection[int]]) -> Need:

@@ -72,7 +72,7 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
 
 
 @dataclass(frozen=True)
-class Measurement:
+class MeasuredLink:
     """What a link was found to do."""
 
     rate: float
@@ -88,7 +88,7 @@ class Measurement:
 class LinkWatch:
     """Tells from the messages that are sent anyway whether a link still does what was measured."""
 
-    def __init__(self, measurement: Measurement) -> None:
+    def __init__(self, measurement: MeasuredLink) -> None:
         self._measurement = measurement
         self._ratios: deque[float] = deque(maxlen=RECENT)
         """Of the last messages: seconds that each took over those that it should have taken."""
@@ -116,7 +116,7 @@ class LinkWatch:
         return full and (min(self._ratios) > DEVIATION or max(self._ratios) < self._usual / DEVIATION)
 
 
-async def bandwidth(mailbox: Mailbox, peer: str) -> Measurement:
+async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
     """Measure the link to a peer: its rate is what a larger message takes longer than a small one.
 
     The messages are posted, so that a peer that is not reached is overdue as with any other message.
@@ -136,4 +136,4 @@ async def bandwidth(mailbox: Mailbox, peer: str) -> Measurement:
         size = min(LARGE, 4 * size)
         longer = await taken(size) - least
     rate = 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
-    return Measurement(rate, least)
+    return MeasuredLink(rate, least)

@@ -16,7 +16,7 @@ from testbed.errors import InputError, TestbedError
 from testbed.methods.asynchronous.failure import classify_failure
 from testbed.methods.asynchronous.messages import Commit, Prepare
 from testbed.methods.asynchronous.partitioners import AsynchronousDetails, AsynchronousOptions, HomogeneousPartitioner
-from testbed.methods.asynchronous.placement import Placement, place
+from testbed.methods.asynchronous.placement import RestorePlan, place
 from testbed.methods.asynchronous.points import KnownPoints
 from testbed.methods.asynchronous.replicas import BEGINNING
 from testbed.methods.asynchronous.store import ReplicaStore
@@ -58,7 +58,7 @@ class FromReplicas:
         """Whether training begins with the seed's weights."""
         if job.weights is not None:
             store.replicas.put(BEGINNING, job.weights, range(units))
-        self._placement = Placement(BEGINNING, {})
+        self._placement = RestorePlan(BEGINNING, {})
         """Where the present configuration goes on from."""
         self._configured: dict[str, float] = {}
         """The stages' incarnations when they were told what to be."""

@@ -17,7 +17,7 @@ from testbed.partition.redistribution import StagePartition
 
 
 class AsynchronousTrainer:
-    """A `testbed.methods.parts.recovery.Work`: trains in stretches, between which the pipeline is empty."""
+    """A `testbed.methods.parts.recovery.ResumableWork`: trains in stretches, between which the pipeline is empty."""
 
     def __init__(
         self,

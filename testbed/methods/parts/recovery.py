@@ -20,7 +20,7 @@ MAX_RETRIES = 20
 """Recoveries in a row, nothing having been done in between, after which the run fails."""
 
 
-class Work(Protocol):
+class ResumableWork(Protocol):
     """What is to be done, whatever happens to the devices meanwhile."""
 
     @property
@@ -41,7 +41,9 @@ class RecoveryPolicy(Protocol):
         """Decide which devices to go on with, and from where. Raises `TestbedError` where that cannot be."""
 
 
-async def persist(work: Work, recovery: RecoveryPolicy, supervisor: Supervisor, recovering: bool = False) -> None:
+async def persist(
+    work: ResumableWork, recovery: RecoveryPolicy, supervisor: Supervisor, recovering: bool = False
+) -> None:
     """Work to the end through whatever happens; raises `TestbedError` when nothing helps.
 
     ``recovering``: devices were lost before this began.

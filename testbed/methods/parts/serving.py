@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Serving:
-    """A `testbed.methods.parts.recovery.Work`: has every request answered once, whatever happens to the devices."""
+    """A `testbed.methods.parts.recovery.ResumableWork`: every request is answered once, whatever fails."""
 
     def __init__(self, supervisor: Supervisor, job: Job, in_flight: int, gives_up: bool = False) -> None:
         """``gives_up``: requests that are under way when a device is lost fail, instead of being sent again."""

@@ -13,7 +13,7 @@ from testbed.methods.pipeline.updates import Loss, Routine, Updated
 
 
 class Trainer:
-    """A `testbed.methods.parts.recovery.Work`."""
+    """A `testbed.methods.parts.recovery.ResumableWork`."""
 
     def __init__(
         self, supervisor: Supervisor, recovery: FromCheckpoint, training: Training, tests: Requests, routine: Routine

@@ -3,7 +3,7 @@
 import pytest
 
 from testbed.framing import wire_bytes
-from testbed.methods.asynchronous.profiling import SMALL, LinkWatch, Measurement
+from testbed.methods.asynchronous.profiling import SMALL, LinkWatch, MeasuredLink
 
 LATENCY = 0.04
 
@@ -11,7 +11,7 @@ LATENCY = 0.04
 def deviations(rates, measured=1e6, gap=0.2, size=5000):
     """Send messages one after the other over a link whose rate changes; say at which of them it was noticed."""
     first = LATENCY - 8 * wire_bytes(SMALL) / measured
-    watch = LinkWatch(Measurement(measured, LATENCY))
+    watch = LinkWatch(MeasuredLink(measured, LATENCY))
     noticed, left = [], 0.0
     for number, rate in enumerate(rates):
         posted = gap * number
