@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import select
 import socket
 import struct
@@ -17,19 +16,18 @@ import termios
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agent.receiving import Arrival, Inbox
 from agent.settings import Address
+from testbed.cast import CastForm
 from testbed.framing import CAST_CHUNK, CAST_HEADER
-from testbed.network.broadcast import audience
-from testbed.wire import WireError, decode
+from testbed.wire import Envelope, WireError
 
-_PREFIX = struct.Struct("<4s8sQQHH")
-"""Magic, mark of the run, sender's incarnation, number of the cast, number of the chunk, number of chunks."""
+_PREFIX = struct.Struct("<4sQIHH")
+"""Mark of the run, sender's incarnation, number of the cast, number of the chunk, number of chunks."""
 assert _PREFIX.size == CAST_HEADER
-_MAGIC = b"CAST"
 _MOST_CHUNKS = 0xFFFF
 _MOST_PARTIAL = 32
 """Messages that may be incomplete at a time; older ones are lost."""
@@ -48,7 +46,7 @@ CastLoss = Callable[[str, int], bool]
 
 def mark(token: str) -> bytes:
     """Return what tells the run's datagrams from others without telling its token."""
-    return hashlib.sha256(b"cast " + token.encode()).digest()[:8]
+    return hashlib.sha256(b"cast " + token.encode()).digest()[:4]
 
 
 @dataclass
@@ -62,9 +60,9 @@ class Caster:
     """Sends and receives casts; the receiving side is a thread."""
 
     def __init__(
-        self, name: str, listen: Address, broadcast: Address | None, token: str, limit: int, lost: CastLoss
+        self, form: CastForm, listen: Address, broadcast: Address | None, token: str, limit: int, lost: CastLoss
     ) -> None:
-        self._name = name
+        self._form = form
         self._lost = lost
         self._broadcast = broadcast
         self._mark = mark(token)
@@ -87,7 +85,7 @@ class Caster:
         with contextlib.suppress(OSError):  # it is not connected, but its reader wakes up all the same
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def send(self, peers: Collection[str], body: bytes, incarnation: int, number: int) -> tuple[int, float]:
+    def send(self, whole: bytes, incarnation: int, number: int) -> tuple[int, float]:
         """Transmit once; return the bytes sent, and the monotonic instant at which the last datagram had left.
 
         Blocks until then: not for an event loop. Raises ValueError when the message is too large for a cast, or the
@@ -95,16 +93,15 @@ class Caster:
         """
         if self._broadcast is None:
             raise ValueError("the deployment names no broadcast address")
-        whole = audience(peers) + body
         count = -(-len(whole) // CAST_CHUNK)
         if count > _MOST_CHUNKS:
             raise ValueError(
-                f"a cast of {len(body)} bytes is too large; at most {_MOST_CHUNKS * CAST_CHUNK} travel at once"
+                f"a cast of {len(whole)} bytes is too large; at most {_MOST_CHUNKS * CAST_CHUNK} travel at once"
             )
         view = memoryview(whole)
         self._departure()  # of an earlier cast that was not waited for
         for index in range(count):
-            prefix = _PREFIX.pack(_MAGIC, self._mark, incarnation, number, index, count)
+            prefix = _PREFIX.pack(self._mark, incarnation, number, index, count)
             chunk = view[index * CAST_CHUNK : (index + 1) * CAST_CHUNK]
             self._socket.sendmsg([prefix, chunk], _NOTE if index == count - 1 else [], 0, self._broadcast)
         return len(whole), self._left()
@@ -147,8 +144,8 @@ class Caster:
     def _heard(self, datagram: bytes, source: str, inbox: Inbox) -> None:
         if len(datagram) < _PREFIX.size:
             return
-        magic, run, incarnation, number, index, count = _PREFIX.unpack_from(datagram)
-        if magic != _MAGIC or run != self._mark or index >= count or count * CAST_CHUNK > self._limit + CAST_CHUNK:
+        run, incarnation, number, index, count = _PREFIX.unpack_from(datagram)
+        if run != self._mark or index >= count or count * CAST_CHUNK > self._limit + CAST_CHUNK:
             return
         key = (source, incarnation, number)
         partial = self._partial.setdefault(key, _Partial(time.monotonic(), count))
@@ -160,23 +157,22 @@ class Caster:
                 self._partial.popitem(last=False)
             return
         del self._partial[key]
-        self._complete(bytearray().join(partial.chunks[part] for part in range(count)), partial.start, inbox)
+        self._complete(b"".join(partial.chunks[part] for part in range(count)), (incarnation, number), partial, inbox)
 
-    def _complete(self, whole: bytearray, start: float, inbox: Inbox) -> None:
+    def _complete(self, whole: bytes, numbers: tuple[int, int], partial: _Partial, inbox: Inbox) -> None:
         there = time.monotonic()
-        length = int.from_bytes(whole[:4], "little")
         try:
-            peers = json.loads(whole[4 : 4 + length])
-            if not isinstance(peers, list) or self._name not in peers:
-                return
-            envelope = decode(whole[4 + length :])
-        except (WireError, ValueError, RecursionError):
+            read = self._form.decode(whole)
+        except WireError:
             return
-        size, sender = len(whole), envelope.message.sender
-        if sender == self._name or self._lost(sender, envelope.sequence) or not inbox.reserve(size):
+        if read is None:
+            return
+        (message, _), size, start = read, len(whole), partial.start
+        if message.sender == self._form.name or self._lost(message.sender, numbers[1]) or not inbox.reserve(size):
             return
         new = False
         try:
+            envelope = Envelope(message, *numbers)
             new = inbox.put(Arrival(envelope, size, start, there - start, time.monotonic() - there, cast=True))
         except PermissionError:
             return

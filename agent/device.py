@@ -17,6 +17,7 @@ from agent.pacing import Charge, DeviceTime, Pace, Processors, WorkTimes, fixed,
 from agent.receiving import Arrival, Inbox
 from agent.sending import Lane
 from agent.settings import Settings
+from testbed.cast import CastForm
 from testbed.device import Cost, Span
 from testbed.tensors import without_values
 from testbed.trace.events import Event
@@ -72,7 +73,10 @@ class RealDevice:
         self._writing = asyncio.Lock()
         self._casts = asyncio.Lock()
         self._cast_number = count()
-        self._caster = Caster(self.name, settings.cast, deployment.broadcast, self._token, settings.message_limit, lost)
+        self._form = CastForm(self.name, (each.name for each in deployment.problem.devices))
+        self._caster = Caster(
+            self._form, settings.cast, deployment.broadcast, self._token, settings.message_limit, lost
+        )
         self._caster.start(self.inbox)
         self._closed = False
 
@@ -203,12 +207,12 @@ class RealDevice:
         for peer in peers:
             if peer not in self._peers:
                 raise ValueError(f"there is no link from {self.name} to {peer}")
-        body = encode(message, self.name, self._incarnation, number := next(self._cast_number))
+        body, number = self._form.encode(message, peers), next(self._cast_number)
         called = self._time.now()
         async with self._casts:
             await asyncio.sleep(called - time.monotonic())
             start = time.monotonic()
-            size, left = await asyncio.to_thread(self._caster.send, peers, body, self._incarnation, number)
+            size, left = await asyncio.to_thread(self._caster.send, body, self._incarnation, number)
         self._time.hear(left)
         self.totals.sent(size)
         self._record_at(

@@ -15,12 +15,12 @@ TCP_HEADERS = 20 + 32
 """IPv4, and TCP with its timestamp option."""
 SEGMENT = MTU - TCP_HEADERS
 """Bytes of a stream in one full TCP segment: 1448."""
-CAST_HEADER = 32
-"""Of the agent, in each datagram of a cast: which cast and which part of it this is."""
+CAST_HEADER = 20
+"""Of the agent, in each datagram of a cast: which run, which cast and which part of it this is."""
 CAST_HEADERS = 20 + 8 + CAST_HEADER
 """IPv4, UDP and the agent's own."""
 CAST_CHUNK = MTU - CAST_HEADERS
-"""Bytes of a cast in one datagram: 1440."""
+"""Bytes of a cast in one datagram: 1452."""
 WINDOW = 16 << 20
 """Bytes of messages to one peer that may be unacknowledged: once there are as many, the next message waits."""
 HTTP_HEADERS = 132

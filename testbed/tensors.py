@@ -27,7 +27,8 @@ HEADER_LIMIT = 1 << 20
 """Bytes of JSON, at most: room for ten thousand tensors."""
 _ALIGNMENT = 64
 _LARGEST = 1 << 48
-_ITEM_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
+ITEM_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
+"""Types of values, and the bytes of each."""
 _TORCH_NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -89,14 +90,20 @@ def size(tensors: Mapping[str, torch.Tensor], offset: int = 0) -> int:
     header, end = len("{}") - 1, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None:
-            raise _unknown_type(name, tensor)
+        dtype = type_of(name, tensor)
         shape = ",".join(map(str, tensor.shape))
         entry = f':{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{start},{end}]}},'
         header += len(quoted(name)) + len(entry)
     start = offset + 8 + header
     return start - start % -_ALIGNMENT + end - offset
+
+
+def type_of(name: str, tensor: torch.Tensor) -> str:
+    """Return what the type of a tensor is called. Raises TensorError for one that does not travel."""
+    dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise _unknown_type(name, tensor)
+    return dtype
 
 
 def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
@@ -138,7 +145,7 @@ def _entry(name: str, entry: object, available: int) -> tuple[str, tuple[str, tu
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise TensorError(f"the header of tensor '{name}' is not one")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise TensorError(f"tensor '{name}' has an unknown dtype")
     if not _whole_numbers(shape) or len(shape) > 32:
         raise TensorError(f"tensor '{name}' has no valid shape")
@@ -146,7 +153,7 @@ def _entry(name: str, entry: object, available: int) -> tuple[str, tuple[str, tu
         raise TensorError(f"tensor '{name}' lies outside the body")
     if math.prod(size for size in shape if size) > _LARGEST:
         raise TensorError(f"tensor '{name}' has no valid shape")
-    if math.prod(shape) * _ITEM_SIZES[dtype] != offsets[1] - offsets[0]:
+    if math.prod(shape) * ITEM_SIZES[dtype] != offsets[1] - offsets[0]:
         raise TensorError(f"tensor '{name}' has another size than its shape")
     return name, (dtype, tuple(shape)), offsets[0], offsets[1]
 
@@ -200,7 +207,7 @@ def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
     """Return arrays as bytes: views where they are contiguous, copies where they are not."""
     import numpy as np
 
-    dtypes = {np.dtype(_numpy_name(dtype)): dtype for dtype in _ITEM_SIZES if dtype != "BF16"}
+    dtypes = {np.dtype(_numpy_name(dtype)): dtype for dtype in ITEM_SIZES if dtype != "BF16"}
     result = []
     for name, array in arrays.items():
         if array.dtype not in dtypes:

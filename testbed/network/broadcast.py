@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from testbed.network.link import Link
 from testbed.seeds import derive
@@ -27,9 +26,3 @@ def heard(seed: int, sender: str, receiver: str, number: int, message_loss: floa
     The draw depends on nothing else, so every run of a scenario, on either clock, loses the same casts.
     """
     return message_loss <= 0 or derive(seed, "cast", sender, receiver, number) / _DRAWS >= message_loss
-
-
-def audience(peers: Collection[str]) -> bytes:
-    """Return what stands before a cast's message: whom it is for, as JSON, after its length in four bytes."""
-    names = json.dumps(sorted(peers)).encode()
-    return len(names).to_bytes(4, "little") + names

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from testbed.cast import CastForm
 from testbed.device import Cost, Span
 from testbed.framing import CAST_CHUNK, cast_wire_bytes, wire_bytes
-from testbed.network.broadcast import audience
 from testbed.simulation.channel import Cast, Channel, Parcel
 from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
@@ -28,6 +28,7 @@ class Surroundings(Protocol):
     """What a device sees of its world."""
 
     loop: VirtualLoop
+    hosts: dict[str, Host]
 
     def write(self, event: Event) -> None:
         """Append to the log."""
@@ -76,6 +77,7 @@ class SimulatedDevice:
         self._world = world
         self._loop = world.loop
         self._channels: dict[str, Channel] = {}
+        self._form = CastForm(host.name, world.hosts)
         self._casts = 0
         self._cast_until = 0.0
         """When the last of them has left."""
@@ -140,8 +142,9 @@ class SimulatedDevice:
         if not self.alive:
             self._stop()
         channels = [self._channels.get(peer) or self._channel(peer) for peer in peers]
-        sent, size = delivered(message, self.name)
-        size += len(audience(peers))
+        sent, _ = delivered(message, self.name)
+        values = sum(tensor.nbytes for tensor in message.tensors.values())
+        size = len(self._form.header(message, peers)) + values + message.padding
         rate = self._world.cast_rate(self.name)
         seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
         called = self._loop.now

@@ -17,9 +17,9 @@ def test_framing_by_hand():
     assert segments(1317) == 2
     assert wire_bytes(1000) == 1000 + 132 + 66
     assert wire_bytes(10_000) == 10_000 + 132 + 7 * 66
-    assert chunks(1440) == 1
-    assert cast_wire_bytes(1440) == 1440 + 32 + 8 + 20 + 14 == 1514
-    assert cast_wire_bytes(1441) == 1514 + 1 + 74
+    assert chunks(1452) == 1
+    assert cast_wire_bytes(1452) == 1452 + 20 + 8 + 20 + 14 == 1514
+    assert cast_wire_bytes(1453) == 1514 + 1 + 62
 
 
 @pytest.mark.parametrize("access", [{}, {"source": {"uplink": 8e6}}])

@@ -23,7 +23,7 @@ FLOORS = {
         ("testbed.schedule",),
         ("testbed.models", "testbed.data", "testbed.network"),
         ("testbed.workload", "testbed.hardware"),
-        ("testbed.device",),
+        ("testbed.device", "testbed.cast"),
         ("testbed.wire",),
         ("testbed.formats",),
         ("testbed.quantities", "testbed.framing", "testbed.tensors", "testbed.part", "testbed.usercode"),

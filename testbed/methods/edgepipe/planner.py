@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed import formats, wire
+from testbed import cast, formats
 from testbed.errors import InputError
 from testbed.methods.base import Options, Problem
 from testbed.methods.edgepipe import mapping
@@ -290,7 +290,7 @@ def _longest_transmission(
     losses = [division.neurons[layer - 1] * each[layer - 1] for layer in part.layers if layer > 1]
     rate, delay = _leaving(problem, name)
     values, options = max(outputs + losses) * samples, problem.options
-    size = wire.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
+    size = cast.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
     answered = answering_time(problem, name) if options.recovery == "ack" else 0.0
     return delay + answered + (0.0 if rate is None else 8 * size / rate)
 
@@ -300,7 +300,7 @@ def answering_time(problem: Problem[EdgePipeOptions], name: str) -> float:
     _, there = _leaving(problem, name)
     others = [device.name for device in problem.devices if device.name != name]
     back = [_leaving(problem, other) for other in others]
-    casting = sum(8 * wire.size_around(0) / rate for rate, _ in back if rate is not None)
+    casting = sum(8 * cast.size_around(0) / rate for rate, _ in back if rate is not None)
     return there + casting + max((delay for _, delay in back), default=0.0) + ANSWER
 
 
