@@ -41,6 +41,12 @@ class ExpectationError(TestbedError):
     """The run ended, but an ``expect`` condition of its scenario does not hold."""
 
 
+class StoppedError(TestbedError):
+    """The user has stopped a run, by Ctrl-C."""
+
+    exit_code = 130
+
+
 class InputError(TestbedError):
     """What the user wrote cannot be used: says where, what is wrong and what would be right."""
 

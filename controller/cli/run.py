@@ -12,7 +12,7 @@ from rich.console import Console
 
 from controller.api.execution import run_one_by_one, simulate_side_by_side
 from controller.cli.options import links, overrides
-from testbed.errors import ExpectationError, InputError, TestbedError
+from testbed.errors import ExpectationError, InputError, StoppedError, TestbedError
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -83,7 +83,7 @@ def run(
     """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
 
     Everything is checked and planned before the first container exists. Ends with 0, with 1 when the run or one of
-    its `expect` conditions fails, with 2 for bad input and 3 when this machine cannot serve.
+    its `expect` conditions fails, with 2 for bad input, 3 when this machine cannot serve and 130 when you stop it.
 
     \b
     Examples:
@@ -200,8 +200,9 @@ def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
     for finished in runs:
         if finished.outcome.status != "finished":
             error: Any = (finished.outcome.error or "").strip().splitlines() or ["no reason known"]
-            ended = "was interrupted" if finished.outcome.status == "interrupted" else finished.outcome.status
-            raise TestbedError(f"the run {ended}: {error[-1]}; its events are in {finished.path}")
+            if finished.outcome.status == "interrupted":
+                raise StoppedError(f"the run was interrupted: {error[-1]}; its events are in {finished.path}")
+            raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; its events are in {finished.path}")
     missed = [
         f"{expectation.key} is {expectation.value}, expected {expectation.condition}"
         for finished in runs

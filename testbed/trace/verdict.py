@@ -145,7 +145,8 @@ def _record(record: Record) -> Check:
         return Check("events", False, f"no events from {', '.join(silent)}")
     wanted = {"train": "step", "infer": "request", "program": "exit"}[experiment.workload.task]
     if not any(event.event == wanted for event in outcome.events):
-        return Check("events", False, f"no {wanted} was recorded")
+        hint = "" if wanted == "exit" else f': programs say what they have done by device.record("{wanted}", ...)'
+        return Check("events", False, f"no {wanted} was recorded{hint}")
     if not experiment.faults and not any(event.event == "fault" for event in outcome.events):
         sent: Counter[Pair] = Counter()
         received: Counter[Pair] = Counter()

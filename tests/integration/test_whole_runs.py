@@ -249,7 +249,7 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_nothing(tmp_path: Path)
     assert eventually(lambda: is_running(tmp_path / "out"), 90)
     time.sleep(1)
     running.send_signal(signal.SIGINT)
-    assert running.wait(60) == 1
+    assert running.wait(60) == 130
     assert (tmp_path / "out" / "metrics.json").exists()
     assert left_of("run-ctrl-c") == []
 

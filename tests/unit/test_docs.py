@@ -13,6 +13,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from controller.cli.main import COMMANDS
+from testbed.methods import METHODS
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -62,3 +63,15 @@ def test_shipped_scenarios_fit_the_schema():
     jsonschema.Draft202012Validator.check_schema(schema)
     for file in sorted((DOCS.parent / "scenarios").rglob("*.yaml")):
         jsonschema.validate(YAML(typ="safe", pure=True).load(file), schema)
+
+
+def test_names_in_the_glossary_exist():
+    page = (DOCS / "glossary.md").read_text()
+    reference = (DOCS / "scenario.md").read_text()
+    known = {*COMMANDS, *METHODS, "this type", "up", "down", "events.jsonl"}
+    known |= set(re.findall(r"^\| `(?:[\w.<>\[\]-]*\.)?([\w-]+)(?:\[\])?`", reference, re.MULTILINE))
+    known |= {name for method in METHODS.values() for name in method.Options.model_fields}
+    assert sorted(set(re.findall(r"`([^`]+)`", page)) - known) == []
+    for section in page.split("\n## ")[1:]:
+        terms = re.findall(r"^\| ([^|`]+?) \|", section, re.MULTILINE)
+        assert terms == sorted(terms, key=str.lower), "in the order of the alphabet"
