@@ -1,4 +1,4 @@
-"""`testbed export`: a run's tables and timeline for other programs."""
+"""`testbed export`: a run's tables and timeline for other programs; a scenario as a docker compose project."""
 
 from __future__ import annotations
 
@@ -7,14 +7,30 @@ from pathlib import Path
 
 import click
 
+from controller.cli.options import overrides
 
-@click.command()
+
+class _OfRuns(click.Group):
+    """Takes what names no other kind of export for a run."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in ("-h", "--help", *self.commands):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_OfRuns)
+def export() -> None:
+    """Write the tables of a run or a whole lab for other programs; `export RESULTS_DIR` is `export run RESULTS_DIR`."""
+
+
+@export.command()
 @click.argument("folder", metavar="RESULTS_DIR", type=click.Path(path_type=Path))
 @click.option("--csv", "kind", flag_value="csv", help="A file for each table.  [default]", default="csv")
 @click.option("--parquet", "kind", flag_value="parquet", help="The same for pandas and others; needs pandas, pyarrow.")
 @click.option("--perfetto", "kind", flag_value="perfetto", help="The timeline, for ui.perfetto.dev.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: RESULTS_DIR/export]")
-def export(folder: Path, kind: str, out: Path | None) -> None:
+def run(folder: Path, kind: str, out: Path | None) -> None:
     """Write the tables of a run (figures, events, devices, links, steps, ...) for other programs.
 
     RESULTS_DIR is what `testbed run` wrote; of a sweep, one table is written with a row for each run.
@@ -48,3 +64,47 @@ def export(folder: Path, kind: str, out: Path | None) -> None:
     except OSError as error:
         raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
     click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")
+
+
+@export.command()
+@click.argument("scenario")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: compose-<scenario>]")
+@overrides
+def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None:
+    """Write a docker compose project with the devices, links and hardening of SCENARIO.
+
+    Of a sweep the first point is taken. The project needs the images and a token, and its links after each start: its
+    docker-compose.yml says how.
+
+    \b
+    Examples:
+      testbed export compose quickstart --out my-lab
+    """
+    from controller.lab.composing import project
+    from controller.lab.engine import ensure_engine
+    from controller.lab.images import ensure_images
+    from controller.lab.programimages import device_images
+    from testbed.errors import HostError
+    from testbed.scenario.expand import trials
+    from testbed.scenario.loading import load
+
+    trial = trials(load(scenario, overrides))[0]
+    images: dict[str, str] = {}
+    if any(part.image or part.packages for part in trial.scenario.workload.programs.values()):
+        client = ensure_engine(_say)
+        ours = ensure_images(client, _say)
+        found = device_images(client, trial.scenario.workload, trial.experiment, ours, _say)
+        images = {name: tag for name, tag in found.items() if tag != ours.device}
+    place = out or Path(f"compose-{trial.scenario.name}")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for name, text in project(trial, images).items():
+            (place / name).write_text(text)
+        (place / "shape").chmod(0o755)
+    except OSError as error:
+        raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
+    click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import docker
+from docker.constants import DEFAULT_DOCKER_API_VERSION
 from docker.errors import APIError, NotFound
-from docker.types import LogConfig, Mount
+from docker.types import HostConfig, LogConfig, Mount
 
 from controller.lab.networks import network_name
 from controller.lab.removal import DEVICE, ROLE, RUN, labelled_runs
@@ -121,17 +122,14 @@ def make_device(
     client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]
 ) -> DeviceContainer:
     """Make and start a device's container at its address of the data network; it knows those of all devices."""
-    settings = device_settings(client, state, image, spec, addresses)
+    settings = device_settings(state, image, spec, addresses)
     return _make(client, state.run, spec.name, settings, addresses[spec.name])
 
 
-def device_settings(
-    client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]
-) -> dict[str, Any]:
+def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings of a device's container, as the engine takes them."""
     memory = int(spec.memory)
     settings = _settings(
-        client,
         state,
         image,
         {DEVICE: spec.name},
@@ -151,8 +149,12 @@ def device_settings(
 
 def make_shaper(client: docker.DockerClient, state: RunState, image: str, links: str) -> DeviceContainer:
     """Make and start the shaper's container; ``links`` is the backend: auto, netem or userspace."""
-    settings = _settings(
-        client,
+    return _make(client, state.run, SHAPER, shaper_settings(state, image, links), None)
+
+
+def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
+    """Return the settings of the shaper's container, as the engine takes them."""
+    return _settings(
         state,
         image,
         {ROLE: SHAPER},
@@ -161,11 +163,9 @@ def make_shaper(client: docker.DockerClient, state: RunState, image: str, links:
         cap_add=SHAPER_CAPABILITIES,
         pid_mode="host",
     )
-    return _make(client, state.run, SHAPER, settings, None)
 
 
 def _settings(
-    client: docker.DockerClient,
     state: RunState,
     image: str,
     labels: dict[str, str],
@@ -178,7 +178,8 @@ def _settings(
         "labels": {RUN: state.run, **labels},
         "environment": {"TESTBED_RUN": state.run, "TESTBED_TOKEN": state.token, **environment},
         "ports": [CONTROL_PORT],
-        "host_config": client.api.create_host_config(
+        "host_config": HostConfig(
+            version=DEFAULT_DOCKER_API_VERSION,
             port_bindings={CONTROL_PORT: ("127.0.0.1", None)},
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],

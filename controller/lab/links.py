@@ -18,6 +18,18 @@ from testbed.trace.outcome import LinkMeasurement
 __all__ = ["Endpoint", "Shaper"]
 
 
+def attachment(
+    endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], seed: int, cells: Iterable[Cell]
+) -> dict[str, Any]:
+    """Return what the shaper is told to attach."""
+    return {
+        "endpoints": [dataclasses.asdict(each) for each in endpoints],
+        "links": links_to_json(links),
+        "seed": seed,
+        "cells": [dataclasses.asdict(each) for each in cells],
+    }
+
+
 class Shaper:
     """Shapes the links of one run. Every method raises HostError when a rule did not take."""
 
@@ -50,13 +62,7 @@ class Shaper:
 
         Devices attached before are adapted. A pair of attached devices without a link cannot talk.
         """
-        body = {
-            "endpoints": [dataclasses.asdict(each) for each in endpoints],
-            "links": links_to_json(links),
-            "seed": seed,
-            "cells": [dataclasses.asdict(each) for each in cells],
-        }
-        self._request("POST", "/attach", body)
+        self._request("POST", "/attach", attachment(endpoints, links, seed, cells))
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links, live; no other link notices."""

@@ -13,6 +13,12 @@ from controller.lab.addresses import DEFAULT_RANGE, free_subnets, host_routes
 from controller.lab.removal import RUN
 from testbed.errors import HostError
 
+CLOSED = {
+    "com.docker.network.bridge.enable_icc": "false",
+    "com.docker.network.bridge.enable_ip_masquerade": "false",
+}
+"""Of the control network: nobody but the controller is to be reached over it, and nothing beyond it."""
+
 
 def network_name(run: str, kind: str) -> str:
     """Return what a network of a run is called; ``kind`` is control or data."""
@@ -22,13 +28,8 @@ def network_name(run: str, kind: str) -> str:
 def make_networks(client: docker.DockerClient, run: str, within: str, devices: int) -> IPv4Network:
     """Make the control and the data network; return the subnet of the latter."""
     subnet = _make_network(client, run, "data", within, devices, internal=True)
-    # Nobody but the controller is to be reached over the unshaped network, and nothing beyond it.
-    closed = {
-        "com.docker.network.bridge.enable_icc": "false",
-        "com.docker.network.bridge.enable_ip_masquerade": "false",
-    }
     try:
-        _make_network(client, run, "control", DEFAULT_RANGE, devices + 1, options=closed)
+        _make_network(client, run, "control", DEFAULT_RANGE, devices + 1, options=CLOSED)
     except HostError:
         # Without br_netfilter the engine cannot keep containers of one bridge apart.
         _make_network(client, run, "control", DEFAULT_RANGE, devices + 1)

@@ -69,7 +69,7 @@ class HostMonitor:
 
 
 def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shaper's statistics with only those packets dropped that were between the two readings.
+    """Return the shaper's statistics with only those packets dropped, and bytes sent, that were between two readings.
 
     What the measurement of the links before the run did to their queues is none of the run's business.
     """
@@ -78,4 +78,6 @@ def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]
         name: {kind: max(0, count - earlier.get(name, {}).get(kind, 0)) for kind, count in counts.items()}
         for name, counts in after.get("queues", {}).items()
     }
-    return {**after, "queues": queues}
+    sent = {name: count - before.get("sent", {}).get(name, 0) for name, count in after.get("sent", {}).items()}
+    # A device that has started again counts from nothing.
+    return {**after, "queues": queues, "sent": {name: max(0, count) for name, count in sent.items()}}

@@ -271,7 +271,7 @@ class Shaping:
             return {"backend": self._backend.name, "devices": devices, "links": links}
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
-        """Return what bears on trust: drops at queues, and how late packets were let go, by the delay line or the gate.
+        """Return what bears on trust, drops at queues and how late packets were let go, and what bytes devices sent.
 
         ``reset`` resets the lateness.
         """
@@ -281,7 +281,8 @@ class Shaping:
                 name: attached.namespace.run(lambda attached=attached: self._queue_counts(attached))  # type: ignore[misc]
                 for name, attached in sorted(self._devices.items())
             }
-            figures = {"backend": self._backend.name, **self._backend.statistics(), "queues": queues}
+            sent = {name: counts.pop("bytes") for name, counts in queues.items()}
+            figures = {"backend": self._backend.name, **self._backend.statistics(), "queues": queues, "sent": sent}
             if self._gate is not None:
                 gate = figures["gate"] = self._gate.statistics()
                 lateness = figures.get("lateness", {})
@@ -296,9 +297,10 @@ class Shaping:
             return figures
 
     def _queue_counts(self, attached: Attached) -> dict[str, int]:
-        """Count, in the device's namespace, the packets that found a queue full."""
+        """Count, in the device's namespace, the packets that found a queue full, and the bytes that have left it."""
         shown = json.loads(command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name]))
         counts = {"sender_drops": sum(entry.get("drops", 0) for entry in shown if entry.get("kind") == "pfifo")}
+        counts["bytes"] = sum(entry.get("bytes", 0) for entry in shown if entry.get("root"))
         if self._backend.name == Userspace.name or attached.routes:
             rows = kernel_queues()
             counts["queue_dropped"] = sum(row["queue_dropped"] for row in rows)

@@ -61,7 +61,7 @@ class Outcome:
     host: dict[str, Any] = field(default_factory=dict)
     """Kernel, processor, link backend, engine, image digests: whatever the manifest should hold."""
     fidelity: dict[str, Any] = field(default_factory=dict)
-    """Figures that bear on trust: processor saturation, queue overflows, delay-line lateness."""
+    """Figures that bear on trust: processor saturation, queue overflows, delay-line lateness; bytes that left."""
     weights: dict[str, torch.Tensor] | None = None
     """Of the whole model at the end, where the method exposed them on its lead."""
     wall_seconds: float = 0.0

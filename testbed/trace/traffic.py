@@ -52,6 +52,13 @@ FIGURES = (
         lambda record: _sum("bytes_sent", record),
         compared=True,
     ),
+    Figure(
+        "wire_bytes",
+        "bytes",
+        "that left all devices as their kernels counted them: headers, acknowledgements and repeats too; in containers",
+        lambda record: sum(record.outcome.fidelity.get("sent", {}).values()) or None,
+        compared=True,
+    ),
     Figure("bytes_received", "bytes", "by all devices together", lambda record: _sum("bytes_received", record)),
 )
 

@@ -256,12 +256,10 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
     run = Lab.new_run_id("lab-broken")
     whole = containers.device_settings
 
-    def broken(
-        client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec, addresses: dict[str, str]
-    ) -> dict[str, Any]:
+    def broken(state: RunState, image: str, spec: DeviceSpec, addresses: dict[str, str]) -> dict[str, Any]:
         said = "import sys; sys.exit('no power')"
         changed = {"command": ["python3", "-c", said]} if spec.name == "worker2" else {}
-        return whole(client, state, image, spec, addresses) | changed
+        return whole(state, image, spec, addresses) | changed
 
     monkeypatch.setattr(containers, "device_settings", broken)
     with pytest.raises(HostError, match="worker2 ended with status 1; the last it said: no power"):

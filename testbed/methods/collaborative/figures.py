@@ -108,9 +108,24 @@ def _names(devices: Mapping[str, int] | list[str]) -> str:
     return ", ".join(names) if len(names) <= 8 else f"{len(names)} devices"
 
 
+ROUND_TIME = Figure(
+    "round_time",
+    "seconds",
+    "median, from one average of the models to the next",
+    _round_time,
+    brief=True,
+    compared=True,
+)
+
+ROUND = EventType(
+    "round",
+    "the server has averaged the models of a round; samples by device",
+    fields=("round", "start", "duration", "samples"),
+)
+
 DECLARED = Declared(
     figures=(
-        Figure("round_time", "seconds", "median, from one average of the models to the next", _round_time, brief=True),
+        ROUND_TIME,
         Figure("epoch_time", "seconds", "of an epoch, by the iterations of the first round", _epoch_time),
         Figure("server_idle_time", "seconds", "that the server does not compute, the mean of a round", _server_idle),
         Figure(
@@ -124,11 +139,7 @@ DECLARED = Declared(
     ),
     lists={"round_list": _round_list},
     events=(
-        EventType(
-            "round",
-            "the server has averaged the models of a round; samples by device",
-            fields=("round", "start", "duration", "samples"),
-        ),
+        ROUND,
         EventType("missed", "a round went on without devices", fields=("round", "devices")),
     ),
     rows=(

@@ -20,6 +20,7 @@ from typing import Any
 from testbed.device import Device
 from testbed.errors import InputError, TestbedError
 from testbed.methods.base import Job, Method, Options, Problem
+from testbed.methods.collaborative.figures import ROUND, ROUND_TIME
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.typed import Typed
 from testbed.plan import Piece, Plan
@@ -55,7 +56,9 @@ class Program(Method[Options]):
         events=(
             EventType("output", "a program has written a line", None, ("stream", "text")),
             EventType("exit", "a program has ended", (), ("status",)),
-        )
+            ROUND,
+        ),
+        figures=(ROUND_TIME,),
     )
 
     def plan(self, problem: Problem[Options]) -> Plan:

@@ -1,0 +1,122 @@
+"""A lab as a docker compose project: the settings of its containers, in compose's words. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from controller.lab.addresses import device_addresses, free_subnets
+from controller.lab.containers import device_settings, shaper_settings
+from controller.lab.links import Endpoint, attachment
+from controller.lab.networks import CLOSED
+from controller.lab.runstate import RunState
+from testbed.network.checks import SHAPER
+from testbed.ports import CONTROL_PORT
+from testbed.scenario.trial import Trial
+
+FIRST_PORT = 8710
+"""Of the host, for the shaper; the devices' follow."""
+IMAGE = "${{TESTBED_{}_IMAGE:?run 'testbed images --env > .env' first}}"
+TOKEN = "${TESTBED_TOKEN:?}"
+
+_OF_HOST: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "CapAdd": ("cap_add", list),
+    "CapDrop": ("cap_drop", list),
+    "ExtraHosts": ("extra_hosts", list),
+    "LogConfig": ("logging", lambda found: {"driver": found["Type"], "options": dict(found["Config"])}),
+    "Memory": ("mem_limit", int),
+    "MemorySwap": ("memswap_limit", int),
+    "Mounts": ("volumes", lambda found: [each["Target"] for each in found]),
+    "NanoCpus": ("cpus", lambda found: found / 1e9),
+    "PidMode": ("pid", str),
+    "PidsLimit": ("pids_limit", int),
+    "ReadonlyRootfs": ("read_only", bool),
+    "SecurityOpt": ("security_opt", list),
+    "Sysctls": ("sysctls", dict),
+    "Tmpfs": ("tmpfs", lambda found: [f"{path}:{options}" for path, options in found.items()]),
+}
+"""Each setting of the engine's that the lab uses: what compose calls it, and how it writes it."""
+_ELSEWHERE = ("NetworkMode", "PortBindings")
+
+_HEAD = """\
+# Made by 'testbed export compose': the devices, links and hardening of the scenario {name}, without the controller.
+#   testbed images --env > .env     # builds the images; their tags, and a new random token
+#   docker compose up -d && ./shape # containers, then their links; ./shape again after a device has restarted
+"""
+
+_SHAPE = """\
+#!/bin/sh
+# Give the standing devices their links, as links.json has them; again after one has restarted.
+set -eu
+cd "$(dirname "$0")"
+. ./.env
+compose=$(docker compose version >/dev/null 2>&1 && echo "docker compose" || echo "docker-compose")
+edits=''
+for device in {devices}; do
+    pid=$(docker inspect --format '{{{{.State.Pid}}}}' "$($compose ps -q "$device")")
+    edits="$edits;s/\\"pid of $device\\"/$pid/"
+done
+sed "${{edits#;}}" links.json | curl --silent --show-error --fail-with-body -H "Authorization: Bearer $TESTBED_TOKEN" \\
+    -H 'Content-Type: application/json' --data @- http://127.0.0.1:{port}/attach
+"""
+
+
+def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
+    """Return the files of the project by name; ``images`` are the tags of devices with one of their own."""
+    name, specs = trial.scenario.name, trial.experiment.devices
+    # The last there is, as runs take the lowest that are free.
+    *_, subnet = free_subnets(trial.scenario.network.subnet, len(specs), ())
+    addresses = {name: str(each) for name, each in device_addresses(subnet, [spec.name for spec in specs]).items()}
+    state = RunState(run=name, token=TOKEN, controller=0, created=0.0)
+    services = {}
+    for number, spec in enumerate(specs, 1):
+        settings = device_settings(state, images.get(spec.name, IMAGE.format("DEVICE")), spec, addresses)
+        services[spec.name] = service(settings, FIRST_PORT + number, {"data": {"ipv4_address": addresses[spec.name]}})
+    services[SHAPER] = service(shaper_settings(state, IMAGE.format("SHAPER"), "auto"), FIRST_PORT, {})
+    networks = {
+        "control": {"driver_opts": dict(CLOSED)},
+        "data": {"internal": True, "ipam": {"config": [{"subnet": str(subnet)}]}},
+    }
+    endpoints = [Endpoint(spec.name, 0, addresses[spec.name], spec.uplink, spec.downlink) for spec in specs]
+    told = attachment(endpoints, trial.experiment.links, trial.experiment.seed, trial.experiment.cells)
+    for endpoint in told["endpoints"]:
+        endpoint["pid"] = f"pid of {endpoint['name']}"
+    text = StringIO()
+    writer = YAML()
+    writer.width = 140
+    writer.dump({"services": services, "networks": networks}, text)
+    return {
+        "docker-compose.yml": _HEAD.format(name=name) + text.getvalue(),
+        "links.json": _lines(told),
+        "shape": _SHAPE.format(devices=" ".join(addresses), port=FIRST_PORT),
+    }
+
+
+def service(settings: Mapping[str, Any], port: int, networks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a container as a service of compose, its control port on ``port`` of the host's loopback.
+
+    Raises KeyError for a setting that has no word here.
+    """
+    rest = {key: value for key, value in settings.items() if key not in ("host_config", "ports", "labels")}
+    # Compose has the runs' label for its own: what bears it would be removed as what a run has left.
+    found = {**rest, "labels": {key: value for key, value in settings["labels"].items() if key != "testbed.run"}}
+    for key, value in settings["host_config"].items():
+        if key not in _ELSEWHERE:
+            word, write = _OF_HOST[key]
+            found[word] = write(value)
+    return {**found, "ports": [f"127.0.0.1:{port}:{CONTROL_PORT}"], "networks": {"control": {}, **networks}}
+
+
+def _lines(told: Mapping[str, Any]) -> str:
+    """Write JSON with a line for each item of a list."""
+    parts = []
+    for key, value in told.items():
+        written = json.dumps(value)
+        if isinstance(value, list):
+            written = "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+        parts.append(f"{json.dumps(key)}: {written}")
+    return "{" + ",\n".join(parts) + "}\n"

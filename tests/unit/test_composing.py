@@ -1,0 +1,50 @@
+"""A lab as a docker compose project: what the lab does, in compose's words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from ruamel.yaml import YAML
+
+from controller.cli.export import export
+from controller.lab.composing import project, service
+from controller.lab.containers import device_settings, shaper_settings
+from controller.lab.runstate import RunState
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
+
+CHECKOUT = Path(__file__).parents[2]
+STATE = RunState(run="x", token="t", controller=0, created=0.0)
+
+
+def test_the_standing_testbed_of_the_repository_is_such_an_export(tmp_path: Path) -> None:
+    done = CliRunner().invoke(export, ["compose", "quickstart", "--out", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    for written in tmp_path.iterdir():
+        assert written.read_text() == (CHECKOUT / "compose" / written.name).read_text(), written.name
+
+
+def test_a_device_has_in_compose_what_it_has_in_a_lab() -> None:
+    trial = trials(load("quickstart", ["devices.source.cpus=1.5", "devices.source.uplink=10mbit"]))[0]
+    files = project(trial, {"worker1": "mine:1"})
+    services = YAML(typ="safe").load(files["docker-compose.yml"])["services"]
+    assert services["worker1"]["image"] == "mine:1"
+    source = services["source"]
+    assert (source["cap_drop"], source["read_only"], source["cpus"]) == (["ALL"], True, 1.5)
+    address = source["networks"]["data"]["ipv4_address"]
+    assert f"source:{address}" in services["worker2"]["extra_hosts"]
+    assert services["shaper"]["pid"] == "host"
+    told = json.loads(files["links.json"])
+    assert told["endpoints"][0]["uplink"] == 1e7
+    assert len(told["links"]) == len(trial.experiment.links)
+
+
+def test_no_setting_of_a_container_is_forgotten() -> None:
+    spec = trials(load("quickstart"))[0].experiment.devices[0]
+    for settings in (device_settings(STATE, "i", spec, {"source": "10.0.0.2"}), shaper_settings(STATE, "i", "auto")):
+        service(settings, 1, {})
+        with pytest.raises(KeyError, match="Privileged"):
+            service({**settings, "host_config": {**settings["host_config"], "Privileged": True}}, 1, {})
