@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from testbed.formats import size
-from testbed.trace.figures import Declared, Metrics, Row
+from testbed.methods.distributed.member_messages import TileInput, TileOutput, TileOverlap
+from testbed.trace.figures import Declared, Figure, Metrics, Row
+from testbed.trace.record import Record
+
+TILE_KINDS = (TileInput.kind, TileOverlap.kind, TileOutput.kind)
 
 
 def _fullest(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
@@ -29,4 +33,16 @@ def _known(metrics: Metrics) -> bool:
     return "requests" in metrics and any("weights" in row for row in metrics["devices"].values())
 
 
-DECLARED = Declared(rows=(Row("Memory", _memory, _parts, when=_known),))
+def _tile_bytes(record: Record) -> int | None:
+    about = [event.fields["bytes"] for event in record.of("send") if event.fields["message"] in TILE_KINDS]
+    return sum(about) if about else None
+
+
+DECLARED = Declared(
+    figures=(
+        Figure(
+            "tile_bytes", "bytes", "sent about tiles: of the image, what tiles reuse, what they become", _tile_bytes
+        ),
+    ),
+    rows=(Row("Memory", _memory, _parts, when=_known),),
+)

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, TypeVar
 from testbed.device import Span
 from testbed.methods.base import Problem
 from testbed.methods.distributed.member_context import MemberContext
-from testbed.methods.distributed.member_messages import OutputPiece, PartialSums, TileInput, TileOutput
+from testbed.methods.distributed.member_messages import OutputPiece, PartialSums, TileInput, TileOutput, TileOverlap
 from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.resources import parameters
 from testbed.methods.distributed.partition.storage import layers_stored, stored
 from testbed.methods.distributed.request_work import RequestWork
+from testbed.methods.distributed.tile_work import TileWork
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.shard import State
 from testbed.methods.parts.stage import Activation
 from testbed.methods.parts.typed import Typed
-from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,9 @@ class InferenceMember:
         self._computes = problem.workload.numerics == "full"
         self._context = MemberContext(mailbox, flow, coordinator, problem.device(mailbox.device.name).memory)
         self._requests: dict[int, RequestWork] = {}
+        self._tiles = TileWork(
+            self._context, lambda request, value: self._request(request).spread(flow.tiled - 1, value)
+        )
         self._reported = -1
 
     @property
@@ -77,11 +81,23 @@ class InferenceMember:
         # One operation for each value, as `costs.copy` has it for a stage without momentum.
         await context.compute(load, float(parameters(flow, context.index)), Span("load"))
         self._report()
-        self._handle(Activation, lambda message: self._request(message.batch).begin(self._image(message.tensor)))
+        self._handle(Activation, lambda message: self._begin(message.batch, self._image(message.tensor)))
         self._handle(OutputPiece, self._take_values)
         self._handle(PartialSums, self._take_sums)
-        self._handle(TileInput, lambda message: self._request(message.request).take_tile(message.tile, message.tensor))
-        self._handle(TileOutput, lambda message: self._request(message.request).place(message.tile, message.tensor))
+        tiles = self._tiles
+        self._handle(TileInput, self._take_tile)
+        self._handle(
+            TileOverlap, lambda told: tiles.take_overlap(told.request, told.lender, told.borrower, told.tensor)
+        )
+        self._handle(TileOutput, lambda told: tiles.place(told.request, told.tile, told.tensor))
+
+    def _begin(self, number: int, images: torch.Tensor) -> None:
+        """Spread a request's images; on the source."""
+        request = self._request(number)
+        if self._flow.plan.tiles:
+            self._tiles.begin(number, images)
+        else:
+            request.spread(INPUT, images.flatten(1))
 
     def _image(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the image of a request; without values where nothing is computed, as all that is made of it."""
@@ -100,6 +116,10 @@ class InferenceMember:
             handler(message)
 
         self._mailbox.on(kind, handle)
+
+    def _take_tile(self, message: TileInput) -> None:
+        self._request(message.request)
+        self._tiles.take_input(message.request, message.tile, message.tensor)
 
     def _take_values(self, message: OutputPiece) -> None:
         maker = self._flow.plan.devices.index(message.sender)

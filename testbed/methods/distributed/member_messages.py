@@ -70,7 +70,21 @@ class TileOutput(Typed, kind="tiled"):
     tensor: torch.Tensor
 
 
+@dataclass(frozen=True)
+class TileOverlap(Typed, kind="overlap"):
+    """To the member that computes the tile ``borrower``, or to the source for it: what it takes of another tile.
+
+    (samples, elements), map after map in the order of `partition.overlap.overlaps`.
+    """
+
+    configuration: int
+    request: int
+    lender: int
+    borrower: int
+    tensor: torch.Tensor
+
+
 MEMBER_KINDS: tuple[type[Typed], ...] = (
-    ConfigureMember, Activation, OutputPiece, PartialSums, TileInput, TileOutput, Output,
+    ConfigureMember, Activation, OutputPiece, PartialSums, TileInput, TileOverlap, TileOutput, Output,
 )  # fmt: skip
 """`Activation` brings a request's images to the source, `Output` its result to the coordinator there."""

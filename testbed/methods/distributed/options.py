@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from testbed.methods.base import Options
 from testbed.methods.distributed.partition.candidates import SchemeName
 from testbed.methods.distributed.partition.communication import Reuse
-from testbed.methods.distributed.partition.execution import ExchangeMode, Execution
+from testbed.methods.distributed.partition.execution import ExchangeMode, Execution, OverlapMode
 from testbed.quantities import Duration
 
 
@@ -40,6 +40,11 @@ class DistributedOptions(Options):
         "none: those dominated by features",
     )
     grid: tuple[int, int] | None = Field(None, description="rows and columns of tiles; none: what is done soonest")
+    overlap: OverlapMode = Field(
+        Execution.overlap,
+        description="what neighbouring tiles both need within the early layers: computed by each, or reused "
+        "(DeepThings): computed by one and sent to the other, which begins later",
+    )
     source: str | None = Field(None, description="the device that has the images; none: the first of the scenario")
     exchange: ExchangeMode = Field(
         Execution.exchange,

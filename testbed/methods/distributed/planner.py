@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import permutations
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +12,7 @@ from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Alternative, Problem
 from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.distributed.partition.candidates import Candidate, PlanRequest
+from testbed.methods.distributed.partition.candidates import Candidate, PlanRequest, candidate
 from testbed.methods.distributed.partition.dataflow import Dataflow, dataflow
 from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
 from testbed.methods.distributed.partition.execution import Execution
@@ -21,7 +22,7 @@ from testbed.methods.distributed.partition.resources import multiplications, par
 from testbed.methods.distributed.partition.scheme_choice import pairs_of
 from testbed.methods.distributed.partition.scheme_figures import SchemeFigures, compare, figures, formula
 from testbed.methods.distributed.partition.timing import interval, phases
-from testbed.methods.distributed.partition.transfers import transfers
+from testbed.methods.distributed.partition.transfers import of_tiles, transfers
 from testbed.methods.parts.costs import check_flops_alone
 from testbed.models.graph import Graph, graph_of
 from testbed.models.shapes import BYTES_PER_VALUE
@@ -52,6 +53,12 @@ class PlanFigures(BaseModel):
     """Elements of each layer's output."""
     wire_bytes: float
     messages: int
+    tile_bytes: float = 0.0
+    """On the wire, of what is sent about tiles: parts of the image, what tiles take of each other, what they become."""
+    tile_bytes_saved: float = 0.0
+    """How many less than with the same grid where nothing is reused; below 0 where what is reused weighs more."""
+    multiplications_saved: int = 0
+    """Of all tiles, by reuse."""
 
 
 class DistributedDetails(Details):
@@ -90,6 +97,7 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
 def _figures(problem: Problem[DistributedOptions], spread: Dataflow) -> PlanFigures:
     found = figures(Candidate.of(spread), problem.devices, "everywhere")
     printed = formula(spread, "paper")
+    without = _without_reuse(problem, spread)
     return PlanFigures(
         weights=found.weights,
         weights_bytes=BYTES_PER_VALUE * max(found.weights),
@@ -103,7 +111,28 @@ def _figures(problem: Problem[DistributedOptions], spread: Dataflow) -> PlanFigu
         outputs=tuple(layer.outputs for layer in spread.graph.layers),
         wire_bytes=found.wire_bytes,
         messages=found.messages,
+        tile_bytes=_tile_bytes(spread),
+        tile_bytes_saved=_tile_bytes(without) - _tile_bytes(spread),
+        multiplications_saved=_of_tiles(without) - _of_tiles(spread),
     )
+
+
+def _without_reuse(problem: Problem[DistributedOptions], spread: Dataflow) -> Dataflow:
+    """Return a plan with the same grid in which no tile takes anything of another."""
+    tiling = spread.plan.tiling
+    if tiling is None or not spread.overlaps:
+        return spread
+    asked = _request(problem, problem.devices)
+    alone = replace(asked, grid=(tiling.rows, tiling.columns), execution=replace(asked.execution, overlap="compute"))
+    return candidate(spread.graph, problem.devices, alone).flow
+
+
+def _tile_bytes(spread: Dataflow) -> float:
+    return sum(each.wire_bytes(spread.execution.samples) for each in of_tiles(spread))
+
+
+def _of_tiles(spread: Dataflow) -> int:
+    return sum(sum(row) for row in multiplications(spread)[: spread.tiled])
 
 
 def distributed(problem: Problem[DistributedOptions], there: Collection[str]) -> DistributedPlan:
@@ -144,7 +173,12 @@ def execution(problem: Problem[DistributedOptions]) -> Execution:
     """Return how every plan is carried out."""
     options = problem.options
     return Execution(
-        options.exchange, problem.workload.batch_size, options.in_flight, options.chunks, options.least_chunk
+        exchange=options.exchange,
+        samples=problem.workload.batch_size,
+        in_flight=options.in_flight,
+        chunks=options.chunks,
+        least_chunk=options.least_chunk,
+        overlap=options.overlap,
     )
 
 

@@ -2,7 +2,7 @@
 
 Sending overlaps with computing wherever the data allow it. A layer is computed from the pieces of its input that are
 here while others are still on their way, and its output leaves chunk by chunk, each as soon as it is computed.
-Values are (samples, elements); images, tiles and the map that they make up are (samples, channels, height, width).
+Values are (samples, elements).
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 
 from testbed.device import Span
 from testbed.methods.distributed.member_context import MemberContext
-from testbed.methods.distributed.member_messages import OutputPiece, PartialSums, TileInput, TileOutput
+from testbed.methods.distributed.member_messages import OutputPiece, PartialSums
 from testbed.methods.distributed.partition.layer_tasks import LayerTask
 from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.storage import as_range
-from testbed.methods.distributed.partition.tiles import multiplications
 from testbed.methods.distributed.store import Block, Store
 from testbed.methods.parts.stage import Output
-from testbed.models.shapes import INPUT
 
 if TYPE_CHECKING:
     import torch
@@ -182,50 +180,9 @@ class RequestWork:
         if self._flow.last[value][self._member.index] >= 0:
             self.store.put(value, part.first, tensor)
 
-    # The image, and the layers that are tiled.
-
-    def begin(self, images: torch.Tensor) -> None:
-        """Spread a request's images; on the source."""
-        if not self._flow.plan.tiles:
-            self._made(INPUT, 0, images.flatten(1))
-            return
-        self.store.image = self._member.ledger.hold(images)
-        for number, tile in enumerate(self._flow.plan.tiles):
-            region = tile.regions[0]
-            part = images[:, :, region.top : region.bottom, region.left : region.right]
-            if tile.device == self._member.index:
-                self.take_tile(number, part)
-            else:
-                message = TileInput(self._member.configuration, self.number, number, part.contiguous())
-                self._member.post(tile.device, message)
-
-    def take_tile(self, number: int, inputs: torch.Tensor) -> None:
-        """Begin to compute the early layers of one tile."""
-        self._member.start(self._tile(number, inputs))
-
-    async def _tile(self, number: int, inputs: torch.Tensor) -> None:
-        from testbed.methods.distributed.tile_compute import compute_tile
-
-        tile, tiled, ledger = self._flow.plan.tiles[number], self._flow.tiled, self._member.ledger
-        layers = [self._member.layers[index] for index in range(tiled)]
-        flops = 2.0 * len(inputs) * sum(multiplications(self._layers[:tiled], tile))
-        if not self._is_source:
-            # There it is a part of the image.
-            ledger.hold(inputs)
-        outputs = await self._compute(0, lambda: compute_tile(layers, tile, inputs, ledger), flops)
-        if self._is_source:
-            self.place(number, outputs)
-        else:
-            ledger.drop(inputs)
-            self._member.post(None, TileOutput(self._member.configuration, self.number, number, outputs))
-
-    def place(self, number: int, outputs: torch.Tensor) -> None:
-        """Collect tiles on the source; spread the map when all are there."""
-        value, tiles = self._flow.tiled - 1, self._flow.plan.tiles
-        complete = self.store.collect(outputs, tiles[number].regions[-1], self._layers[value].output)
-        if self.store.collected == len(tiles):
-            self.store.uncollect()
-            self._made(value, 0, complete.flatten(1))
+    def spread(self, value: int, tensor: torch.Tensor) -> None:
+        """Begin with a whole value on the source: the images, or the map that all tiles make up."""
+        self._made(value, 0, tensor)
 
 
 def _joined(blocks: Sequence[Block]) -> torch.Tensor:

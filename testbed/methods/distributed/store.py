@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.partition.dataflow import Origin
-from testbed.methods.distributed.partition.distributed_plan import Region
 from testbed.methods.distributed.partition.ranges import Range, common
-from testbed.models.shapes import Shape
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +25,6 @@ class Store:
         self._pieces: dict[int, list[tuple[Range, torch.Tensor]]] = {}
         self._sums: dict[tuple[int, Range], dict[int, torch.Tensor]] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._map: torch.Tensor | None = None
-        self.image: torch.Tensor | None = None
-        """On the source, until all tiles are done."""
-        self.collected = 0
-        """Tiles that are in the map."""
 
     def put(self, value: int, first: int, tensor: torch.Tensor) -> None:
         """Take in elements of a value from ``first`` on."""
@@ -83,21 +76,6 @@ class Store:
             self._ledger.drop(tensor)
         return [found[device] for device in sorted(found)]
 
-    def collect(self, tile: torch.Tensor, region: Region, shape: Shape) -> torch.Tensor:
-        """Put a tile, (samples, channels, height, width), into its place of the map; return the map."""
-        if self._map is None:
-            self._map = self._ledger.hold(tile.new_empty(len(tile), *shape))
-        self._map[:, :, region.top : region.bottom, region.left : region.right] = tile
-        self.collected += 1
-        return self._map
-
-    def uncollect(self) -> None:
-        """Let go of the map, which is complete, and of the image that it was made from."""
-        for tensor in (self._map, self.image):
-            if tensor is not None:
-                self._ledger.drop(tensor)
-        self._map = self.image = None
-
     def forget(self, value: int) -> None:
         """Drop a value."""
         for _, tensor in self._pieces.pop(value, ()):
@@ -105,7 +83,6 @@ class Store:
 
     def clear(self) -> None:
         """Drop everything."""
-        self.uncollect()
         for value in list(self._pieces):
             self.forget(value)
         for sums in self._sums.values():

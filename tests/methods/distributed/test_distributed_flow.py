@@ -16,7 +16,6 @@ from testbed.methods.distributed.partition.candidates import PlanRequest, candid
 from testbed.methods.distributed.partition.execution import Execution
 from testbed.methods.distributed.partition.ranges import Range, both, common, size, without
 from testbed.methods.distributed.partition.shares import divide
-from testbed.methods.distributed.partition.tiles import tile as tiled
 from testbed.methods.distributed.partition.transfers import elements, of_tiles, transfers
 from testbed.methods.distributed.tile_compute import compute_tile
 from testbed.models.chain import chain
@@ -174,9 +173,13 @@ def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
     early = graph.layers[:3]
     parts = [SlicedLayer(layer, layer.whole, module.state_dict()) for layer in early]
     ledger, found = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
-    for each in tiled(early, min(rows, whole.shape[2]), min(columns, whole.shape[3]), [1.0], 0).tiles:
+    grid = (min(rows, whole.shape[2]), min(columns, whole.shape[3]))
+    flow = candidate(graph, crew([1.0]), PlanRequest("lop", early=3, grid=grid)).flow
+    for number, each in enumerate(flow.plan.tiles):
         first, last = each.regions[0], each.regions[-1]
         region = inputs[:, :, first.top : first.bottom, first.left : first.right]
-        found[:, :, last.top : last.bottom, last.left : last.right] = compute_tile(parts, each, region, ledger)
+        found[:, :, last.top : last.bottom, last.left : last.right] = compute_tile(
+            flow, number, parts, region, {}, ledger
+        )[0]
     assert close(found, whole)
     assert ledger.activations == 0 < ledger.peak

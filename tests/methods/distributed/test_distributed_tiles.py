@@ -84,7 +84,7 @@ def test_tiles_computed_each_alone_make_up_the_whole(layers: list[GraphLayer], d
             assert values.shape[1:] == (out.bottom - out.top, out.right - out.left)
             computed += values.numel() * window(layer).kernel ** 2 * layer.input[0] * bool(layer.weights)
         torch.testing.assert_close(values, cut(whole, each.regions[-1]), rtol=1e-12, atol=1e-12)
-        assert sum(multiplications(layers, each)) == computed
+        assert sum(multiplications(layers, each.regions[1:])) == computed
         cut(covered[None], each.regions[-1]).add_(1)
     assert torch.equal(covered, torch.ones(height, width))
 
@@ -99,9 +99,10 @@ def test_halo_of_a_small_example_by_hand() -> None:
     assert lower.regions == ((1, 8, 0, 8), (2, 8, 0, 8), (1, 4, 0, 4), (2, 4, 0, 4))
     assert padding(layers[2], upper.regions[3]) == (1, 1, 1, 0)
     assert padding(layers[2], lower.regions[3]) == (1, 1, 0, 1)
-    assert multiplications(layers, upper) == [9 * 48, 0, 9 * 8]
-    assert redundant_multiplications(layers, tile(layers, 2, 1, [1.0], 0)) == 9 * 2 * 16
-    assert redundant_multiplications(layers, tile(layers, 1, 1, [1.0], 0)) == 0
+    assert multiplications(layers, upper.regions[1:]) == [9 * 48, 0, 9 * 8]
+    assert redundant_multiplications(layers, [upper.regions[1:], lower.regions[1:]]) == 9 * 2 * 16
+    (one,) = tile(layers, 1, 1, [1.0], 0).tiles
+    assert redundant_multiplications(layers, [one.regions[1:]]) == 0
 
 
 def test_the_early_layers_of_the_networks() -> None:
@@ -132,7 +133,9 @@ def test_padding_as_large_as_the_kernel_is_not_tiled() -> None:
 def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
     layers = YOLO.layers[:12]
     tiling = tile(layers, 3, 3, [2.0, 1.0], 1)
-    loads = [sum(sum(multiplications(layers, each)) for each in tiling.tiles if each.device == n) for n in (0, 1)]
+    loads = [
+        sum(sum(multiplications(layers, each.regions[1:])) for each in tiling.tiles if each.device == n) for n in (0, 1)
+    ]
     assert 1.5 < loads[0] / loads[1] < 2.5
     assert [each.device for each in tile(layers, 1, 1, [1.0] * 4, 2).tiles] == [2]
 
@@ -145,7 +148,7 @@ def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(count: int
         tiling = tile(layers, rows, columns, [1.0] * count, 0)
         loads = [0] * count
         for each in tiling.tiles:
-            loads[each.device] += sum(multiplications(layers, each))
+            loads[each.device] += sum(multiplications(layers, each.regions[1:]))
         return max(loads)
 
     best = best_tiling(layers, [1.0] * count, 0)

@@ -153,13 +153,14 @@ def _tilings(graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest, 
         return
     speeds = [device.speed if request.shares == "speed" else 1.0 for device in devices]
     layers = graph.layers[:early]
+    reuse = request.execution.overlap == "reuse"
     if request.grid is not None:
-        yield tile(layers, *request.grid, speeds, request.source)
+        yield tile(layers, *request.grid, speeds, request.source, reuse)
         return
-    best = best_tiling(layers, speeds, request.source)
+    best = best_tiling(layers, speeds, request.source, reuse)
     yield best
     _, height, width = layers[-1].output
     for factor in (2, 3, 4):
         rows, columns = min(factor * best.rows, height), min(factor * best.columns, width)
         if rows * columns <= MOST_TILES:
-            yield tile(layers, rows, columns, speeds, request.source)
+            yield tile(layers, rows, columns, speeds, request.source, reuse)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from testbed.methods.distributed.partition.distributed_plan import DistributedPlan, Tile
+from testbed.methods.distributed.partition.distributed_plan import DistributedPlan, Region
 from testbed.methods.distributed.partition.execution import Execution
 from testbed.methods.distributed.partition.layer_tasks import IDLE, LayerTask, Way, by_chunks, is_alias, tasks_of
+from testbed.methods.distributed.partition.overlap import Overlap, computed, overlaps
 from testbed.methods.distributed.partition.ranges import Pieces, Range, both, common, hull, scaled, shifted, without
 from testbed.methods.distributed.partition.shares import evenly
 from testbed.models.graph import Graph, GraphLayer
@@ -63,9 +64,27 @@ class Dataflow:
         """How many of the first layers are done by tiles."""
         return self.plan.tiled
 
-    def tiles(self, device: int) -> tuple[Tile, ...]:
-        """Return a device's tiles."""
-        return tuple(tile for tile in self.plan.tiles if tile.device == device)
+    @cached_property
+    def computed(self) -> tuple[tuple[Region, ...], ...]:
+        """What each tile computes of each early layer's output."""
+        tiling = self.plan.tiling
+        if tiling is None or self.execution.overlap == "compute":
+            return tuple(tile.regions[1:] for tile in self.plan.tiles)
+        return tuple(computed(tiling, number) for number in range(len(tiling.tiles)))
+
+    @cached_property
+    def overlaps(self) -> Mapping[tuple[int, int], tuple[Overlap, ...]]:
+        """What tiles take of each other, by lender and borrower; it travels as one piece."""
+        found: dict[tuple[int, int], tuple[Overlap, ...]] = {}
+        if self.plan.tiling is not None and self.execution.overlap == "reuse":
+            for each in overlaps(self.plan.tiling):
+                pair = each.lender, each.borrower
+                found[pair] = (*found.get(pair, ()), each)
+        return found
+
+    def values(self, overlap: Overlap) -> int:
+        """Return the elements of one sample in an overlap."""
+        return self.graph.layers[overlap.layer].output[0] * overlap.region.pixels
 
     def origins(self, index: int, taken: Range) -> tuple[Origin, ...]:
         """Return where a range of a layer's input comes from, in its order."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+OverlapMode = Literal["compute", "reuse"]
+"""What neighbouring tiles both need of the maps between the early layers: ``compute``, each of them for itself, as in
+the paper; ``reuse``, one of them, and the other takes it (`overlap`)."""
 ExchangeMode = Literal["direct", "source"]
 """``source``: as in the paper, everything passes the source. It collects and merges, pools and routes, and spreads.
 ``direct``: each device sends its parts to those that need them. The sums of LIP and of a fused pair's second layer are
@@ -29,3 +32,4 @@ class Execution:
     least_chunk: int = 65_536
     """Bytes that each has at least, unless there is only one: smaller ones would hardly overlap more, and each message
     keeps an emulating host busy for about a millisecond."""
+    overlap: OverlapMode = "compute"

@@ -5,11 +5,12 @@ Left out, as in `testbed.partition.memory`: interpreter, torch, scratch space of
 
 from __future__ import annotations
 
-from itertools import accumulate, islice, pairwise
+from collections.abc import Iterator
+from itertools import accumulate, islice
 
 from testbed.methods.distributed.partition.dataflow import Dataflow
-from testbed.methods.distributed.partition.distributed_plan import Tile
 from testbed.methods.distributed.partition.layer_tasks import by_chunks
+from testbed.methods.distributed.partition.overlap import Overlap
 from testbed.methods.distributed.partition.ranges import Range, common, size
 from testbed.methods.distributed.partition.resources import parameters
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
@@ -137,19 +138,34 @@ def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:
 def _while_tiling(flow: Dataflow, device: int) -> int:
     """Return the most elements that a device can hold in the tiled layers.
 
-    The inputs of all its tiles and what one of them takes within; at the source, of whose image they are parts, the
-    image and the map that it collects.
+    The inputs of all its tiles, what they take of others, and what one of them takes within; at the source, of whose
+    image the inputs are parts, the image and the map that it collects.
     """
-    layers, own = flow.graph.layers[: flow.tiled], flow.tiles(device)
-    within = max((_within(flow, tile) for tile in own), default=0)
+    layers, tiles = flow.graph.layers[: flow.tiled], flow.plan.tiles
+    own = [number for number, tile in enumerate(tiles) if tile.device == device]
+    within = max((_within(flow, number) for number in own), default=0)
+    taken = sum(sum(map(flow.values, each)) for (_, borrower), each in flow.overlaps.items() if borrower in own)
     if device != flow.plan.source:
-        return within + sum(layers[0].input[0] * tile.regions[0].pixels for tile in own)
-    if len(flow.plan.tiles) == 1:
+        return within + taken + sum(layers[0].input[0] * tiles[number].regions[0].pixels for number in own)
+    if len(tiles) == 1:
         return layers[0].inputs + max(within, layers[-1].outputs)
-    return layers[0].inputs + layers[-1].outputs + within
+    return layers[0].inputs + layers[-1].outputs + within + taken
 
 
-def _within(flow: Dataflow, tile: Tile) -> int:
-    """Return the most that is between the input of a tile and its end: what one layer takes and makes."""
-    made = [layer.output[0] * region.pixels for layer, region in zip(flow.graph.layers, tile.regions[1:], strict=False)]
-    return max(one + other for one, other in pairwise([0, *made]))
+def _within(flow: Dataflow, number: int) -> int:
+    """Return the most that is between the input of a tile and its end, beside what it takes of others.
+
+    That is what one layer takes and makes; where the tile puts a map together, what it has computed of it and the map;
+    and what it lends, in parts and in one piece.
+    """
+    layers, lent = flow.graph.layers, sum(sum(map(flow.values, each)) for each in _lent(flow, number))
+    most = before = 0
+    for layer, made, whole in zip(layers, flow.computed[number], flow.plan.tiles[number].regions[1:], strict=False):
+        parts, after = layer.output[0] * made.pixels, layer.output[0] * whole.pixels
+        most = max(most, before + parts, parts + after if made != whole else 0)
+        before = after
+    return most + 2 * lent
+
+
+def _lent(flow: Dataflow, number: int) -> Iterator[tuple[Overlap, ...]]:
+    return (each for (lender, _), each in flow.overlaps.items() if lender == number)

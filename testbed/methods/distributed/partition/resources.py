@@ -34,8 +34,8 @@ def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
     """Return each layer's multiplications on each device: one row a layer, one column a device."""
     layers = flow.graph.layers
     rows = [[0] * len(flow.devices) for _ in layers]
-    for tile in flow.plan.tiles:
-        for row, work in zip(rows, tiles.multiplications(layers[: flow.tiled], tile), strict=False):
+    for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
+        for row, work in zip(rows, tiles.multiplications(layers[: flow.tiled], made), strict=False):
             row[tile.device] += work
     for device in flow.devices:
         for index, part in stored(flow, device).items():

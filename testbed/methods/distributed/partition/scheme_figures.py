@@ -59,7 +59,7 @@ def figures(found: Candidate, devices: Sequence[DeviceSpec], reuse: Reuse) -> Sc
         memory=found.needs,
         fits=not found.excess(devices),
         longest_path=longest_path(spread),
-        redundant=redundant_multiplications(graph.layers[: plan.tiled], plan.tiling) if plan.tiling else 0,
+        redundant=redundant_multiplications(graph.layers[: plan.tiled], spread.computed) if plan.tiling else 0,
         formula=formula(spread, reuse),
         elements=elements(sent),
         tiled=elements(of_tiles(spread)),

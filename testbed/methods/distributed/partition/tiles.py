@@ -2,8 +2,8 @@
 
 The output of the last early layer is cut by a grid; each tile is traced back to what it needs of every layer's input,
 its halo included. A device that computes a tile needs nothing of the others from the image to the tile's output;
-what it pays for that is what neighbouring tiles compute twice. Rows and columns are independent, so all is traced
-along one axis at a time.
+what it pays for that is what neighbouring tiles compute twice, unless they reuse it (`overlap`). Rows and columns are
+independent, so all is traced along one axis at a time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from testbed.errors import InputError
 from testbed.methods.distributed.partition.distributed_plan import Region, Tile, Tiling
-from testbed.methods.distributed.partition.ranges import Range
+from testbed.methods.distributed.partition.overlap import between, is_late
+from testbed.methods.distributed.partition.ranges import NOTHING, Range
 from testbed.methods.distributed.partition.shares import evenly
 from testbed.models.graph import GraphLayer
 
 
 def needed(layer: GraphLayer, out: Range, size: int) -> Range:
     """Return which of ``size`` pixels along one axis a layer needs for pixels ``out`` of its output."""
+    if not out.size:
+        return NOTHING
     seen = _seen(layer, out.first, out.last)
     return Range(max(0, seen.first), min(size, seen.last))
 
@@ -47,6 +51,15 @@ def padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
     return (*beyond(out.left, out.right, width), *beyond(out.top, out.bottom, height))
 
 
+class _Line(NamedTuple):
+    """A row or a column of tiles along its axis."""
+
+    needed: list[Range]
+    """Of every layer's input, and of the last one's output."""
+    computed: list[Range]
+    """Of every layer's output."""
+
+
 @dataclass(frozen=True)
 class _Grid:
     """Early layers cut into rows and columns, before anybody owns a tile."""
@@ -54,24 +67,40 @@ class _Grid:
     layers: Sequence[GraphLayer]
     rows: int
     columns: int
+    reuse: bool = False
+    """Whether neighbours' data are reused."""
 
     @cached_property
-    def _down(self) -> list[list[Range]]:
-        return [_traced(self.layers, out, 1) for out in evenly(self.layers[-1].output[1], self.rows)]
+    def _down(self) -> list[tuple[_Line, _Line]]:
+        """Of each row, of its tiles that wait for no neighbour and of those that do."""
+        return self._lines(self.rows, 1)
 
     @cached_property
-    def _across(self) -> list[list[Range]]:
-        return [_traced(self.layers, out, 2) for out in evenly(self.layers[-1].output[2], self.columns)]
+    def _across(self) -> list[tuple[_Line, _Line]]:
+        return self._lines(self.columns, 2)
+
+    def _lines(self, count: int, axis: int) -> list[tuple[_Line, _Line]]:
+        whole = [_traced(self.layers, out, axis) for out in evenly(self.layers[-1].output[axis], count)]
+        found = []
+        for index, each in enumerate(whole):
+            early = _Line(each, each[1:])
+            before = whole[index - 1] if index else None
+            after = whole[index + 1] if index + 1 < count else None
+            late = _between(self.layers, each[-1], axis, before, after) if self.reuse else early
+            found.append((early, late))
+        return found
 
     @cached_property
     def work(self) -> list[int]:
         """Multiplications of each tile, row by row."""
         per_pixel = [layer.multiplications // (layer.output[1] * layer.output[2]) for layer in self.layers]
         found = []
-        for highs in self._down:
-            per_column = [each * high.size for each, high in zip(per_pixel, highs[1:], strict=True)]
-            for wides in self._across:
-                found.append(sum(each * wide.size for each, wide in zip(per_column, wides[1:], strict=True)))
+        for row, highs in enumerate(self._down):
+            per_column = [[each * high.size for each, high in zip(per_pixel, of.computed, strict=True)] for of in highs]
+            for column, wides in enumerate(self._across):
+                late = is_late(row, column)
+                wide = wides[late].computed
+                found.append(sum(each * part.size for each, part in zip(per_column[late], wide, strict=True)))
         return found
 
     def least_time(self, speeds: Sequence[float]) -> float:
@@ -82,7 +111,8 @@ class _Grid:
         """Give each tile to a device; return the owners, and when the last device is done."""
         loads = [0] * len(speeds)
         owners = [source] * len(self.work)
-        for index in sorted(range(len(owners)), key=lambda index: -self.work[index]):
+        order = range(len(owners))
+        for index in sorted(order, key=lambda index: (self.reuse and self._late(index), -self.work[index])):
             more = self.work[index]
             ends = [(load + more) / speed for load, speed in zip(loads, speeds, strict=True)]
             soonest = min(ends)
@@ -91,9 +121,12 @@ class _Grid:
             owners[index] = device
         return owners, max(load / speed for load, speed in zip(loads, speeds, strict=True))
 
+    def _late(self, index: int) -> bool:
+        return is_late(*divmod(index, self.columns))
+
     def tiling(self, owners: Sequence[int]) -> Tiling:
         """Return the tiles with their regions."""
-        cells = product(enumerate(self._down), enumerate(self._across))
+        cells = product(range(self.rows), range(self.columns))
         return Tiling(
             rows=self.rows,
             columns=self.columns,
@@ -102,15 +135,24 @@ class _Grid:
                     row=row,
                     column=column,
                     device=owner,
-                    regions=tuple(Region(*high, *wide) for high, wide in zip(highs, wides, strict=True)),
+                    regions=tuple(
+                        Region(*high, *wide)
+                        for high, wide in zip(
+                            self._down[row][is_late(row, column)].needed,
+                            self._across[column][is_late(row, column)].needed,
+                            strict=True,
+                        )
+                    ),
                 )
-                for owner, ((row, highs), (column, wides)) in zip(owners, cells, strict=True)
+                for owner, (row, column) in zip(owners, cells, strict=True)
             ),
         )
 
 
-def tile(layers: Sequence[GraphLayer], rows: int, columns: int, speeds: Sequence[float], source: int) -> Tiling:
-    """Cut early layers into a grid and give the tiles to devices.
+def tile(
+    layers: Sequence[GraphLayer], rows: int, columns: int, speeds: Sequence[float], source: int, reuse: bool = False
+) -> Tiling:
+    """Cut early layers into a grid and give the tiles to devices; with ``reuse`` of neighbours' data.
 
     Each tile, the one with most multiplications first, goes to the device that would be done with it first; of
     equals to the source, which needs no graph for it.
@@ -125,11 +167,11 @@ def tile(layers: Sequence[GraphLayer], rows: int, columns: int, speeds: Sequence
                 f"a map of {height}x{width} pixels cannot be cut into {parts} {name}: use 1 to {size}",
                 ("method", "grid"),
             )
-    grid = _Grid(layers, rows, columns)
+    grid = _Grid(layers, rows, columns, reuse)
     return grid.tiling(grid.owners(speeds, source)[0])
 
 
-def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: int) -> Tiling:
+def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: int, reuse: bool = False) -> Tiling:
     """Return a grid with about one or two tiles for each device that is computed soonest; of equals the coarsest."""
     _, height, width = layers[-1].output
     count = len(speeds)
@@ -138,7 +180,7 @@ def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: i
         for rows in range(1, min(count, height) + 1)
         for columns in (max(1, count // rows), -(-count // rows), 2 * count // rows)
     }
-    grids = [_Grid(layers, *each) for each in sorted(cuts)]
+    grids = [_Grid(layers, *each, reuse) for each in sorted(cuts)]
     best: tuple[float, int, list[int], _Grid] | None = None
     for bound, grid in sorted(((grid.least_time(speeds), grid) for grid in grids), key=lambda each: each[0]):
         if best is not None and bound > best[0]:
@@ -158,15 +200,28 @@ def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
     return found[::-1]
 
 
-def multiplications(layers: Sequence[GraphLayer], tile: Tile) -> list[int]:
-    """Return the multiplications of each layer in one tile."""
+def _between(
+    layers: Sequence[GraphLayer], out: Range, axis: int, before: list[Range] | None, after: list[Range] | None
+) -> _Line:
+    """Return what is needed and computed along one axis where the neighbours' data are there."""
+    needs, makes = [out], [out]
+    for index in range(len(layers) - 1, -1, -1):
+        needs.append(needed(layers[index], makes[-1], layers[index].input[axis]))
+        if index:
+            sides = (None if each is None else each[index] for each in (before, after))
+            makes.append(between(needs[-1], *sides))
+    return _Line(needs[::-1], makes[::-1])
+
+
+def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> list[int]:
+    """Return the multiplications of each layer in one tile that computes these regions of the layers' outputs."""
     return [
         layer.multiplications * region.pixels // (layer.output[1] * layer.output[2])
-        for layer, region in zip(layers, tile.regions[1:], strict=True)
+        for layer, region in zip(layers, made, strict=True)
     ]
 
 
-def redundant_multiplications(layers: Sequence[GraphLayer], tiling: Tiling) -> int:
-    """Return what the tiles multiply more than the layers in one piece: the price of the halo."""
-    tiled = sum(sum(multiplications(layers, each)) for each in tiling.tiles)
+def redundant_multiplications(layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]) -> int:
+    """Return what tiles that compute these regions multiply more than the layers in one piece: the halo's price."""
+    tiled = sum(sum(multiplications(layers, each)) for each in made)
     return tiled - sum(layer.multiplications for layer in layers)

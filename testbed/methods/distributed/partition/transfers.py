@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.ranges import Pieces, Range, common
@@ -50,14 +51,26 @@ def elements(found: Sequence[Transfer]) -> int:
 
 
 def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
-    """Return what is sent for tiles that the source does not do itself: regions of the image, and what they become."""
-    source, found = flow.plan.source, []
+    """Return what is sent for tiles that the source does not do itself: regions of the image, and what they become.
+
+    What tiles reuse of each other counts as of the last map within. It goes through the source, as all else about
+    tiles does, unless devices send each other directly.
+    """
+    source, tiles, found = flow.plan.source, flow.plan.tiles, []
     for tile in flow.plan.tiles:
         if tile.device != source:
             first, last = flow.graph.layers[0], flow.graph.layers[flow.tiled - 1]
             there, back = first.input[0] * tile.regions[0].pixels, last.output[0] * tile.regions[-1].pixels
             found.append(Transfer(source, tile.device, INPUT, (there,)))
             found.append(Transfer(tile.device, source, flow.tiled - 1, (back,)))
+    for (lender, borrower), taken in flow.overlaps.items():
+        size = sum(map(flow.values, taken))
+        way = [tiles[lender].device, tiles[borrower].device]
+        if way[0] != way[1] and source not in way and flow.way == "source":
+            way.insert(1, source)
+        for leg, (one, other) in enumerate(pairwise(way)):
+            if one != other:
+                found.append(Transfer(one, other, flow.tiled - 2, (size,), forwarded=leg == 1))
     return tuple(found)
 
 
