@@ -10,7 +10,18 @@ FigureKind = Literal["share", "seconds", "bytes", "number", "bool", "text"]
 """What a figure is measured in."""
 
 
-def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
+_Steps = tuple[tuple[float, str], ...]
+_SECONDS: _Steps = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_BYTES: _Steps = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+
+def unit(kind: FigureKind, highest: float) -> tuple[float, str]:
+    """Return the unit for figures of a kind of which this is the highest: its size and its name, empty for numbers."""
+    steps = {"seconds": _SECONDS, "bytes": _BYTES, "share": ((0.01, "%"),)}.get(kind, ((1.0, ""),))
+    return next((step for step in steps if highest >= step[0]), steps[-1])
+
+
+def _scaled(value: float, steps: _Steps) -> str:
     """Write with the largest unit that leaves at least one, after rounding to three digits."""
     for factor, unit in steps:
         # 999.7 kB rounds to 1000 kB, which reads as 1 MB.
@@ -57,7 +68,7 @@ def seconds(value: float | None) -> str:
     # Below a nanosecond is rounding, not time.
     if abs(value) < 1e-9:
         return "0 s"
-    return _scaled(value, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
+    return _scaled(value, _SECONDS)
 
 
 def moment(value: float | None) -> str:
@@ -69,7 +80,7 @@ def size(value: float | None) -> str:
     """Write bytes."""
     if value is None:
         return NONE
-    return _scaled(value, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))) if value else "0 B"
+    return _scaled(value, _BYTES) if value else "0 B"
 
 
 def rate(value: float | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
@@ -75,6 +75,23 @@ def _parse(kind: str, value: object, units: Mapping[str, float], example: str) -
     if not math.isfinite(quantity):
         raise ValueError(f"'{text}' is too large for a {kind}")
     return quantity
+
+
+def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
+    """Return what is written as plain numbers and their unit, the largest that any is written in, empty for numbers.
+
+    None where they are not all numbers, or not all of one kind.
+    """
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return [float(str(value)) for value in values], ""
+    found = [_NUMBER.match(str(value)) for value in values]
+    for units in (RATE_UNITS, DURATION_UNITS, FRACTION_UNITS, SIZE_UNITS, SPEED_UNITS, BYTE_RATE_UNITS):
+        written = [(float(match[1]), match[2] or "") for match in found if match]
+        known = [unit for number, unit in written if unit in units or (not unit and number == 0)]
+        if values and len(known) == len(values):
+            largest = max(filter(None, known), key=units.__getitem__)
+            return [number * units.get(unit, 1.0) / units[largest] for number, unit in written], largest
+    return None
 
 
 def parse_rate(value: object) -> float:

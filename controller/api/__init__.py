@@ -76,7 +76,7 @@ class Result:
         """The plots of its report by title, as matplotlib has them: a notebook shows them, `savefig` saves them."""
         from controller.report.html import charts
 
-        return {title: plot for title, _, plot in charts(self.run)}
+        return {title: draw() for title, _, draw in charts(self.run)}
 
     def plot(self, title: str) -> Figure:
         """Return one of `plots`; raises `InputError` naming those there are."""

@@ -29,9 +29,10 @@ def export() -> None:
 @click.option("--csv", "kind", flag_value="csv", help="A file for each table.  [default]", default="csv")
 @click.option("--parquet", "kind", flag_value="parquet", help="The same for pandas and others; needs pandas, pyarrow.")
 @click.option("--perfetto", "kind", flag_value="perfetto", help="The timeline, for ui.perfetto.dev.")
+@click.option("--plots", "kind", flag_value="plots", help="The plots as SVG and PDF, for one and two columns.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: RESULTS_DIR/export]")
 def run(folder: Path, kind: str, out: Path | None) -> None:
-    """Write the tables of a run (figures, events, devices, links, steps, ...) for other programs.
+    """Write the tables of a run (figures, events, devices, ...) for other programs, or its plots for a paper.
 
     RESULTS_DIR is what `testbed run` wrote; of a sweep, one table is written with a row for each run.
 
@@ -39,9 +40,13 @@ def run(folder: Path, kind: str, out: Path | None) -> None:
     Examples:
       testbed export results/quickstart --csv
       testbed export results/quickstart --perfetto --out /tmp/quickstart
+      testbed export results/sweep --plots
     """
+    from controller.report import html, sweep
+    from controller.report.plots import save_all
     from controller.results.files import load_all
     from controller.results.rows import TABLES, points, rows, write_csv, write_parquet
+    from controller.results.summary import summary_of
     from testbed.errors import HostError, InputError
 
     runs = load_all(folder)
@@ -52,6 +57,9 @@ def run(folder: Path, kind: str, out: Path | None) -> None:
     tables = {"points": points(runs)} if several else {name: rows(runs[0], name) for name in TABLES}
     try:
         place.mkdir(parents=True, exist_ok=True)
+        if kind == "plots":
+            charts = sweep.charts(summary_of(runs), runs) if several else html.charts(runs[0])
+            save_all(place, charts)
         if kind == "perfetto":
             shutil.copy(folder / "trace.json", place / "trace.json")
         for name, found in tables.items():

@@ -32,7 +32,7 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
       testbed report results/quickstart
       testbed report results/quickstart --open yes
     """
-    from controller.report import html, paper
+    from controller.report import html, paper, sweep
     from controller.report.terminal import show, show_reproduction, show_summary
     from controller.results import reproduction
     from controller.results.files import load_all
@@ -45,6 +45,8 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
         html.write(run)
     several = len(runs) > 1 or runs[0].path != folder
     content = summarize(folder) if several else runs[0].metrics
+    if several:
+        sweep.write(folder, content, runs)
     part = runs[0].trial.scenario.paper
     table = reproduction.reproduce(part, runs) if part else []
     if part:
@@ -60,26 +62,33 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
     if part and not as_json:
         show_reproduction(console, part.source, table, folder)
     if show_page == "yes":
-        page = folder / "paper.html" if part and several else runs[0].path / "report.html"
+        page = folder / ("paper.html" if part and several else "sweep.html" if several else "report.html")
         webbrowser.open(page.absolute().as_uri())
 
 
 @click.command()
 @click.argument("folders", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the comparison as an HTML page.")
+@click.option(
+    "--plots",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write its plots into this folder, as SVG and PDF for one and two columns.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
-def compare(folders: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+def compare(folders: tuple[Path, ...], out: Path | None, plots: Path | None, as_json: bool) -> None:
     """Put runs side by side: their figures, and each as a ratio to the first.
 
-    A folder of a sweep stands for all of its runs. Warns where the scenarios differ in what nobody swept. An emulated
-    and a simulated run of one scenario are held against each other.
+    A folder of a sweep stands for all of its runs; repetitions of one point become one column.
+    Warns where the scenarios differ in what nobody swept. An emulated and a simulated run of one scenario are held
+    against each other.
 
     \b
     Examples:
       testbed compare results/quickstart results/simulated
       testbed compare results/sweep --out sweep.html
     """
-    from controller.report.comparison import render, show
+    from controller.report import comparison
+    from controller.report.plots import save_all
     from controller.results.comparison import compare as put_side_by_side
     from controller.results.files import load_all
     from testbed.errors import InputError
@@ -92,8 +101,12 @@ def compare(folders: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(compared, indent=2, default=str))
     else:
-        show(Console(highlight=False), compared)
+        comparison.show(Console(highlight=False), compared)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render(runs, compared), encoding="utf-8")
+        out.write_text(comparison.render(runs, compared), encoding="utf-8")
         click.echo(f"written to {out}", err=as_json)
+    if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
+        names = save_all(plots, comparison.plots(runs, compared))
+        click.echo(f"written to {plots}: {', '.join(names)}", err=as_json)

@@ -175,11 +175,14 @@ def show_run(console: Console, finished: Run, *, brief: bool) -> None:
 
 
 def _summarize(runs: list[Run], console: Console) -> None:
+    from controller.report import sweep
     from controller.report.terminal import show_summary
     from controller.results.summary import summarize
 
     folder = runs[0].path.parent
-    show_summary(console, summarize(folder), folder)
+    summary = summarize(folder)
+    sweep.write(folder, summary, runs)
+    show_summary(console, summary, folder)
 
 
 def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[ReproducedRow]:

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from matplotlib.figure import Figure
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from controller.report import tables
+from controller.report.curves import BAND, curve, mean_line
 from controller.report.html import environment
-from controller.report.plots import SERIES, Line, inline, line_plot
+from controller.report.plots import SERIES, Axis, Draw, Line, inline, line_plot
 from controller.report.terminal import VERDICTS
+from controller.results.comparison import groups
 from controller.results.run import Run
 from testbed import formats
 
+HEAD = 24
+"""Letters of a column's name in a row of its head."""
+BETWEEN = 3
+"""Letters between two columns."""
+MOST_COLUMNS = 5
+"""Side by side on a page."""
 AROUND = 20
 """Steps drawn after the one resumed with; half as many before it."""
 
 
 def show(console: Console, compared: Mapping[str, Any]) -> None:
-    """Print a comparison: a row a figure, a column a run, ratios to the first run beside the figures."""
-    table = tables.table("Figure", bold=["Figure"])
-    for run in compared["runs"]:
-        sign, colour = VERDICTS[run["verdict"]]
-        table.add_column(
-            Text(run["label"]).append(f"\n{run['runtime']}d {sign}", style=colour), justify="right", overflow="fold"
-        )
-    for row in compared["figures"]:
-        table.add_row(row["name"].replace("_", " "), *_cells(row))
-    console.print(Text(" Runs side by side", style="bold"), table)
+    """Print a comparison: a row a figure, a column a run or its repetitions, ratios to the first beside the figures.
+
+    Where columns do not fit side by side the table goes on below, so that each can be told by its head.
+    """
+    names = [row["name"].replace("_", " ") for row in compared["figures"]]
+    columns = [_column(compared, index) for index in range(len(compared["runs"]))]
+    room = console.width - max(map(len, ["Figure", *names])) - 2
+    console.print(Text(" Runs side by side", style="bold"), Text(f"  {_made_of(compared)}", style="dim"))
+    widths = [max(cell_len(line) for text in column for line in text.plain.splitlines()) for column in columns]
+    for block in _blocks([width + BETWEEN for width in widths], room):
+        table = tables.table("Figure", bold=["Figure"])
+        for index in block:
+            table.add_column(columns[index][0], justify="right", overflow="fold")
+        for row, name in enumerate(names, 1):
+            table.add_row(name, *(columns[index][row] for index in block))
+        console.print(table)
     if compared["clocks"]:
         console.print(
             Text("  " + clocks_text(compared["clocks"]), style="green" if compared["clocks"]["agree"] else "yellow")
@@ -39,14 +55,44 @@ def show(console: Console, compared: Mapping[str, Any]) -> None:
         console.print(Text(f"  ! {warning}", style="yellow"))
 
 
-def _cells(row: Mapping[str, Any]) -> list[Text]:
+def _column(compared: Mapping[str, Any], index: int) -> list[Text]:
+    """Return the head of a column and its cells."""
+    run = compared["runs"][index]
+    sign, colour = VERDICTS[run["verdict"]]
+    lines = [line for part in run["label"].split(",") for line in textwrap.wrap(part, HEAD) or [""]]
+    again = f" × {run['count']}" if run["count"] > 1 else ""
+    head = Text("\n".join(lines)).append(f"\n{run['runtime']}d {sign}{again}", style=colour)
     cells = []
-    for index, (value, ratio) in enumerate(zip(row["values"], row["ratios"], strict=True)):
-        text = Text(formats.of_kind(row["kind"], value))
-        if index and ratio is not None:
-            text.append(f" {formats.ratio(ratio)}", style="dim")
-        cells.append(text)
-    return cells
+    for row in compared["figures"]:
+        value, half, ratio = _cell(row, index)
+        cells.append(Text(value).append(f" {half}" * bool(half)).append(f" {ratio}" * bool(ratio), style="dim"))
+    return [head, *cells]
+
+
+def _cell(row: Mapping[str, Any], index: int) -> tuple[str, str, str]:
+    """Return a figure of a column, its interval, and its ratio to the first column; what there is not is empty."""
+    half, ratio = row["half_widths"][index], row["ratios"][index]
+    return (
+        formats.of_kind(row["kind"], row["values"][index]),
+        f"± {formats.of_kind(row['kind'], half)}" if half else "",
+        formats.ratio(ratio) if index and ratio is not None else "",
+    )
+
+
+def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Return which columns stand side by side: as many as there is room for, at least one."""
+    blocks: list[list[int]] = []
+    for index, width in enumerate(widths):
+        if not blocks or sum(widths[other] for other in blocks[-1]) + width > room:
+            blocks.append([])
+        blocks[-1].append(index)
+    return blocks
+
+
+def _made_of(compared: Mapping[str, Any]) -> str:
+    """Say what a figure of several runs is."""
+    repeated = any(run["count"] > 1 for run in compared["runs"])
+    return "mean ± half width of the 95 % confidence interval (Student)" if repeated else ""
 
 
 def clocks_text(clocks: Mapping[str, Any]) -> str:
@@ -61,86 +107,52 @@ def clocks_text(clocks: Mapping[str, Any]) -> str:
 
 def render(runs: Sequence[Run], compared: Mapping[str, Any]) -> str:
     """Return a comparison as one self-contained HTML page."""
+    number = len(compared["runs"])
     return (
         environment()
         .get_template("compare.html")
         .render(
             runs=compared["runs"],
+            blocks=_blocks([1] * number, -(-number // -(-number // MOST_COLUMNS))),
+            made_of=_made_of(compared),
             figures=[
-                (
-                    row["name"].replace("_", " "),
-                    row["about"],
-                    [
-                        (
-                            formats.of_kind(row["kind"], value),
-                            formats.ratio(ratio) if index and ratio is not None else "",
-                        )
-                        for index, (value, ratio) in enumerate(zip(row["values"], row["ratios"], strict=True))
-                    ],
-                )
+                (row["name"].replace("_", " "), row["about"], [_cell(row, index) for index in range(number)])
                 for row in compared["figures"]
             ],
             devices=compared["devices"],
             differences=compared["differences"],
             warnings=compared["warnings"],
             clocks=clocks_text(compared["clocks"]) if compared["clocks"] else "",
-            charts=[(title, inline(plot, title)) for title, plot in plots(runs, compared)],
+            charts=[(title, note, inline(plot, title)) for title, note, plot in plots(runs, compared)],
             signs={kind: sign for kind, (sign, _) in VERDICTS.items()},
         )
     )
 
 
-def plots(runs: Sequence[Run], compared: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
-    """Yield (title, plot) of what several runs went through."""
+def plots(runs: Sequence[Run], compared: Mapping[str, Any]) -> Iterator[tuple[str, str, Draw]]:
+    """Yield (title, note, plot) of what runs went through, the first of them where there are more than colours."""
+    grouped = list(zip(groups(runs), (run["label"] for run in compared["runs"]), SERIES, strict=False))
+
+    def lines(what: str, **options: Any) -> list[Line]:
+        found = [mean_line(label, [curve(run, what, **options) for run in group], at) for group, label, at in grouped]
+        return [line for line in found if line.points]
+
+    note = BAND if any(len(group) > 1 for group, *_ in grouped) else ""
     end = max(run.metrics["duration"] for run in runs)
-    labels = [run["label"] for run in compared["runs"]]
-    for title, table, key, write in (
-        ("Loss", "steps", "loss", formats.number),
-        ("Time per step", "steps", "seconds", formats.seconds),
-        ("Accuracy", "evaluations", "accuracy", formats.whole_share),
-        ("Latency", "requests", "latency", formats.seconds),
+    for title, what, y in (
+        ("Loss", "loss", Axis("training loss")),
+        # Disturbed steps would flatten the rest; their time is the recovery time above.
+        ("Time per undisturbed step", "steps", Axis("time per step", "seconds")),
+        ("Accuracy", "accuracy", Axis("accuracy", "share")),
+        ("Latency", "latency", Axis("latency", "seconds")),
     ):
-        lines = []
-        for run, label, colour in zip(runs, labels, SERIES, strict=False):
-            rows = [row for row in run.metrics["series"][table] if row.get(key) is not None]
-            # Disturbed steps would flatten the rest; their time is the recovery time above.
-            points = [(row["time"], row[key]) for row in rows if key != "seconds" or row["steady"]]
-            # One evaluation at the end is a figure and no curve.
-            if points and (table != "evaluations" or len(points) > 1):
-                lines.append(Line(label, points, colour))
-        if lines:
-            yield title, line_plot(lines, range_=(0.0, end), write=write)
-    yield from _around_the_fault(runs, labels)
-
-
-def _around_the_fault(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[tuple[str, Figure]]:
-    """Draw the time of every step around the first one that any run had to resume with, if one had to."""
+        drawn = lines(what, over="seconds", steady=what == "steps")
+        # One evaluation at the end is a figure and no curve.
+        if any(len(line.points) > 1 or what != "accuracy" for line in drawn):
+            yield title, note, partial(line_plot, drawn, range_=(0.0, end), y=y)
     steps = [item["step"] for run in runs for item in run.metrics["recovery_list"] if item["step"] is not None]
-    if not steps:
-        return
-    begin, end = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
-    lines = []
-    for run, label, colour in zip(runs, labels, SERIES, strict=False):
-        points = curve(run, "steps", begin=begin, end=end)
-        if points:
-            lines.append(Line(label, points, colour))
-    yield "Time per step around the fault", line_plot(lines, range_=(begin, end), axis="step", write=formats.seconds)
-
-
-def curve(
-    run: Run, what: str, *, over: str = "steps", begin: float = 0.0, end: float = float("inf")
-) -> list[tuple[float, float]]:
-    """Return (x, value) of a run's steps in their order: their time for `steps`, or what `PaperChart.what` names.
-
-    ``over`` says whether x, from ``begin`` to ``end``, is the step or its seconds. A step that was done again is there
-    as it was done last, so the outage is within the step resumed with.
-    """
-    table, key = {
-        "steps": ("steps", "seconds"),
-        "loss": ("steps", "loss"),
-        "accuracy": ("evaluations", "accuracy"),
-        "test_loss": ("evaluations", "loss"),
-    }[what]
-    last = {row["step"]: row for row in run.metrics["series"][table] if row.get(key) is not None}
-    x = "step" if over == "steps" else "time"
-    return sorted((row[x], row[key]) for row in last.values() if begin <= row[x] <= end)
+    if steps:
+        # Around the first step that any run had to resume with.
+        first, last = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
+        drawn, y = lines("steps", begin=first, end=last), Axis("time per step", "seconds")
+        yield "Time per step around the fault", note, partial(line_plot, drawn, range_=(first, last), x="step", y=y)

@@ -8,6 +8,9 @@ from typing import Any
 
 from testbed import formats
 
+MOST_NAMED = 3
+"""Links of a group that are named one by one."""
+
 
 @dataclass(frozen=True)
 class LinkGroup:
@@ -90,8 +93,24 @@ def _name(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"{pairs[0][0]} → {pairs[0][1]}"
     if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
         return f"{pairs[0][0]} ↔ {pairs[0][1]}"
+    found = {
+        f"{a} {'↔' if (b, a) in pairs else '→'} {b}": None for a, b in pairs if (b, a) not in pairs or (a, b) <= (b, a)
+    }
+    if len(found) <= MOST_NAMED:
+        return ", ".join(found)
     names = dict.fromkeys(name for pair in pairs for name in pair)
-    return f"{len(pairs)} links of {len(names)} devices"
+    if len(pairs) == len(names) * (len(names) - 1):
+        return f"all {len(pairs)} among {_some(list(names))}"
+    hubs = [name for name in names if all(name in pair for pair in pairs)]
+    if hubs:
+        others = [name for name in names if name != hubs[0]]
+        return f"{hubs[0]} ↔ {_some(others)}" if len(pairs) == 2 * len(others) else f"{hubs[0]} – {_some(others)}"
+    return f"{', '.join(list(found)[: MOST_NAMED - 1])} and {len(found) - MOST_NAMED + 1} more"
+
+
+def _some(names: Sequence[str]) -> str:
+    """Name all of a few devices, the first and the last of many."""
+    return ", ".join(names) if len(names) <= 2 * MOST_NAMED else f"{names[0]}, {names[1]}, …, {names[-1]}"
 
 
 def measured(found: Sequence[Mapping[str, Any]]) -> str:

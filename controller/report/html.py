@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib.figure import Figure as Plot
 
 from controller.report import radiomap
+from controller.report.curves import FEW
 from controller.report.declared import Drawn, curves, head, tables
 from controller.report.grouping import describe, group_links, measured
-from controller.report.plots import SERIES, Line, Window, inline, line_plot
+from controller.report.plots import SERIES, Axis, Draw, Line, Window, inline, line_plot
 from controller.report.terminal import VERDICTS, found_text, object_rows, recovery_from
 from controller.report.timeline import shaded, timeline
 from controller.results.recorder import scenario_yaml
@@ -22,8 +22,6 @@ from controller.results.run import Run, value_text
 from testbed import formats
 from testbed.plan import Piece
 
-FEW = 60
-"""Points of a line that can be told apart: each gets a mark."""
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
     "not trusted": "The timings of this run should not be relied on:",
@@ -142,7 +140,7 @@ def _recovery(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str,
     return {"detected": None, "resumed": None, "seconds": None, **recovery_from(fault, metrics)}
 
 
-def charts(run: Run) -> Iterator[tuple[str, str, Plot]]:
+def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:
     """Yield (title, note, plot) of what the run went through."""
     metrics = run.metrics
     end = metrics["duration"]
@@ -152,42 +150,42 @@ def charts(run: Run) -> Iterator[tuple[str, str, Plot]]:
     steps = series["steps"]
     evaluations = series["evaluations"]
 
-    def draw(lines: list[Line], write: Any, top: float | None = None) -> Plot:
-        return line_plot(lines, windows, range_=(0.0, end), write=write, top=top)
+    def draw(lines: list[Line], y: Axis) -> Draw:
+        return partial(line_plot, lines, windows, range_=(0.0, end), y=y)
 
     if steps:
         losses = [(row["time"], row["loss"]) for row in steps if row["loss"] is not None]
         tested = [(row["time"], row["loss"]) for row in evaluations if row.get("loss") is not None]
         lines = [Line("training loss", losses, "blue"), Line("test loss", tested, "violet", marks=True)]
-        yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, formats.number)
+        yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, Axis("loss"))
     # The one evaluation at the end of a run is a figure, not a curve.
     if len(evaluations) > 1:
         points = [(row["time"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None]
         lines = [Line("test accuracy", points, "green", marks=True)]
-        yield "Accuracy", "On the test data.", draw(lines, formats.whole_share, 1.0)
+        yield "Accuracy", "On the test data.", draw(lines, Axis("accuracy", "share"))
     if steps:
         yield _step_chart(steps, draw)
     if series["requests"]:
         points = [(row["time"], row["latency"]) for row in series["requests"]]
         lines = [Line("latency", points, "blue", joined=False)]
-        yield "Latency", f"Of every request.{explained}", draw(lines, formats.seconds)
+        yield "Latency", f"Of every request.{explained}", draw(lines, Axis("latency", "seconds"))
     for curve in curves(run):
         yield _own_chart(curve, draw)
     if run.experiment.radio is not None:
         yield _map(run)
 
 
-def _map(run: Run) -> tuple[str, str, Plot]:
+def _map(run: Run) -> tuple[str, str, Draw]:
     """Draw where devices are, who hears whom, and who holds what."""
     part, radio = run.trial.scenario.network.radio, run.experiment.radio
     assert part is not None
     assert radio is not None
-    plot = radiomap.draw(radio.positions, radiomap.reception(run.experiment.links), _held(run), part.area)
+    plot = partial(radiomap.draw, radio.positions, radiomap.reception(run.experiment.links), _held(run), part.area)
     note = "The half of a line at a device is which share of its casts the other receives (PRR), before any fault."
     return "Map", note, plot
 
 
-def _own_chart(curve: Drawn, draw: Any) -> tuple[str, str, Plot]:
+def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], Draw]) -> tuple[str, str, Draw]:
     """Draw a chart that the method adds, of the first of its lines where there are more than colours."""
     lines = [
         Line(name or curve.title, points, colour, marks=len(points) <= FEW)
@@ -195,26 +193,18 @@ def _own_chart(curve: Drawn, draw: Any) -> tuple[str, str, Plot]:
     ]
     left_out = len(curve.lines) - len(lines)
     note = f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note
-    return curve.title, note, draw(lines, partial(formats.of_kind, curve.kind))
+    return curve.title, note, draw(lines, Axis(curve.title[0].lower() + curve.title[1:], curve.kind))
 
 
-def _step_chart(steps: list[dict[str, Any]], draw: Any) -> tuple[str, str, Plot]:
+def _step_chart(steps: list[dict[str, Any]], draw: Callable[[list[Line], Axis], Draw]) -> tuple[str, str, Draw]:
     steady = [(row["time"], row["seconds"]) for row in steps if row["steady"]]
     others = [(row["time"], row["seconds"]) for row in steps if not row["steady"]]
     lines = [
         Line("undisturbed", steady, "blue", joined=False),
         Line("disturbed", others, "orange", joined=False),
     ]
-    # One long outage must not flatten all the rest: such steps are cut off at the top, and said to be.
-    most = max(row["seconds"] for row in steps)
-    usual = sorted(seconds for _, seconds in steady or others)[-1]
-    top = usual * 3 if most > usual * 5 else None
     note = "Since the step before. Disturbed: the first step, and steps with an evaluation, fault or recovery."
-    if top is not None:
-        above = sum(row["seconds"] > top for row in steps)
-        lines[1] = Line(lines[1].name, [(at, min(value, top)) for at, value in others], "orange", joined=False)
-        note += f" {above} longer than {formats.seconds(top)} drawn at the upper edge, up to {formats.seconds(most)}."
-    return "Time per step", note, draw(lines, formats.seconds, top)
+    return "Time per step", note, draw(lines, Axis("time per step", "seconds"))
 
 
 def _reproduce(run: Run) -> str:

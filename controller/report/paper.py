@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
-from controller.report.comparison import curve
+from controller.report.curves import BAND, curve, mean_line
 from controller.report.html import environment
-from controller.report.plots import SERIES, Bars, Line, bar_plot, inline, line_plot, save
+from controller.report.plots import (
+    SERIES,
+    Axis,
+    Bars,
+    Draw,
+    Line,
+    bar_plot,
+    inline,
+    line_plot,
+    save_all,
+)
 from controller.report.terminal import VERDICTS
 from controller.results.reproduction import ReproducedRow
 from controller.results.run import Run, point_text, value_text
@@ -40,22 +49,11 @@ def markdown(part: PaperPart, rows: Sequence[ReproducedRow]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plots(
-    folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Sequence[Run]
-) -> Iterator[tuple[str, str, Markup | None, str]]:
-    """Save every plot as SVG and PDF; yield title, note, the plot for the page, and the name of its files."""
-    for number, chart in enumerate(part.charts, 1):
-        title, note, plot = draw(chart, rows, runs)
-        name = f"{number}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}"
-        if plot is not None:
-            save(plot, folder / name)
-        yield title, note, None if plot is None else inline(plot, title), name
-
-
 def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> str:
     """Return the page, which is to lie in the folder of the runs; its plots are written there as SVG and PDF."""
     scenario = runs[0].trial.scenario
     runtimes = sorted({run.outcome.runtime for run in runs})
+    drawn = [draw(chart, rows, runs) for chart in part.charts]
     return (
         environment()
         .get_template("paper.html")
@@ -68,7 +66,7 @@ def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: S
                 *(f"{name}d" for name in runtimes),
             ],
             rows=[_cells(row) for row in rows],
-            charts=list(_plots(folder, part, rows, runs)),
+            charts=[(*_inline(each), name) for each, name in zip(drawn, save_all(folder, drawn), strict=True)],
             runs=[
                 (
                     _name(run),
@@ -82,6 +80,11 @@ def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: S
             date=max(run.manifest["date"] for run in runs),
         )
     )
+
+
+def _inline(chart: tuple[str, str, Draw | None]) -> tuple[str, str, Markup | None]:
+    title, note, plot = chart
+    return title, note, None if plot is None else inline(plot, title)
 
 
 def _cells(row: ReproducedRow) -> Mapping[str, str | bool | None]:
@@ -110,7 +113,7 @@ def _link(folder: Path, run: Run) -> str:
     return quote((below / "report.html").as_posix())
 
 
-def draw(chart: PaperChart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> tuple[str, str, Figure | None]:
+def draw(chart: PaperChart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> tuple[str, str, Draw | None]:
     """Return (title, note, plot) of a chart; None, and the reason in the note, where no run gives anything to draw."""
     found = {row.name: row for row in rows}
     if chart.of_runs:
@@ -120,35 +123,33 @@ def draw(chart: PaperChart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) 
     return _bars(chart, found) if chart.what == "bars" else _lines(chart, found)
 
 
-def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Figure | None]:
+def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Draw | None]:
     unit = "step" if chart.over == "steps" else "seconds"
     begin, end = chart.range or (0.0, float("inf"))
     lines = []
     for series, colour in zip(chart.series, SERIES, strict=False):
-        chosen = sorted((run for run in runs if is_at(run.trial.point, series.at)), key=_repetition)
-        points = curve(chosen[0], chart.what, over=chart.over, begin=begin, end=end) if chosen else []
-        # Marks can be told from each other only as long as they are few.
-        lines.append(Line(series.label, points, colour, marks=len(points) <= 60))
-    found = [x for line in lines for x, _ in line.points]
-    if not found:
+        chosen = [run for run in runs if is_at(run.trial.point, series.at)]
+        found = [curve(run, chart.what, over=chart.over, begin=begin, end=end) for run in chosen]
+        lines.append(mean_line(series.label, found, colour))
+    places = [x for line in lines for x, _ in line.points]
+    if not places:
         last = max((row["step"] for run in runs for row in run.metrics["series"]["steps"]), default=None)
         reached = "no run trained a step" if last is None else f"the runs ended with step {last}"
         return chart.title, f"Nothing from {unit} {begin:g} on: {reached}.", None
-    low, high = chart.range or (min(found), max(found))
-    write, note = {
-        "steps": (formats.seconds, "Seconds from the step before; a step done again as it was done last."),
-        "loss": (formats.number, "Of the training; a step done again as it was done last."),
-        "accuracy": (formats.share, "On the test data."),
-        "test_loss": (formats.number, "On the test data."),
+    low, high = chart.range or (min(places), max(places))
+    y, note = {
+        "steps": (Axis("time per step", "seconds"), "From the step before; a step done again as it was done last."),
+        "loss": (Axis("training loss"), "A step done again as it was done last."),
+        "accuracy": (Axis("accuracy", "share"), "On the test data."),
+        "test_loss": (Axis("loss"), "On the test data."),
     }[chart.what]
-    return chart.title, note, line_plot(lines, range_=(low, high), axis=chart.axis or unit, write=write)
+    if any(line.half_widths for line in lines):
+        note += f" {BAND}"
+    x = chart.axis if chart.axis not in ("", "seconds") else "time (s)" if unit == "seconds" else unit
+    return chart.title, note, partial(line_plot, lines, range_=(low, high), x=x, y=y)
 
 
-def _repetition(run: Run) -> int:
-    return run.trial.repetition
-
-
-def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, str, Figure | None]:
+def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, str, Draw | None]:
     places = [float(x) for x in chart.x]
     begin, end = chart.range or (places[0], places[-1])
     places = [x for x in places if begin <= x <= end]
@@ -158,32 +159,34 @@ def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, 
             (float(x), found[name]) for x, name in zip(chart.x, series.rows, strict=True) if begin <= float(x) <= end
         ]
         ours = [(x, row.ours) for x, row in rows if row.ours is not None]
+        halves = [row.half_width for _, row in rows if row.ours is not None]
         theirs = [(x, row.paper) for x, row in rows if row.paper is not None]
         lines.append(Line(f"{series.label}, printed", theirs, colour, marks=True, printed=True))
-        lines.append(Line(series.label, ours, colour, marks=True))
-    kind = found[chart.series[0].rows[0]].kind
-    plot = line_plot(
-        lines,
-        range_=(begin, end),
-        axis=chart.axis,
-        write=lambda value: formats.of_kind(kind, value),
-        at=places if len(places) <= MOST_MARKS else None,
-    )
+        lines.append(Line(series.label, ours, colour, marks=True, half_widths=halves if any(halves) else ()))
+    at = places if len(places) <= MOST_MARKS else None
+    plot = partial(line_plot, lines, range_=(begin, end), x=chart.axis, y=_axis(chart, found), at=at)
     note = "Dashed and pale: as printed." if any(line.printed and line.points for line in lines) else ""
+    if any(line.half_widths for line in lines):
+        note = f"{note} Whiskers: 95 % confidence interval.".strip()
     return chart.title, note, plot
 
 
-def _bars(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, str, Figure | None]:
+def _axis(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> Axis:
+    """Return what the rows of a chart have in common, else its title."""
+    rows = [found[name] for series in chart.series for name in series.rows]
+    measures = {row.measure for row in rows}
+    return Axis(measures.pop() if len(measures) == 1 else chart.title, rows[0].kind)
+
+
+def _bars(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, str, Draw | None]:
     kinds = []
     for series, colour in zip(chart.series, SERIES, strict=False):
         kinds += _pair(series, [found[name] for name in series.rows], colour)
-    kind = found[chart.series[0].rows[0]].kind
     note = "Pale: as printed." if any(bars.printed for bars in kinds) else ""
     if any(half is not None for bars in kinds for half in bars.half_widths):
         note = f"{note} Whiskers: 95 % confidence interval.".strip()
     groups = [value_text(x) if isinstance(x, str) else f"{x:g}" for x in chart.x]
-    plot = bar_plot(groups, kinds, axis=chart.axis, write=lambda value: formats.of_kind(kind, value))
-    return chart.title, note, plot
+    return chart.title, note, partial(bar_plot, groups, kinds, x=chart.axis, y=_axis(chart, found))
 
 
 def _pair(series: PaperSeries, rows: Sequence[ReproducedRow], colour: str) -> list[Bars]:

@@ -1,4 +1,7 @@
-"""Plots by matplotlib: inline in a page, whose colours they take on, and as SVG and PDF files of their own."""
+"""Plots by matplotlib: inline in a page, whose colours they take on, and as SVG and PDF files for one or two columns.
+
+What is drawn is the same at every width; letters and lines keep their size.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +9,65 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from testbed import formats
+from testbed.formats import FigureKind
 
 COLOURS = {
     "ink": "#1b2330",
     "soft": "#5b6675",
     "line": "#e1e5eb",
-    "blue": "#3273dc",
-    "orange": "#e07b22",
-    "green": "#2a9d6f",
-    "violet": "#8757c9",
-    "teal": "#1397a8",
-    "grey": "#8792a2",
+    "card": "#ffffff",
+    "blue": "#0072b2",
+    "orange": "#d55e00",
+    "green": "#009e73",
+    "violet": "#cc79a7",
+    "teal": "#56b4e9",
+    "grey": "#4d4d4d",
     "fault": "#d6404f",
     "recovery": "#d99a1c",
 }
-"""Those of style.css by its names; inline, each becomes the page's own, in a dark page too."""
+"""Those of style.css by its names; inline, each becomes the page's own, in a dark page too. The series are after Okabe
+and Ito (Color Universal Design, 2008): colour-blind readers tell them apart."""
 SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
 """Colours of the series of a plot, in this order; it has no more series than that."""
-WIDTH, HEIGHT = 5.2, 2.5
-"""Inches."""
+MARKS = ("o", "s", "^", "D", "v", "P")
+"""Of the series, in the same order: they can be told apart without colours, too."""
+WIDTH, HEIGHT = 4.2, 2.4
+"""Inches, on a page."""
+PRINT = {"": 3.5, "-wide": 7.16}
+"""What follows the name of a file -> its width in inches: one column of a paper and two (those of IEEE)."""
+LOG_FROM = 10.0
+"""How many times the lowest value the highest is, from which on the y axis of lines is logarithmic."""
+LOG_BARS_FROM = 100.0
+"""The same of bars, whose lengths no longer compare then."""
+LOG_X_FROM = 20.0
+"""The same of the places of points on the x axis."""
 LETTER, ROW = 0.075, 0.17
 """Inches: about the width of a letter and the height of a row of text."""
 MOST_POINTS = 1500
 """Points drawn of a line: more than pixels across add weight, not detail."""
 MOST_LETTERS = 60
 """Of a name in the legend."""
+BESIDE_LETTERS = 16
+"""Room that the axis and a mark take beside a name, in letters."""
 PRINTED = 0.45
 """Opacity of what is as a publication has it."""
 STYLE: Any = {
     "font.size": 8,
     "font.family": "DejaVu Sans",
     "svg.fonttype": "none",
+    "pdf.fonttype": 42,
     "svg.hashsalt": "edge-testbed",
     "text.color": COLOURS["ink"],
     "axes.edgecolor": COLOURS["soft"],
@@ -76,6 +97,8 @@ class Line:
     """Join the points."""
     printed: bool = False
     """As a publication has it: drawn paler and dashed, and not in the legend."""
+    half_widths: Sequence[float | None] = ()
+    """Of the intervals around the values, one a point: error bars where there are marks, else a band."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +112,25 @@ class Bars:
     """Of the intervals around the values."""
     printed: bool = False
     """As a publication has it: drawn paler, and not in the legend."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is on an axis."""
+
+    name: str
+    kind: FigureKind = "number"
+
+    def scale(self, highest: float) -> tuple[float, str]:
+        """Return what values are divided by where this is the highest, and the title with its unit."""
+        factor, unit = formats.unit(self.kind, highest)
+        return factor, f"{self.name} ({unit})" if unit else self.name
+
+
+class Draw(Protocol):
+    """Draws a plot at a width in inches."""
+
+    def __call__(self, *, width: float = WIDTH) -> Figure: ...  # noqa: D102 - the class says it
 
 
 @dataclass(frozen=True)
@@ -122,132 +164,212 @@ def line_plot(
     windows: Sequence[Window] = (),
     *,
     range_: tuple[float, float],
-    write: Callable[[float], str],
-    axis: str = "seconds",
-    top: float | None = None,
+    y: Axis,
+    x: str = "time (s)",
     at: Sequence[float] | None = None,
+    width: float = WIDTH,
 ) -> Figure:
     """Draw lines, windows behind them.
 
-    The y axis begins at 0 and ends at ``top``, or above the highest point; ``write`` formats its figures. The x axis
-    goes over ``range_``, is called ``axis``, and has a figure at each of ``at``, or at round numbers.
+    The y axis begins at 0, or is logarithmic where values are far apart. The x axis goes over ``range_``, is called
+    ``x``, and has a figure at each of ``at``, or at round numbers.
     """
-    figure, axes = _axes(write, axis)
+    figure, axes = _axes(width, x)
     low, high = range_[0], range_[1] if range_[1] > range_[0] else range_[0] + 1.0
     axes.set_xlim(low, high)
-    _shade(axes, windows, high - low)
-    drawn = [(line, thin(line.points)) for line in lines]
+    drawn = [(line, list(line.points) if line.half_widths else thin(line.points)) for line in lines]
+    values = [value for _, points in drawn for _, value in points]
+    factor = _measure(axes, y, values, LOG_FROM)
+    if axes.get_yscale() == "linear":
+        most = [
+            value + (half or 0.0)
+            for line, points in drawn
+            for (_, value), half in zip(points, line.half_widths, strict=False)
+        ]
+        # A share is at most one, whatever its interval.
+        highest = min(max([*most, *values, 0.0]), 1.0 if y.kind == "share" else math.inf)
+        axes.set_ylim(0.0, highest / factor * 1.06 or 1.0)
+    several = sum(bool(points) for line, points in drawn if not line.printed) > 1
     for line, points in drawn:
         if points:
-            axes.plot(
-                [x for x, _ in points],
-                [y for _, y in points],
-                color=COLOURS[line.colour],
-                alpha=PRINTED if line.printed else 1.0,
-                linestyle="none" if not line.joined else "dashed" if line.printed else "solid",
-                linewidth=1.3,
-                marker="o" if line.marks or not line.joined or len(points) == 1 else "",
-                markersize=3.5 if line.marks else 3,
-                markeredgewidth=0,
-                label=f"_{line.name}" if line.printed else line.name,
-                clip_on=line.joined and not line.marks,
-            )
-    highest = max((y for _, points in drawn for _, y in points), default=0.0)
-    axes.set_ylim(0.0, top if top is not None else highest * 1.06 or 1.0)
+            _draw_line(axes, line, points, factor, several)
     if at is not None:
-        axes.set_xticks(at, [f"{x:g}" for x in at])
-    legend(figure, axes)
+        if low > 0 and high >= low * LOG_X_FROM:
+            axes.set_xscale("log")
+            axes.set_xlim(low / 1.1, high * 1.1)
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xticks(at, [f"{place:g}" for place in at])
+        axes.minorticks_off()
+    legend(figure, axes, above=_shade(axes, windows, high - low, width))
     return figure
 
 
+def _draw_line(axes: Axes, line: Line, points: Sequence[tuple[float, float]], factor: float, several: bool) -> None:
+    """Draw one line; among several it gets a few of its own marks where it has none at its points."""
+    xs, ys = [x for x, _ in points], [y / factor for _, y in points]
+    number = SERIES.index(line.colour) if line.colour in SERIES else 0
+    marked = line.marks or not line.joined or len(points) == 1
+    colour = COLOURS[line.colour]
+    halves = [math.nan if half is None else half / factor for half in line.half_widths]
+    if halves and marked:
+        axes.errorbar(xs, ys, halves, fmt="none", ecolor=colour, elinewidth=1, capsize=2.5)
+    elif halves:
+        low, high = ([y + sign * half for y, half in zip(ys, halves, strict=True)] for sign in (-1, 1))
+        axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(
+        xs,
+        ys,
+        color=colour,
+        alpha=PRINTED if line.printed else 1.0,
+        linestyle="none" if not line.joined else "dashed" if line.printed else "solid",
+        linewidth=1.3,
+        marker=MARKS[number] if marked or several else "",
+        markevery=1 if marked else (0.04 + 0.04 * number, 0.28),
+        markersize=3.5 if line.marks or not marked else 3,
+        markeredgewidth=0,
+        label=f"_{line.name}" if line.printed else line.name,
+        clip_on=line.joined and not line.marks,
+    )
+
+
 @mpl.rc_context(STYLE)
-def bar_plot(groups: Sequence[str], kinds: Sequence[Bars], *, write: Callable[[float], str], axis: str = "") -> Figure:
+def bar_plot(groups: Sequence[str], kinds: Sequence[Bars], *, y: Axis, x: str = "", width: float = WIDTH) -> Figure:
     """Draw bars side by side in groups, each with its figure above it if there is room for all of them.
 
-    The y axis begins at 0; ``write`` formats its figures. ``axis`` says what the groups are.
+    The y axis begins at 0, or is logarithmic where values are far apart. ``x`` says what the groups are.
     """
-    figure, axes = _axes(write, axis)
-    room = WIDTH * 0.85 / max(1, len(groups))
-    width = 0.8 / max(1, len(kinds))
-    texts = [write(value) for kind in kinds for value in kind.values if value is not None]
-    labelled = all(len(text) * LETTER <= room * width for text in texts)
+    figure, axes = _axes(width, x)
+    room = width * 0.85 / max(1, len(groups))
+    bar = 0.8 / max(1, len(kinds))
+    values = [value for kind in kinds for value in kind.values if value is not None]
+    factor = _measure(axes, y, values, LOG_BARS_FROM)
+    labelled = all(len(formats.number(value / factor)) * LETTER <= room * bar for value in values)
     for index, kind in enumerate(kinds):
-        places = [group - 0.4 + (index + 0.5) * width for group in range(len(groups))]
+        places = [group - 0.4 + (index + 0.5) * bar for group in range(len(groups))]
         halves = kind.half_widths or [None] * len(kind.values)
-        found = [(x, y, half) for x, y, half in zip(places, kind.values, halves, strict=True) if y is not None]
+        found = [
+            (place, value / factor, math.nan if half is None else half / factor)
+            for place, value, half in zip(places, kind.values, halves, strict=True)
+            if value is not None
+        ]
         bars = axes.bar(
-            [x for x, _, _ in found],
-            [y for _, y, _ in found],
-            width * 0.94,
-            yerr=[half or math.nan for _, _, half in found] if any(half for _, _, half in found) else None,
+            [place for place, _, _ in found],
+            [value for _, value, _ in found],
+            bar * 0.94,
+            yerr=[half for _, _, half in found] if any(half > 0 for _, _, half in found) else None,
             color=COLOURS[kind.colour],
             alpha=PRINTED if kind.printed else 1.0,
             error_kw={"ecolor": COLOURS["ink"], "elinewidth": 1, "capsize": 3},
             label=f"_{kind.name}" if kind.printed else kind.name,
         )
         if labelled:
-            axes.bar_label(bars, [write(y) for _, y, _ in found], padding=2, color=COLOURS["soft"], fontsize=7.5)
+            texts = [formats.number(float(f"{value:.3g}")) for _, value, _ in found]
+            axes.bar_label(bars, texts, padding=2, color=COLOURS["soft"], fontsize=7.5)
     wrapped = ["\n".join(textwrap.wrap(group, max(6, int(room / LETTER)))) for group in groups]
     axes.set_xticks(range(len(groups)), wrapped)
     axes.tick_params(axis="x", length=0)
     figure.set_figheight(HEIGHT + ROW * max((text.count("\n") for text in wrapped), default=0))
-    axes.set_ylim(bottom=0.0)
-    axes.margins(y=0.1)
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0.0, auto=True)
+        axes.margins(y=0.1)
     legend(figure, axes)
     return figure
 
 
-def _axes(write: Callable[[float], str], axis: str) -> tuple[Figure, Axes]:
-    figure = Figure((WIDTH, HEIGHT), layout="constrained")
+def _axes(width: float, x: str) -> tuple[Figure, Axes]:
+    figure = Figure((width, HEIGHT), layout="constrained")
     axes = figure.subplots()
     axes.grid(axis="y", linewidth=0.8)
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(float(value))))
-    axes.xaxis.set_major_locator(MaxNLocator(7))
-    axes.set_xlabel(axis, loc="right")
+    axes.xaxis.set_major_locator(MaxNLocator(max(4, int(width * 1.4))))
+    axes.set_xlabel(x)
     return figure, axes
 
 
-def _shade(axes: Axes, windows: Sequence[Window], span: float) -> None:
-    """Shade windows; a label is left out where it would lie on the one before."""
+def _measure(axes: Axes, y: Axis, values: Sequence[float], log_from: float) -> float:
+    """Give the y axis its title, limits and figures; return what values are divided by."""
+    lowest, highest = min(values, default=0.0), max(values, default=0.0)
+    factor, title = y.scale(highest)
+    axes.set_ylabel(title)
+    if y.kind != "share" and lowest > 0 and highest >= lowest * log_from:
+        axes.set_yscale("log")
+        near = highest < lowest * 1000
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if near else (1.0,)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_ylim(lowest / factor / 1.2, highest / factor * 1.2)
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.number(float(value))))
+    return factor
+
+
+def _shade(axes: Axes, windows: Sequence[Window], span: float, width: float) -> bool:
+    """Shade windows and say above the axes what they are; a label is left out where it would lie on the one before.
+
+    Returns whether there is any label.
+    """
     free = -math.inf
     for window in windows:
         colour = COLOURS[window.style]
         axes.axvspan(window.start, max(window.end, window.start + span * 0.002), color=colour, alpha=0.15, linewidth=0)
-        if window.style == "fault" and window.start >= free:
-            late = window.start > axes.get_xlim()[0] + span * 0.75
-            where = (window.end if late else window.start, 0.97)
+        length = span * len(window.label) * LETTER / width
+        late = window.start > axes.get_xlim()[0] + span * 0.75
+        begin = min(window.end, axes.get_xlim()[1]) - length if late else window.start
+        if window.style == "fault" and begin >= free:
+            where = (window.end if late else window.start, 1.01)
             across = "right" if late else "left"
             transform = axes.get_xaxis_transform()
-            axes.text(*where, f" {window.label} ", color=colour, ha=across, va="top", fontsize=7.5, transform=transform)
-            free = window.start + span * len(window.label) * LETTER / WIDTH
+            axes.text(*where, window.label, color=colour, ha=across, va="bottom", fontsize=7.5, transform=transform)
+            free = begin + length
+    return free > -math.inf
 
 
-def legend(figure: Figure, axes: Axes) -> None:
-    """Put the names of all series above the plot, which grows with their rows."""
+def legend(figure: Figure, axes: Axes, *, above: bool = False) -> None:
+    """Put the names of all series over the plot, ``above`` a row of other words there; it grows with their rows."""
+    figure.set_figheight(figure.get_figheight() + ROW * above)
     handles, names = axes.get_legend_handles_labels()
     if not handles:
         return
-    short = [name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 1]}…" for name in names]
-    columns = max(1, int(WIDTH / LETTER / (max(map(len, short)) + 6)))
+    most = min(MOST_LETTERS, int(figure.get_figwidth() / LETTER) - BESIDE_LETTERS)
+    short = [name if len(name) <= most else f"{name[: most - 1]}…" for name in names]
+    columns = max(1, int(figure.get_figwidth() / LETTER / (max(map(len, short)) + 6)))
     figure.set_figheight(figure.get_figheight() + ROW * (math.ceil(len(short) / columns) - 1))
     axes.legend(
-        handles, short, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False, handlelength=1.2
+        handles,
+        short,
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=columns,
+        frameon=False,
+        handlelength=1.6,
+        borderaxespad=1.8 if above else 0.5,
     )
 
 
 @mpl.rc_context(STYLE)
-def save(figure: Figure, path: Path) -> None:
-    """Write the plot beside ``path`` as ``.svg`` and ``.pdf``, the same bytes each time."""
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, facecolor="white")
-    figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None}, facecolor="white")
+def save(draw: Draw, path: Path) -> None:
+    """Write ``<path>.svg`` and ``.pdf`` for one column and ``<path>-wide`` for two, the same bytes each time."""
+    for end, width in PRINT.items():
+        figure = draw(width=width)
+        name = path.with_name(path.name + end)
+        figure.savefig(f"{name}.svg", metadata={"Date": None}, facecolor="white")
+        figure.savefig(f"{name}.pdf", metadata={"CreationDate": None}, facecolor="white")
+
+
+def save_all(folder: Path, charts: Iterable[tuple[str, str, Draw | None]]) -> list[str]:
+    """Save the plots of a page, given with title and note, in a folder; return the names of their files."""
+    names = []
+    for number, (title, _, draw) in enumerate(charts, 1):
+        names.append(f"{number}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}")
+        if draw is not None:
+            save(draw, folder / names[-1])
+    return names
 
 
 @mpl.rc_context(STYLE)
-def inline(figure: Figure, title: str) -> Markup:
+def inline(draw: Draw, title: str) -> Markup:
     """Return the plot as an SVG element for a page with style.css, which gives it colours and font."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    draw().savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
     drawn = re.sub(
         r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>", "", text[text.index("<svg") :], flags=re.DOTALL

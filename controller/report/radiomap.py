@@ -31,13 +31,15 @@ def draw(
     ratios: Mapping[Pair, float],
     held: Mapping[str, str],
     area: tuple[float, float],
+    *,
+    width: float = WIDTH,
 ) -> Figure:
     """Draw devices at their positions in an area of (width, height) metres, and who hears whom.
 
     A link is two halves: the one at a device is how well the other receives its casts. ``held`` says in words what
     devices hold.
     """
-    figure = Figure((WIDTH, WIDTH * min(1.2, max(0.5, area[1] / area[0]))), layout="constrained")
+    figure = Figure((width, width * min(1.2, max(0.5, area[1] / area[0]))), layout="constrained")
     axes = figure.subplots()
     above = math.inf
     for least, colour, width in GRADES:
@@ -53,7 +55,8 @@ def draw(
     axes.set_xlim(0, area[0])
     axes.set_ylim(0, area[1])
     axes.set_aspect("equal")
-    axes.set_xlabel("metres", loc="right")
+    axes.set_xlabel("x (m)")
+    axes.set_ylabel("y (m)")
     legend(figure, axes)
     return figure
 
@@ -74,6 +77,7 @@ def _name(axes: Axes, positions: Mapping[str, Position], held: Mapping[str, str]
             ha="right" if left else "left",
             va="top" if below else "bottom",
             fontsize=7.5,
+            bbox={"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 0.6, "alpha": 0.8},
         )
 
 

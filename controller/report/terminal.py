@@ -80,7 +80,7 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     note = f"{len(points)} points, " if keys else ""
     note += "mean ± half width of the 95 % confidence interval (Student)"
     console.print(Text(), _titled(summary["scenario"], note, table))
-    console.print(_where(folder, "summary.csv"))
+    console.print(_where(folder, "sweep.html"))
 
 
 def show_reproduction(console: Console, source: str, rows: Sequence[ReproducedRow], folder: Path) -> None:

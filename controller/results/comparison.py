@@ -1,12 +1,18 @@
-"""Runs side by side: their figures, ratios to the first, and in what their scenarios differ."""
+"""Runs side by side: their figures, ratios to the first, and in what their scenarios differ.
+
+The repetitions of one point, on one clock, stand side by side as one.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from statistics import fmean
 from typing import Any
 
 from controller.results.run import Run
-from controller.results.summary import all_figures
+from controller.results.summary import all_figures, interval
 
 UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "paper", "network.subnet")
 """Keys of a scenario that change no figure."""
@@ -15,42 +21,67 @@ TWO_CLOCKS = 0.10
 
 
 def compare(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the comparison of runs as plain JSON values.
+    """Return the comparison of runs as plain JSON values, an entry for each of `groups`.
 
-    ``runs``: path, label, runtime, verdict, status; ``figures``: name, kind, about, values (one a run, None where
-    absent) and ratios to the first run; ``devices``: per device the share of each activity in every run;
-    ``differences``: dotted key of the scenario -> values; ``warnings``: differences that nobody asked for, runs not
-    trusted; ``clocks``:
-    what the two runtimes say of one scenario, or None.
+    ``runs``: path (of the first), label, runtime, count, verdict, status; ``figures``: name, kind, about, values
+    (means; None where absent), half_widths of their intervals and ratios to the first; ``devices``: per device the
+    share of each activity; ``differences``: dotted key of the scenario -> values; ``warnings``: differences that nobody
+    asked for, runs not trusted; ``clocks``: what the two runtimes say of one scenario, or None.
     """
-    labels = _labels(runs)
-    plain = [dict(_flat(run.trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True))) for run in runs]
+    grouped = groups(runs)
+    firsts = [group[0] for group in grouped]
+    labels = _labels(firsts)
+    plain = [
+        dict(_flat(run.trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True))) for run in firsts
+    ]
     differences = _differences(plain)
     swept = {key for run in runs for key in run.trial.point}
     return {
         "runs": [
             {
-                "path": str(run.path),
+                "path": str(group[0].path),
                 "label": label,
-                "runtime": run.outcome.runtime,
-                "status": run.outcome.status,
-                "verdict": run.metrics["verdict"]["kind"],
+                "runtime": group[0].outcome.runtime,
+                "count": len(group),
+                **_worst(group),
             }
-            for run, label in zip(runs, labels, strict=True)
+            for group, label in zip(grouped, labels, strict=True)
         ],
-        "figures": list(_figures(runs)),
-        "devices": _devices(runs),
+        "figures": list(_figures(grouped)),
+        "devices": _devices(grouped),
         "differences": differences,
-        "warnings": list(_warnings(runs, labels, differences, swept)),
-        "clocks": _clocks(runs, differences),
+        "warnings": list(_warnings(grouped, labels, differences, swept)),
+        "clocks": _clocks(firsts, differences),
     }
+
+
+def groups(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the runs with the repetitions of one point together, in the order of the first of each."""
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        point = json.dumps(run.trial.point, sort_keys=True, default=str)
+        alike.setdefault(f"{run.outcome.runtime} {run.path.parent} {point}", []).append(run)
+    found: list[list[Run]] = []
+    for group in alike.values():
+        # Two runs of a scenario that were made one by one are not repetitions.
+        apart = len({run.trial.repetition for run in group}) == len(group)
+        found += [group] if apart else [[run] for run in group]
+    return sorted(found, key=lambda group: min(map(runs.index, group)))
+
+
+def _worst(group: Sequence[Run]) -> dict[str, str]:
+    """Return the status and the verdict of the first run of a group that did not finish or is not trusted."""
+    run = next((run for run in group if run.outcome.status != "finished" or not run.metrics["trusted"]), group[0])
+    return {"status": run.outcome.status, "verdict": run.metrics["verdict"]["kind"]}
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
     """Return short names that tell the runs apart: of the runs of one sweep, only where they differ."""
     names = [run.path.name for run in runs]
-    while all("," in name for name in names) and len({name.partition(",")[0] for name in names}) == 1 < len(names):
-        names = [name.partition(",")[2] for name in names]
+    parts = [name.split(",") for name in names]
+    if len({len(each) for each in parts}) == 1 and len(parts[0]) > 1 and len(set(names)) > 1:
+        differ = [len(set(values)) > 1 for values in zip(*parts, strict=True)]
+        names = [",".join(compress(each, differ)) for each in parts]
     if len(set(names)) == len(names):
         return names
     return [f"{number} {name}" for number, name in enumerate(names, 1)]
@@ -78,40 +109,50 @@ def _differences(plain: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     }
 
 
-def _figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    for name, figure in all_figures(runs).items():
-        values = [run.metrics.get(name) for run in runs]
+def _figures(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
+    for name, figure in all_figures([run for group in grouped for run in group]).items():
+        found = [_mean([run.metrics.get(name) for run in group]) for group in grouped]
+        values = [value for value, _ in found]
         if figure.compared and any(value is not None for value in values):
             yield {
                 "name": name,
                 "kind": figure.kind,
                 "about": figure.meaning,
                 "values": values,
+                "half_widths": [half for _, half in found],
                 "ratios": [_ratio(value, values[0]) for value in values],
             }
+
+
+def _mean(values: Sequence[Any]) -> tuple[Any, float | None]:
+    """Return the mean of numbers and the half width of its interval; of anything else what the first has."""
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    return interval(numbers) if numbers else (values[0], None)
 
 
 def _ratio(value: float | None, first: float | None) -> float | None:
     return None if value is None or not first else value / first
 
 
-def _devices(runs: Sequence[Run]) -> dict[str, list[dict[str, float] | None]]:
-    names = list(dict.fromkeys(name for run in runs for name in run.metrics["devices"]))
+def _devices(grouped: Sequence[Sequence[Run]]) -> dict[str, list[dict[str, float] | None]]:
+    names = list(dict.fromkeys(name for group in grouped for run in group for name in run.metrics["devices"]))
+    return {name: [_shares([run.metrics["devices"].get(name) for run in group]) for group in grouped] for name in names}
+
+
+def _shares(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None:
+    """Return the mean shares of a device's activities over some runs; None where it is in none of them."""
+    some = [row for row in rows if row is not None]
     parts = ("compute", "communicate", "down", "idle")
-    return {
-        name: [
-            {part: run.metrics["devices"][name][f"{part}_share"] for part in parts}
-            if name in run.metrics["devices"]
-            else None
-            for run in runs
-        ]
-        for name in names
-    }
+    return {part: fmean(row[f"{part}_share"] for row in some) for part in parts} if some else None
 
 
 def _warnings(
-    runs: Sequence[Run], labels: Sequence[str], differences: Mapping[str, Sequence[Any]], swept: set[str]
+    grouped: Sequence[Sequence[Run]],
+    labels: Sequence[str],
+    differences: Mapping[str, Sequence[Any]],
+    swept: set[str],
 ) -> Iterator[str]:
+    runs = [run for group in grouped for run in group]
     # Repetitions differ in their seeds by intention, points of a sweep in what is swept.
     repeated = len({run.trial.repetition for run in runs}) > 1
     for key, values in differences.items():
@@ -119,9 +160,12 @@ def _warnings(
         if not asked:
             shown = " | ".join("–" if value is None else str(value) for value in values)
             yield f"the scenarios differ in {key}: {shown}"
-    for run, label in zip(runs, labels, strict=True):
-        if not run.metrics["trusted"]:
-            yield f"{label} is not trusted: {run.metrics['verdict']['summary']}"
+    for group, label in zip(grouped, labels, strict=True):
+        doubtful = [run for run in group if not run.metrics["trusted"]]
+        if doubtful:
+            name = label if len(group) == 1 else f"{label}: {len(doubtful)} of {len(group)} runs"
+            verb = "are" if len(doubtful) > 1 else "is"
+            yield f"{name} {verb} not trusted: {doubtful[0].metrics['verdict']['summary']}"
     revisions = {run.manifest.get("revision") for run in runs}
     if len(revisions) > 1:
         yield "the runs were made by different revisions of the testbed"

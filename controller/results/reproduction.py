@@ -22,6 +22,8 @@ class ReproducedRow:
     """One figure of the publication and what came out here."""
 
     name: str
+    measure: str
+    """What is measured, in words."""
     kind: FigureKind
     """What both are measured in."""
     paper: float | None
@@ -73,7 +75,17 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> R
     used = {run.path: run for pair in pairs for run in pair}.values()
     untrusted = sum(run.metrics["verdict"]["kind"] == "not trusted" for run in used)
     paper = paper_value(row, figures)
-    return ReproducedRow(row.name, kind, paper, mean, half, len(values), untrusted, row.expect, holds, note)
+    return ReproducedRow(
+        row.name, _measure(row), kind, paper, mean, half, len(values), untrusted, row.expect, holds, note
+    )
+
+
+def _measure(row: PaperRow) -> str:
+    """Say what a row measures: its figure, or of which figures it is the ratio."""
+    name, under = (each.rpartition(".")[2].replace("_", " ") for each in (row.figure, row.over_figure or row.figure))
+    if row.over_figure is not None and name != under:
+        return f"{name} / {under}"
+    return name if row.over is None else f"ratio of {name}"
 
 
 def _least(runs: Sequence[Run], row: PaperRow) -> tuple[list[Run], str]:

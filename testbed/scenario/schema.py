@@ -87,7 +87,7 @@ class PaperSeries(Part):
     label: str = Field(description="what the legend calls it")
     at: dict[str, Any] = Field(
         default_factory=dict,
-        description="which single run is drawn: a point of the sweep, as in `rows`; its first repetition",
+        description="which run is drawn: a point of the sweep, as in `rows`; its repetitions as their mean with a band",
     )
     rows: tuple[str, ...] = Field((), description="of `lines` and `bars`: names of rows, one for each of `x`")
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import recorded
 
 from controller.report import html, radiomap
-from controller.report.plots import Line, inline, line_plot, thin
+from controller.report.plots import Axis, Line, inline, line_plot, thin
 from controller.report.timeline import MOST_BARS, timeline
 from controller.results.manifest import manifest
 from controller.results.run import Run
@@ -144,7 +145,7 @@ def test_a_long_run_is_embedded_joined_but_whole_where_it_matters() -> None:
 def test_the_map_has_devices_and_only_links_that_are_heard() -> None:
     positions = {"a": (0.0, 0.0), "b": (50.0, 50.0), "c": (49.0, 49.0)}
     ratios = {("a", "b"): 0.95, ("b", "a"): 0.5, ("b", "c"): 0.0}
-    page = inline(radiomap.draw(positions, ratios, {"a": "unit 0"}, (50, 50)), "Map")
+    page = inline(partial(radiomap.draw, positions, ratios, {"a": "unit 0"}, (50, 50)), "Map")
     parsed(page)
     for word in (">a<", ">unit 0<", ">b<", ">PRR from 90%<", ">PRR from 40%<"):
         assert word in page
@@ -162,4 +163,4 @@ def test_thinning_keeps_the_extremes() -> None:
 
 
 def test_a_chart_of_nothing_is_drawn() -> None:
-    assert "<svg" in inline(line_plot([Line("loss", [], "blue")], range_=(0.0, 0.0), write=str), "Loss")
+    assert "<svg" in inline(partial(line_plot, [Line("loss", [], "blue")], range_=(0.0, 0.0), y=Axis("loss")), "Loss")

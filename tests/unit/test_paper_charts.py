@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import recorded
 from matplotlib.figure import Figure
 
-from controller.report.comparison import curve
+from controller.report import html
+from controller.report.curves import curve, mean_line
 from controller.report.paper import draw, render
-from controller.report.plots import Bars, Line, bar_plot, inline, line_plot, save
+from controller.report.plots import COLOURS, PRINT, SERIES, Axis, Bars, Line, Window, bar_plot, inline, line_plot, save
 from controller.results import files, recorder, reproduction
 from controller.results.run import Run, run_name
 from testbed.errors import InputError
+from testbed.formats import FigureKind
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -66,12 +72,16 @@ def drawn(folder: Path, chart: dict[str, Any]) -> tuple[str, Figure]:
     title, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
     assert title == chart["title"]
     assert plot is not None
-    return note, plot
+    return note, plot()
 
 
 def points(plot: Figure) -> dict[str, list[tuple[float, float]]]:
     """Return the points of every line of a plot; the names of what is printed begin with an underscore."""
-    return {str(line.get_label()): [(x, y) for x, y in line.get_xydata()] for line in plot.axes[0].lines}
+    return {
+        str(line.get_label()): [(x, y) for x, y in line.get_xydata()]
+        for line in plot.axes[0].lines
+        if str(line.get_label()).removeprefix("_").startswith(("ours", *SWEEP[SCHEDULE]))
+    }
 
 
 def test_bars_stand_at_the_height_of_the_rows_with_their_intervals(tmp_path: Path) -> None:
@@ -80,7 +90,8 @@ def test_bars_stand_at_the_height_of_the_rows_with_their_intervals(tmp_path: Pat
     assert heights == {"_ours, printed": [2.0]}
     assert [bar.get_height() for bar in plot.axes[0].patches] == [2.0, 2.0, 1.0]
     texts = [text.get_text() for text in plot.axes[0].texts]
-    assert texts == ["2 s", "2 s", "1 s"], "a figure above each bar"
+    assert texts == ["2", "2", "1"], "a figure above each bar"
+    assert plot.axes[0].get_ylabel() == "step time (s)"
     assert "Pale" in note
     assert "Whiskers" in note
 
@@ -92,10 +103,12 @@ def test_lines_hold_ours_and_what_is_printed(tmp_path: Path) -> None:
     axes = plot.axes[0]
     assert (axes.get_xlim(), axes.get_xlabel()) == ((1.0, 4.0), "schedule")
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "4"]
-    assert axes.yaxis.get_major_formatter()(2.0) == "2 s"
+    assert axes.yaxis.get_major_formatter()(2.0) == "2"
+    assert axes.get_ylabel() == "step time (s)"
+    assert len(axes.containers) == 1, "error bars of gpipe's two runs, 1 s and 3 s"
 
 
-def test_steps_are_those_of_the_first_repetition_within_the_range(tmp_path: Path) -> None:
+def test_steps_are_those_within_the_range(tmp_path: Path) -> None:
     _, plot = drawn(tmp_path, STEPS)
     expected = curve(made(tmp_path / "again")[0], "steps", begin=1, end=3)
     assert [step for step, _ in expected] == [1, 2, 3]
@@ -126,9 +139,10 @@ def test_accuracy_is_drawn_as_it_was_evaluated(tmp_path: Path) -> None:
     ]
     _, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
     assert plot is not None
-    assert list(points(plot).values()) == [[(2, 0.25), (4, 0.5)]] * 2
-    assert plot.axes[0].yaxis.get_major_formatter()(0.25) == "25.0%"
-    assert note == "On the test data."
+    assert list(points(plot()).values()) == [[(2, 25.0), (4, 50.0)]] * 2
+    axes = plot().axes[0]
+    assert axes.get_ylabel() == "accuracy (%)"
+    assert note == "On the test data. Mean of the repetitions; pale band: 95 % confidence interval."
 
 
 def test_the_page_has_all_and_loads_nothing(tmp_path: Path) -> None:
@@ -139,9 +153,12 @@ def test_the_page_has_all_and_loads_nothing(tmp_path: Path) -> None:
     for name in ("Somebody, Figure 1", "2 s", "1.00×"):
         assert name in page
     links = re.findall(r'(?<!xlink:)href="([^"]+)"', page)
-    assert len(links) == 4 + 3 * 2
+    assert len(links) == 4 + 3 * 4
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
-        f"{name}.{kind}" for name in ("1-steps", "2-time", "3-time") for kind in ("svg", "pdf")
+        f"{name}{width}.{kind}"
+        for name in ("1-steps", "2-time", "3-time")
+        for width in ("", "-wide")
+        for kind in ("svg", "pdf")
     }
     assert not any(link.startswith(("http", "/")) for link in links)
     assert not re.search(r'src="|url\((?!#)', page)
@@ -187,17 +204,17 @@ def test_a_range_has_to_rise() -> None:
 
 
 def test_figures_above_bars_stand_above_all_or_none() -> None:
-    kinds = [Bars(f"kind {index}", [0.123] * 4, "blue") for index in range(6)]
-    assert not bar_plot(list("abcd"), kinds, write=str).axes[0].texts
-    assert len(bar_plot(list("abcd"), kinds[:2], write=str).axes[0].texts) == 8
+    kinds = [Bars(f"kind {index}", [0.12] * 4, "blue") for index in range(6)]
+    assert not bar_plot(list("abcd"), kinds, y=Axis("x")).axes[0].texts
+    assert len(bar_plot(list("abcd"), kinds[:2], y=Axis("x")).axes[0].texts) == 8
 
 
 @pytest.mark.parametrize("count", [1, 6])
 def test_a_legend_stays_within_the_plot(count: int) -> None:
     names = [f"a rather long name of series {index}" * (4 if index == 3 else 1) for index in range(count)]
     for plot in (
-        line_plot([Line(name, [(0, 1)], "blue") for name in names], range_=(0, 1), write=str),
-        bar_plot(["one"], [Bars(name, [1.0], "blue") for name in names], write=str),
+        line_plot([Line(name, [(0, 1)], "blue") for name in names], range_=(0, 1), y=Axis("x")),
+        bar_plot(["one"], [Bars(name, [1.0], "blue") for name in names], y=Axis("x")),
     ):
         plot.draw_without_rendering()
         legend = plot.axes[0].get_legend()
@@ -211,14 +228,107 @@ def test_a_legend_stays_within_the_plot(count: int) -> None:
 
 def test_a_plot_is_the_same_each_time_and_its_text_is_text(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        plot = line_plot([Line("one & <all>", [(0, 1), (1, 2)], "blue")], range_=(0, 1), write=str)
+        plot = partial(line_plot, [Line("one & <all>", [(0, 1), (1, 2)], "blue")], range_=(0, 1), y=Axis("x"))
         save(plot, tmp_path / name)
-    for kind in ("svg", "pdf"):
-        assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
+    for kind in (".svg", ".pdf", "-wide.svg", "-wide.pdf"):
+        assert (tmp_path / f"a{kind}").read_bytes() == (tmp_path / f"b{kind}").read_bytes()
     assert ">one &amp; &lt;all&gt;</text>" in (tmp_path / "a.svg").read_text()
     shown = inline(plot, "x")
     assert "var(--blue)" in shown
-    assert "#3273dc" not in shown
+    assert "#0072b2" not in shown
+    for end, inches in PRINT.items():
+        assert f'viewBox="0 0 {inches * 72:g} ' in (tmp_path / f"a{end}.svg").read_text()
+    assert b"/FontType 3" not in (tmp_path / "a.pdf").read_bytes()
+    assert b"/CIDFontType2" in (tmp_path / "a.pdf").read_bytes(), "text, not outlines"
+
+
+def test_axes_have_titles_with_the_unit_that_fits() -> None:
+    for highest, kind, title in (
+        (0.02, "seconds", "time (ms)"),
+        (300.0, "seconds", "time (s)"),
+        (5e6, "bytes", "time (MB)"),
+        (0.9, "share", "time (%)"),
+        (7.0, "number", "time"),
+    ):
+        axes = line_plot([Line("a", [(0, highest)], "blue")], range_=(0, 1), y=Axis("time", kind)).axes[0]
+        assert (axes.get_ylabel(), axes.get_xlabel()) == (title, "time (s)")
+
+
+def test_axes_are_logarithmic_where_values_are_far_apart() -> None:
+    def scales(values: list[float], kind: FigureKind = "number") -> str:
+        line = Line("a", list(enumerate(values)), "blue")
+        return line_plot([line], range_=(0, 2), y=Axis("a", kind)).axes[0].get_yscale()
+
+    assert [scales([2.3, 0.1]), scales([2.3, 0.5]), scales([2.3, 0.0])] == ["log", "linear", "linear"]
+    assert scales([0.9, 0.01], "share") == "linear"
+    line = [Line("a", [(5.0, 1.0), (200.0, 2.0)], "blue", marks=True)]
+    assert line_plot(line, range_=(5, 200), y=Axis("a"), at=[5, 200]).axes[0].get_xscale() == "log"
+    assert bar_plot(["a", "b"], [Bars("a", [1.0, 90.0], "blue")], y=Axis("a")).axes[0].get_yscale() == "linear"
+
+
+@pytest.mark.parametrize("width", PRINT.values())
+def test_labels_lie_above_the_data(width: float) -> None:
+    windows = [Window(at, at + 1, f"kill worker{at}") for at in (1, 2, 40, 95)]
+    lines = [Line(f"a rather long name {index}", [(0, 5), (100, 9)], colour) for index, colour in enumerate(SERIES)]
+    plot = line_plot(lines, windows, range_=(0, 100), y=Axis("loss"), width=width)
+    plot.draw_without_rendering()
+    axes = plot.axes[0]
+    area, boxes = axes.get_window_extent(), [text.get_window_extent() for text in axes.texts]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert len(boxes) == 3, "the second one would lie on the first"
+    for box in boxes:
+        assert area.y1 <= box.y0
+        assert box.y1 <= legend.get_window_extent().y0 + 1
+        assert box.x1 <= plot.bbox.x1
+    assert not any(left.overlaps(right) for left, right in pairwise(boxes))
+
+
+def test_repetitions_are_a_mean_with_its_interval() -> None:
+    line = mean_line("a", [[(0, 1.0), (2, 3.0), (4, 9.0)], [(0, 3.0), (1, 4.0), (2, 5.0)], []], "blue")
+    assert line.points == [(0, 2.0), (2, 4.0)], "over the x that all reach; without points it does not count"
+    # Student's 97.5 % quantile of one degree of freedom, for two values one from their mean.
+    assert line.half_widths == pytest.approx([12.706, 12.706], rel=1e-4)
+    assert mean_line("a", [[(0, 1.0)]], "blue").half_widths == ()
+
+
+@pytest.mark.parametrize("palette", ["light", "dark"])
+def test_colour_blind_readers_can_tell_series_apart(palette: str) -> None:
+    style = (Path(html.__file__).parent / "templates" / "style.css").read_text()
+    found = re.findall(
+        r"--(\w+): (#[0-9a-f]{6});", style.split("@media (prefers-color-scheme: dark)")[palette == "dark"]
+    )
+    colours = [dict(found)[name] for name in SERIES]
+    for seen in SEEN_BY.values():
+        worst = min(np.linalg.norm(_lab(a, seen) - _lab(b, seen)) for a, b in combinations(colours, 2))
+        assert worst >= 15
+    if palette == "light":
+        assert colours == [COLOURS[name] for name in SERIES]
+
+
+SEEN_BY = {
+    "all": np.eye(3),
+    "protanopes": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopes": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "tritanopes": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+}
+"""Linear RGB as others see it: Machado, Oliveira and Fernandes (2009), severity 1."""
+
+
+def _lab(colour: str, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return a colour in CIELAB, where 2.3 is a difference just noticed."""
+    values = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    linear = seen @ np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ np.clip(linear, 0, 1) / np.array([0.9505, 1.0, 1.089])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def test_the_scenarios_of_papers_name_rows_and_points_that_are_there() -> None:

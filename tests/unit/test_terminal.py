@@ -78,7 +78,11 @@ def test_alike_links_stand_together_and_a_bad_one_alone() -> None:
     found[1]["problem"] = "too slow"
     assert [(group.name, group.problem) for group in group_links(found)] == [("b → a", "too slow"), ("a → b", None)]
     many = [{**found[0], "source": "a", "destination": f"d{number}"} for number in range(5)]
-    assert group_links(many)[0].name == "5 links of 6 devices"
+    assert group_links(many)[0].name == "a – d0, d1, d2, d3, d4"
+    few = [{**found[0], "source": "a", "destination": f"d{number}"} for number in range(3)]
+    assert group_links(few)[0].name == "a → d0, a → d1, a → d2"
+    mesh = [{**found[0], "source": a, "destination": b} for a in "abcdefgh" for b in "abcdefgh" if a != b]
+    assert group_links(mesh)[0].name == "all 56 among a, b, …, h"
 
 
 def test_a_summary_has_a_line_a_point(tmp_path: Path) -> None:
