@@ -132,6 +132,6 @@ DECLARED = Declared(
     ),
     events=(
         EventType("tests", "training stands still, and test runs begin", ("batch",), ("step",)),
-        EventType("passed", "parts that a device needed of others so far, and that came", None, ("to", "due", "came")),
+        EventType("passed", "parts that a device needed of others so far, and that came", (), ("to", "due", "came")),
     ),
 )

@@ -95,7 +95,9 @@ class Member:
     def slots(self, group: int, table: Timetable) -> AsyncGenerator[tuple[Segment, LayerAction | None], None]:
         """Yield the work of a group's device, slot by slot, from the slot that it is."""
         slot, test_slot = self._details.slot, self._details.test_slot
-        ahead = segments(table, slot, self._training.steps, test_slot, len(self._tests), self._every)
+        fitting, steps = self._details.fitting, self._training.steps
+        steps = steps if fitting is None else min(steps, fitting)
+        ahead = segments(table, slot, steps, test_slot, len(self._tests), self._every)
         return slots(self._device, group, ahead)
 
     async def work(self, segment: Segment, action: LayerAction | None) -> None:

@@ -56,6 +56,8 @@ class EdgePipeOptions(Options):
     """Steps from one evaluation to the next; None: at the end only. The pipeline drains before each."""
     slot: Duration | None = Field(None, gt=0)
     """Length of a timeslot; None: the longest computation, the longest transmission, and `margin`."""
+    time: Duration | None = Field(None, gt=0)
+    """Train the steps whose timeslots fit into this, without those of tests; the workload's are the most."""
     margin: Duration = MARGIN
     """Seconds that a timeslot has beyond both."""
 
@@ -79,6 +81,8 @@ class EdgePipeDetails(Details):
     """Seconds."""
     test_slot: float
     """Seconds of a timeslot of tests, whose batches may be larger."""
+    fitting: int | None = None
+    """Steps that fit into the option `time`; None where it is not given."""
     forward: tuple[float, ...]
     """By layer, the seconds of a batch's forward on the device that takes longest."""
     backward: tuple[float, ...]
@@ -181,6 +185,7 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
             micro_batches=problem.options.micro_batches,
             slot=slot,
             test_slot=max(slot, sum(_needed(problem, division, devices, test_batch(problem)))),
+            fitting=_fitting(problem, table, slot),
             forward=tuple(each[0] for each in times),
             backward=tuple(each[1] for each in times),
         ),
@@ -249,6 +254,18 @@ def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple
         text += f"transmitting {formats.seconds(transmitting)}"
         raise InputError(text, ("method", "slot"))
     return given
+
+
+def _fitting(problem: Problem[EdgePipeOptions], table: Timetable, slot: float) -> int | None:
+    """Return how many steps fit into the time for training. Raises `InputError` where not one does."""
+    time = problem.options.time
+    if time is None:
+        return None
+    steps = table.steps(math.floor(time / slot + 1e-9))
+    if steps < 1:
+        least = formats.seconds(table.slots(table.micro) * slot)
+        raise InputError(f"{formats.seconds(time)} is too short: one step takes {least}", ("method", "time"))
+    return steps
 
 
 def _needed(

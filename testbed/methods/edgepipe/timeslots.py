@@ -50,9 +50,9 @@ class Timetable:
         whole, more = divmod(batches - 1, self.micro)
         return max(ends, default=len(self.forward) - 1) + 1 + self.period * whole + more
 
-    def batches(self, slots: int) -> int:
-        """Return how many batches are through within a number of slots."""
-        return max(0, (slots - self.slots(1)) // self.period + 1)
+    def steps(self, slots: int) -> int:
+        """Return how many whole batches, of all their micro-batches, are through within a number of slots."""
+        return max(0, (slots - self.slots(self.micro)) // self.period + 1)
 
     def action(self, group: int, slot: int) -> LayerAction | None:
         """Return what a device of a group does in a slot; None: it stalls."""

@@ -288,7 +288,7 @@ def test_the_slot_length_of_the_single_device_has_no_transmission():
 def test_what_194_minutes_train_as_in_table_iii(allocation, slot, batches, epoch, step):
     assert pytest.approx(194 * 60, rel=2e-3) == BUDGET
     # The table rounds slots and their length to the nearest.
-    assert schedule(allocation).batches(round(BUDGET / slot)) == batches
+    assert schedule(allocation).steps(round(BUDGET / slot)) == batches
     assert divmod(batches, 600) == (epoch - 1, step)
 
 

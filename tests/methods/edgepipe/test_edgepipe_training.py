@@ -108,6 +108,16 @@ def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_s
     assert chosen.step_time == 4 * slot
 
 
+def test_as_many_steps_are_trained_as_fit_into_the_time():
+    slot = planned(six())[1].details.slot
+    for time, steps in (
+        (27.001 * slot, 5),
+        (26.9 * slot, 4),
+        (1000 * slot, 12),
+    ):  # 11 slots and 4 for each but the first
+        assert len(of(run(six({"time": f"{1e6 * time:f}us"})), "step")) == steps
+
+
 def test_one_device_in_slots_is_the_papers_naive_and_plain_gradient_descent():
     written = scenario(0, workload=SIX["workload"], method={"name": "edgepipe"})
     table = timetable_of(planned(written)[1].details)
@@ -406,6 +416,7 @@ def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
     [
         ({"workload": {"model": {"name": "resnet18"}}}, ("model", "name"), "of resnet18 is no convolution, pooling or"),
         ({"method": {"slot": "1us"}}, ("method", "slot"), "is too short: computing takes up to"),
+        ({"method": {"time": "1ms"}}, ("method", "time"), "is too short: one step takes"),
         ({"method": {"layers": 1}, "workers": 3}, ("method", "layers"), "makes 6 groups of layers for 4 devices"),
         ({"method": {"mapping": "upper"}, "workers": 9}, ("method", "mapping"), "10 devices have too many orders"),
         ({"network": {"topology": "star"}}, ("network", "topology"), "no link leads from"),
