@@ -75,8 +75,11 @@ class Recorder:
             for name, text in {"scenario.yaml": scenario_yaml(scenario), **sources}.items():
                 (self.path / name).write_text(text, encoding="utf-8")
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
-            # A line at a time: what was written is there, whatever ends this process.
-            self._events = (self.path / "events.jsonl").open("w", encoding="utf-8", buffering=1)
+            # A line at a time: what was written is there, whatever ends this process. A simulation has thousands of
+            # lines a second: the last few do not matter.
+            self._events = (self.path / "events.jsonl").open(
+                "w", encoding="utf-8", buffering=1 if runtime == "emulate" else -1
+            )
 
     def event(self, event: Event) -> None:
         """Write an event; raise `HostError` where that is impossible."""

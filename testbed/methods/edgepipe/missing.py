@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -12,8 +12,7 @@ from testbed.methods.parts.layer_shard import LayerShard
 from testbed.models.slices import Channels, elements
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one device had to send."""
 
     sender: str

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from testbed.schedule.actions import Action
 
@@ -18,8 +18,7 @@ MARGIN = 0.1
 """Seconds; the paper's."""
 
 
-@dataclass(frozen=True)
-class LayerAction:
+class LayerAction(NamedTuple):
     """One slot's work: a batch through one layer."""
 
     kind: Literal["forward", "backward"]
@@ -140,7 +139,7 @@ class Segment:
         """Yield its slots, from 0, in which a device of a group has work, and that with which of the batches."""
         for slot, action in enumerate(self.table.actions(group, len(self.batches))):
             if action is not None:
-                yield slot, replace(action, batch=self.batches.start + action.batch)
+                yield slot, action._replace(batch=self.batches.start + action.batch)
 
 
 def segments(
