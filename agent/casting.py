@@ -1,7 +1,7 @@
 """Best-effort broadcast over UDP: a message in datagrams, lost when one of them is.
 
-The links lose datagrams. That a receiver loses a whole message, as radio studies have it (`Link.message_loss`), is
-decided here, by a draw that the simulator makes as well.
+The links lose datagrams. That a receiver loses a whole message, as radio studies have it (`Link.message_loss`), or some
+of its frames, is decided here, by draws that the simulator makes as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agent.receiving import Arrival, Inbox
 from agent.settings import Address
 from testbed.cast import CastForm
 from testbed.framing import CAST_CHUNK, CAST_HEADER
-from testbed.wire import Envelope, WireError
+from testbed.wire import Envelope, Message, WireError
 
 _PREFIX = struct.Struct("<4sQIHH")
 """Mark of the run, sender's incarnation, number of the cast, number of the chunk, number of chunks."""
@@ -40,8 +40,8 @@ _REPORT = struct.pack("I", 1 << 4 | 1 << 11)
 _NOTE = [(socket.SOL_SOCKET, _SO_TIMESTAMPING, struct.pack("I", 1 << 1))]
 _STAMP = struct.Struct("@qq")
 
-CastLoss = Callable[[str, int], bool]
-"""Whether this device loses a cast, by its sender and its number."""
+Hears = Callable[[Message, int, int], Message | None]
+"""What this device hears of a cast, by the bytes of its header and its number; None: nothing."""
 
 
 def mark(token: str) -> bytes:
@@ -60,10 +60,10 @@ class Caster:
     """Sends and receives casts; the receiving side is a thread."""
 
     def __init__(
-        self, form: CastForm, listen: Address, broadcast: Address | None, token: str, limit: int, lost: CastLoss
+        self, form: CastForm, listen: Address, broadcast: Address | None, token: str, limit: int, hears: Hears
     ) -> None:
         self._form = form
-        self._lost = lost
+        self._hears = hears
         self._broadcast = broadcast
         self._mark = mark(token)
         self._limit = limit
@@ -165,10 +165,10 @@ class Caster:
             read = self._form.decode(whole)
         except WireError:
             return
-        if read is None:
+        if read is None or read[0].sender == self._form.name:
             return
-        (message, _), size, start = read, len(whole), partial.start
-        if message.sender == self._form.name or self._lost(message.sender, numbers[1]) or not inbox.reserve(size):
+        message, size, start = self._hears(*read, numbers[1]), len(whole), partial.start
+        if message is None or not inbox.reserve(size):
             return
         new = False
         try:

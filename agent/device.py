@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent.casting import Caster, CastLoss
+from agent.casting import Caster, Hears
 from agent.disk import Disk
 from agent.events import EventLog
 from agent.pacing import Charge, DeviceTime, Pace, Processors, WorkTimes, fixed, slowed
@@ -46,7 +46,7 @@ class RealDevice:
         origin: float,
         log: EventLog,
         pace: Pace | None = None,
-        lost: CastLoss = lambda _sender, _number: False,
+        hears: Hears = lambda message, _header, _number: message,
     ) -> None:
         spec, peers = deployment.problem.device(settings.device), deployment.peers
         self.name = settings.device
@@ -75,7 +75,7 @@ class RealDevice:
         self._cast_number = count()
         self._form = CastForm(self.name, (each.name for each in deployment.problem.devices))
         self._caster = Caster(
-            self._form, settings.cast, deployment.broadcast, self._token, settings.message_limit, lost
+            self._form, settings.cast, deployment.broadcast, self._token, settings.message_limit, hears
         )
         self._caster.start(self.inbox)
         self._closed = False

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from agent.events import EventLog
@@ -21,16 +22,17 @@ from agent.settings import Settings
 from agent.waiting import WaitingTime
 from testbed import tensors
 from testbed.errors import TestbedError
-from testbed.network.broadcast import heard
+from testbed.network.broadcast import heard, received
 from testbed.trace.events import Event
 
 if TYPE_CHECKING:
     import torch
 
-    from agent.casting import CastLoss
+    from agent.casting import Hears
     from agent.deployment import Deployment
     from agent.device import RealDevice
     from testbed.data.dataset import Dataset
+    from testbed.wire import Message
 
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -113,14 +115,17 @@ class Runner:
                 raise Refused(409, "links come after a deployment")
             self._message_loss = {**self._message_loss, **_fractions(body, self._deployment.peers)}
 
-    def _loses(self, deployment: Deployment) -> CastLoss:
-        """Return what decides whether this device loses a cast, with the links as they are at that moment."""
-        seed, name = deployment.problem.seed, self.settings.device
+    def _hears(self, deployment: Deployment) -> Hears:
+        """Return what decides what this device hears of a cast, with the links as they are at that moment."""
+        problem, name = deployment.problem, self.settings.device
 
-        def lost(sender: str, number: int) -> bool:
-            return not heard(seed, sender, name, number, self._message_loss.get(sender, 0.0))
+        def hears(message: Message, header: int, number: int) -> Message | None:
+            sender = message.sender
+            link = problem.links.get((sender, name))
+            chance = partial(heard, problem.seed, sender, name, number, self._message_loss.get(sender, 0.0))
+            return received(message, header, None if link is None else link.frame, chance)
 
-        return lost
+        return hears
 
     def weights(self) -> bytes:
         """Return what the program exposes, as it is between two pieces of work."""
@@ -191,7 +196,7 @@ class Runner:
         from testbed.methods.base import Job
 
         settings, problem = self.settings, deployment.problem
-        device = RealDevice(settings, deployment, origin, self.log, self.pace, self._loses(deployment))
+        device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment))
         loop = asyncio.get_running_loop()
         assert isinstance(loop, _Loop)
         loop.on_timer = device.hear

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from testbed import tensors as safetensors
 from testbed.framing import cast_wire_bytes
@@ -107,6 +108,29 @@ class CastForm:
         if reader.left != padding:
             raise WireError("a cast that is longer or shorter than it says")
         return Message(kind, fields, safetensors.to_torch(raw) if raw else {}, sender, padding), header
+
+
+def with_gaps(message: Message, header: int, frame: int, lost: Iterable[int]) -> Message | None:
+    """Return what is left of a cast without some of its frames, of ``frame`` bytes each, from 0.
+
+    None where one of them is of the ``header`` bytes before the values. A value is missing with any byte of it.
+    """
+    import torch
+
+    tensors, missing, end = dict(message.tensors), {}, header
+    lost = sorted(lost)
+    if lost and lost[0] * frame < header:
+        return None
+    for name, tensor in message.tensors.items():
+        start, end = end, end + tensor.nbytes
+        size = tensor.element_size()
+        gaps = torch.zeros(tensor.numel(), dtype=torch.bool)
+        for number in lost:
+            gaps[max(0, (number * frame - start) // size) : max(0, -(-((number + 1) * frame - start) // size))] = True
+        if gaps.any():
+            missing[name] = gaps.reshape(tensor.shape)
+            tensors[name] = tensor if tensor.is_meta else tensor.masked_fill(missing[name], 0)
+    return replace(message, tensors=tensors, missing=missing) if missing else message
 
 
 class _Reader:

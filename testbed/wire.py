@@ -32,6 +32,8 @@ class Message:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     sender: str = ""
     padding: int = 0
+    missing: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of a cast of which frames were lost, by tensor: where its values are missing, which are zeros then."""
 
     def __getitem__(self, key: str) -> Any:
         """Return one of the fields."""

@@ -56,7 +56,8 @@ def _losses(link: Mapping[str, Any]) -> Iterator[str]:
     if (bursts := link.get("bursts")) is not None:
         yield f"bursts of loss p {_fraction(bursts['p'])} r {_fraction(bursts['r'])}"
     if link.get("message_loss"):
-        yield f"{_fraction(link['message_loss'])} of casts lost"
+        what = "casts" if link.get("frame") is None else f"casts' frames of {link['frame']} bytes"
+        yield f"{_fraction(link['message_loss'])} of {what} lost"
 
 
 def _fraction(value: float) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from testbed.cast import with_gaps
 from testbed.network.link import Link
 from testbed.seeds import derive
+from testbed.wire import Message
 
 _DRAWS = float(1 << 63)
 
@@ -20,9 +22,22 @@ def broadcast_rate(links: Iterable[Link], *limits: float | None) -> float | None
     return min(rates, default=None)
 
 
-def heard(seed: int, sender: str, receiver: str, number: int, message_loss: float) -> bool:
-    """Return whether a receiver gets the sender's cast of this number (from 0, since the sender booted) whole.
+def heard(seed: int, sender: str, receiver: str, number: int, message_loss: float, frame: int | None = None) -> bool:
+    """Return whether a receiver gets the sender's cast of this number (from 0, since the sender booted).
 
-    The draw depends on nothing else, so every run of a scenario, on either clock, loses the same casts.
+    All of it, or one of its frames. The draw depends on nothing else, so every run of a scenario, on either clock,
+    loses the same casts.
     """
-    return message_loss <= 0 or derive(seed, "cast", sender, receiver, number) / _DRAWS >= message_loss
+    names: tuple[str | int, ...] = ("cast", sender, receiver, number, *(() if frame is None else (frame,)))
+    return message_loss <= 0 or derive(seed, *names) / _DRAWS >= message_loss
+
+
+def received(message: Message, header: int, frame: int | None, heard: Callable[[int | None], bool]) -> Message | None:
+    """Return what a receiver has of a cast, or None: nothing.
+
+    ``header`` is in bytes. With ``frame`` bytes in a frame each of them is heard or not, else only the whole (None).
+    """
+    if frame is None:
+        return message if heard(None) else None
+    size = header + sum(tensor.nbytes for tensor in message.tensors.values()) + message.padding
+    return with_gaps(message, header, frame, [each for each in range(-(-size // frame)) if not heard(each)])

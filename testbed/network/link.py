@@ -61,7 +61,8 @@ class Link:
     bursts: GilbertElliott | None = None
     """Loss in bursts, instead of ``loss``."""
     message_loss: float = 0.0
-    """Fraction of casts lost whole, each receiver for itself: what radio studies mean by loss."""
+    """Fraction of casts lost whole, each receiver for itself: what radio studies mean by loss. With ``frame``, of their
+    frames."""
     duplicate: float = 0.0
     """Fraction of packets that arrive twice, unless one copy is lost."""
     reorder: float = 0.0
@@ -71,6 +72,8 @@ class Link:
     limit: int | None = None
     """Packets that the queue before the rate holds; None follows from the bandwidth-delay product."""
     up: bool = True
+    frame: int | None = None
+    """Bytes of a frame, where casts are lost by frames; None: whole."""
 
     def transmission_time(self, wire_bytes: float) -> float:
         """Return the seconds that the sender is busy putting bytes on the wire."""

@@ -11,7 +11,7 @@ from testbed.network.presets import PRESETS
 if TYPE_CHECKING:
     from testbed.network.parts import LinkPart
 
-FIGURES = tuple(field.name for field in fields(Link) if field.name != "up")
+FIGURES = tuple(field.name for field in fields(Link) if field.name not in ("up", "frame"))
 """The keys with which a part of a scenario describes a link, beside ``preset``."""
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from testbed.errors import Key
 from testbed.network.link import Distribution
 from testbed.part import Name, Part
-from testbed.quantities import Duration, Fraction, Rate
+from testbed.quantities import Duration, Fraction, Rate, Size
 
 
 class BurstsPart(Part):
@@ -114,6 +114,12 @@ class NetworkPart(Part):
     cells: tuple[CellPart, ...] = Field((), description="radio cells: devices that share one channel")
     radio: RadioPart | None = Field(
         None, description="makes each link's `message_loss` from the distance; `links` may say otherwise of some"
+    )
+    frame: Size | None = Field(
+        None,
+        ge=16,
+        description="casts are lost by frames of so many bytes, of which `message_loss` then is the fraction, and "
+        "arrive in part; default: each is lost whole",
     )
     subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")
 

@@ -213,7 +213,8 @@ def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Ra
     """
     network = scenario.network
     # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
-    default = {from_first: overlay(Link(), network.link, from_first) for from_first in (True, False)}
+    plain = Link(frame=None if network.frame is None else int(network.frame))
+    default = {from_first: overlay(plain, network.link, from_first) for from_first in (True, False)}
     links = {pair: default[pair[0] == first] for pair in pairs}
     if air is not None:
         links = {pair: replace(link, message_loss=1 - air.reception_ratio(pair)) for pair, link in links.items()}

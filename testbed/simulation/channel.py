@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from asyncio import Future
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from testbed.framing import WINDOW, chunks, wire_bytes
-from testbed.network.broadcast import heard
+from testbed.network.broadcast import heard, received
 from testbed.network.link import Link
 from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
 from testbed.simulation.host import Guest, Host
@@ -69,6 +70,8 @@ class Cast:
     """One transmission to several devices."""
 
     message: Message
+    header: int
+    """Bytes before the values."""
     bytes: int
     number: int
     """Of the sender's casts since it booted."""
@@ -391,8 +394,9 @@ class Channel:
         device, message = self.target.device, cast.message
         if device is None:
             return
-        if heard(self._seed, self.source.name, self.target.name, cast.number, self.link.message_loss):
-            copied = {name: tensor.clone() for name, tensor in message.tensors.items()}
+        chance = partial(heard, self._seed, self.source.name, self.target.name, cast.number, self.link.message_loss)
+        own = received(message, cast.header, self.link.frame, chance)
+        if own is not None:
+            copied = {name: tensor.clone() for name, tensor in own.tensors.items()}
             start = cast.start + delay
-            own = Message(message.kind, message.fields, copied, message.sender, message.padding)
-            device.deliver(own, cast.bytes, start, self._loop.now - start, cast.number)
+            device.deliver(replace(own, tensors=copied), cast.bytes, start, self._loop.now - start, cast.number)

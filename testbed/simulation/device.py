@@ -144,7 +144,8 @@ class SimulatedDevice:
         channels = [self._channels.get(peer) or self._channel(peer) for peer in peers]
         sent, _ = delivered(message, self.name)
         values = sum(tensor.nbytes for tensor in message.tensors.values())
-        size = len(self._form.header(message, peers)) + values + message.padding
+        header = len(self._form.header(message, peers))
+        size = header + values + message.padding
         rate = self._world.cast_rate(self.name)
         seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
         called = self._loop.now
@@ -153,7 +154,7 @@ class SimulatedDevice:
         number = self._casts
         self._casts += 1
         first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size)
-        cast = Cast(sent, size, number, start + first)
+        cast = Cast(sent, header, size, number, start + first)
         self._loop.at(end, self._spread, (channels, cast))
         await asyncio.sleep(end - called)
         self.write(

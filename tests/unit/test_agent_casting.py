@@ -3,15 +3,22 @@
 import socket
 import struct
 import time
+from functools import partial
 
 import pytest
+import torch
 
 from agent.casting import Caster, mark
 from agent.receiving import Arrival, Inbox
 from testbed.cast import CastForm
 from testbed.framing import CAST_CHUNK
-from testbed.network.broadcast import heard
+from testbed.network.broadcast import heard, received
 from testbed.wire import Message
+
+
+def everything(message: Message, header: int, number: int) -> Message:
+    return message
+
 
 FORMS = {name: CastForm(name, "abc") for name in "abc"}
 
@@ -23,9 +30,13 @@ def pair():
     fraction = {"a": 0.0}
     address = ("127.0.0.1", _free_port())
     inbox = Inbox(["a"], 1 << 20, arrivals.append)
-    receiver = Caster(FORMS["b"], address, None, "token", 1 << 20, lambda s, n: not heard(3, s, "b", n, fraction[s]))
+
+    def hears(message: Message, header: int, number: int) -> Message | None:
+        return message if heard(3, message.sender, "b", number, fraction["a"]) else None
+
+    receiver = Caster(FORMS["b"], address, None, "token", 1 << 20, hears)
     receiver.start(inbox)
-    sender = Caster(FORMS["a"], ("127.0.0.1", 0), address, "token", 1 << 20, lambda s, n: False)
+    sender = Caster(FORMS["a"], ("127.0.0.1", 0), address, "token", 1 << 20, everything)
     yield sender, arrivals, fraction
     sender.close()
     receiver.close()
@@ -90,7 +101,21 @@ def test_what_is_too_large_or_has_no_address_is_refused(pair):
     sender, _, _ = pair
     with pytest.raises(ValueError, match="too large"):
         sender.send(bytes(0x10000 * CAST_CHUNK), 1, 0)
-    lonely = Caster(FORMS["a"], ("127.0.0.1", 0), None, "token", 1 << 20, lambda s, n: False)
+    lonely = Caster(FORMS["a"], ("127.0.0.1", 0), None, "token", 1 << 20, everything)
     with pytest.raises(ValueError, match="no broadcast address"):
         lonely.send(b"", 1, 0)
     lonely.close()
+
+
+def test_frames_are_lost_by_the_same_draws_as_on_the_virtual_clock():
+    message = Message("m", {}, {"x": torch.rand(40, 20)}, sender="a")
+    header = len(FORMS["a"].header(message, ["b"]))
+    chance = partial(heard, 3, "a", "b", 8, 0.3)
+    read = FORMS["b"].decode(FORMS["a"].encode(message, ["b"]))
+    assert read is not None
+    here, there = received(*read, 100, chance), received(message, header, 100, chance)
+    assert here is not None
+    assert there is not None
+    assert torch.equal(here.missing["x"], there.missing["x"])
+    assert torch.equal(here.tensors["x"], there.tensors["x"])
+    assert 0.1 < here.missing["x"].float().mean() < 0.5

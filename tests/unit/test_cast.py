@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.cast import HEADER, CastForm
+from testbed.cast import HEADER, CastForm, with_gaps
 from testbed.wire import Message, WireError
 
 NAMES = [f"pi{number}" for number in range(1, 11)]
@@ -79,3 +79,19 @@ def test_what_cannot_be_cast_is_said():
     for message in (Message("m", {"a": object()}), Message("m", {}, {"x": torch.zeros(1, dtype=torch.complex64)})):
         with pytest.raises(WireError, match="a message 'm' cannot be cast"):
             FORMS["pi1"].header(message, ["pi2"])
+
+
+def test_frames_that_are_lost_are_zeros_and_marked():
+    # A header of 20 bytes, then 6 values of 4 bytes and 3 of 8: frames of 10 bytes.
+    message = Message("m", {}, {"x": torch.ones(2, 3), "y": torch.ones(3, dtype=torch.float64)}, padding=7)
+    assert with_gaps(message, 20, 10, []) is message
+    assert with_gaps(message, 20, 10, [7]) is message
+    assert with_gaps(message, 20, 10, [1, 4]) is None
+    left = with_gaps(message, 20, 10, [2, 5])
+    assert left is not None
+    # Bytes 20 to 29 are the first values; bytes 50 to 59 the first and second of what begins at 44.
+    assert left.missing["x"].tolist() == [[True, True, True], [False, False, False]]
+    assert left.missing["y"].tolist() == [True, True, False]
+    assert left.tensors["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert left.tensors["y"].tolist() == [0, 0, 1]
+    assert message.tensors["x"].all()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+import torch
+
 from testbed.methods.edgepipe.messages import Losses, Outputs
-from testbed.methods.edgepipe.missing import Arrived, Part
+from testbed.methods.edgepipe.missing import Arrived, Part, share_without
 from testbed.methods.edgepipe.partition import Partition
 from testbed.methods.edgepipe.recovery import Transmit
 from testbed.methods.parts.mailbox import Mailbox
@@ -82,7 +84,8 @@ class Tally:
     """Parts that were due, and those that had arrived."""
 
     due: int = 0
-    came: int = 0
+    came: float = 0
+    """Of one that has arrived in part, the share."""
 
 
 class Exchange:
@@ -120,11 +123,13 @@ class Exchange:
         """How many parts came from other devices in time, by what they were for."""
 
     def _take(self, message: Outputs | Losses) -> None:
-        if message.sender != self._name:
-            self._transmit.heard(message)
         kind = type(message)
+        came = self._arrived.get((kind, message.batch, message.layer), {})
+        message = _filled(came.get(message.sender, message), message)
+        if message.sender != self._name and not message.missing:
+            self._transmit.heard(message)
         if message.batch >= self._oldest[kind]:
-            self._arrived.setdefault((kind, message.batch, message.layer), {}).setdefault(message.sender, message)
+            self._arrived.setdefault((kind, message.batch, message.layer), came)[message.sender] = message
 
     def _expire(self, kind: type[Outputs | Losses], before: int) -> None:
         """Drop what was not used of batches before one, and whatever of them still comes."""
@@ -168,7 +173,11 @@ class Exchange:
         came = self._arrived.pop((kind, batch, layer), {})
         holders = self._placement.holders(layer)
         tally.due += len(holders) - (self._name in holders)
-        tally.came += sum(sender in came for sender in holders if sender != self._name)
+        tally.came += sum(
+            share_without(came[sender].missing.get("tensor"))
+            for sender in holders
+            if sender != self._name and sender in came
+        )
         return tuple(self._part(came.get(sender), layer, sender, own) for sender in holders)
 
     def _part(self, message: Outputs | Losses | None, layer: int, sender: str, own: Channels | None) -> Part:
@@ -179,5 +188,19 @@ class Exchange:
             neurons = self._notes.hear(message)
         if message is None or neurons is None:
             return Part(sender, self._placement.of(sender, layer), None)
-        tensor = message.tensor if own is None or message.tensor is None else pick(message.tensor, 1, own)
-        return Part(sender, neurons, tensor, message.note)
+        tensor, missing = message.tensor, message.missing.get("tensor")
+        if own is not None and tensor is not None:
+            tensor, missing = pick(tensor, 1, own), None if missing is None else pick(missing, 1, own)
+        if missing is not None and not missing.any():
+            missing = None
+        return Part(sender, neurons, tensor, message.note, missing)
+
+
+def _filled(first: Outputs | Losses, again: Outputs | Losses) -> Outputs | Losses:
+    """Return what is known after a message has come again: what was missing of it may be there now."""
+    if first is again or not first.missing or first.tensor is None or again.tensor is None:
+        return first
+    gaps = first.missing["tensor"]
+    left = gaps & again.missing["tensor"] if again.missing else torch.zeros_like(gaps)
+    tensor = torch.where(gaps, again.tensor, first.tensor)
+    return replace(first, tensor=tensor, missing={"tensor": left} if left.any() else {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,18 @@ class Part(NamedTuple):
     """(samples, values); None: it has not arrived."""
     note: dict[str, Any] | None = None
     """What was told along."""
+    missing: torch.Tensor | None = None
+    """Which values have not arrived, and are zeros, where only some have; as ``tensor``."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it has arrived."""
+        return self.tensor is not None and self.missing is None
+
+    @property
+    def share(self) -> float:
+        """How much of it has arrived."""
+        return 0 if self.tensor is None else share_without(self.missing)
 
 
 @dataclass(frozen=True)
@@ -44,12 +56,26 @@ class Arrived:
     @property
     def complete(self) -> bool:
         """Whether nothing is missing."""
-        return all(part.tensor is not None for part in self.parts)
+        return all(part.whole for part in self.parts)
 
     @property
     def rate(self) -> float:
         """The layer-to-layer success rate: the share of the devices from which it has arrived."""
-        return sum(part.tensor is not None for part in self.parts) / len(self.parts)
+        return sum(part.share for part in self.parts) / len(self.parts)
+
+    def gaps(self) -> torch.Tensor | None:
+        """Return which outputs of the whole layer are missing, (samples, values); None where none is."""
+        if self.complete:
+            return None
+        found = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
+        for part in self.parts:
+            if not part.whole:
+                found[:, self._where(part)] = True if part.missing is None else part.missing
+        return found
+
+    def _where(self, part: Part) -> slice | list[int]:
+        where = elements(part.neurons, self.values)
+        return slice(where.start, where.stop) if isinstance(where, range) else list(where)
 
     def together(self) -> torch.Tensor:
         """Return the outputs of the whole layer, (samples, values), with zeros for what is missing."""
@@ -58,8 +84,7 @@ class Arrived:
         found = torch.zeros(self.samples, self.neurons * self.values)
         for part in self.parts:
             if part.tensor is not None:
-                where = elements(part.neurons, self.values)
-                found[:, slice(where.start, where.stop) if isinstance(where, range) else list(where)] = part.tensor
+                found[:, self._where(part)] = part.tensor
         return found
 
     def _sent(self, part: Part) -> torch.Tensor:
@@ -80,6 +105,11 @@ class Arrived:
         if not heard:
             raise ValueError(f"nothing of layer {self.layer} has arrived for batch {self.batch}")
         return torch.stack(heard).sum(dim=0)
+
+
+def share_without(missing: torch.Tensor | None) -> float:
+    """Return how much is there of values of which some are missing; None: none is."""
+    return 1 if missing is None else 1 - float(missing.float().mean())
 
 
 class Learn(Protocol):
@@ -121,8 +151,8 @@ class Missing:
     """How to know whether the other devices of the own layer have everything; None: it does not matter."""
     absent: bool = False
     """Whether a device with nothing to send says so, by a cast without values."""
-    unheard: Callable[[Arrived], Sequence[Channels]] = lambda _: ()
-    """Values of the layer before that get no losses for a batch, from the outputs that had arrived of it."""
+    unheard: Callable[[Arrived], torch.Tensor | None] = lambda _: None
+    """Which outputs of the layer before get no losses for a batch, (samples, values), from what had arrived of it."""
 
 
 def all_of(losses: Arrived) -> torch.Tensor | None:
@@ -145,12 +175,9 @@ def at_once(
     return work
 
 
-def missed(outputs: Arrived) -> Sequence[Channels]:
-    """Return the values of the neurons whose outputs had not arrived."""
-    return [elements(part.neurons, outputs.values) for part in outputs.parts if part.tensor is None]
-
-
-EDGEPIPE = Missing(inputs=Arrived.together, results=Arrived.together, losses=all_of, learn=at_once, unheard=missed)
+EDGEPIPE = Missing(
+    inputs=Arrived.together, results=Arrived.together, losses=all_of, learn=at_once, unheard=Arrived.gaps
+)
 """A missing part counts as zero in the forward pass; the gradient needs all losses of the layer behind.
 
 What counted as zero gets no losses. The paper leaves that open; with losses for outputs that nobody had, which

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -28,18 +28,18 @@ class Neurons:
         self._problem = problem
         self._layers = layers_of(problem)
         self._learn = learn
-        self._forwarded: dict[tuple[int, int], Sequence[Channels]] = {}
-        """Layers and batches that wait for their losses: values of the layer before that are to get none."""
+        self._forwarded: dict[tuple[int, int], torch.Tensor | None] = {}
+        """Layers and batches that wait for their losses: which outputs of the layer before are to get none."""
         self.shards: dict[int, LayerShard] = {}
         for layer, neurons in held.items():
             self.take(layer, neurons)
 
     async def forward(
-        self, layer: int, batch: int, inputs: torch.Tensor, unheard: Sequence[Channels] = ()
+        self, layer: int, batch: int, inputs: torch.Tensor, unheard: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the outputs, (samples, own values), and keep what `backward` needs.
 
-        ``unheard``: inputs on which the outputs do not depend, whatever stands there; their gradient is zero.
+        ``unheard`` marks inputs that had not arrived, whatever stands there: their gradient is zero.
         """
         shard, flops = self.shards[layer], self._work(layer, len(inputs)).forward
         outputs = await self._device.compute(partial(shard.forward, batch, inputs), Cost(flops), Span("forward", batch))
@@ -66,9 +66,9 @@ class Neurons:
             cost = self._work(layer, samples)
             flops = cost.update if gradient is None else cost.backward + cost.update
             before = await self._device.compute(learning, Cost(flops), Span("backward", batch))
-        for values in self._forwarded.pop((layer, batch), ()):
-            if before is not None:
-                before[:, torch.tensor(values)] = 0.0
+        unheard = self._forwarded.pop((layer, batch), None)
+        if before is not None and unheard is not None:
+            before.masked_fill_(unheard, 0.0)
         self.shards[layer].forget(batch)
         return before
 

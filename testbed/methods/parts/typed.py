@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from testbed.wire import Message, WireError
+
+if TYPE_CHECKING:
+    import torch
 
 Fixed = float
 """A number that takes as many bytes whatever it is, so that what is computed does not decide how long it travels."""
@@ -42,6 +45,8 @@ class Typed:
     """Set on arrival."""
     padding: int = 0
     """Bytes charged beside the content."""
+    missing: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """As in `testbed.wire.Message`."""
 
     def __init_subclass__(cls, kind: str = "", key: tuple[str, ...] = (), opens: bool = False) -> None:
         super().__init_subclass__()
@@ -73,17 +78,17 @@ def _form(kind: type[Typed]) -> _Form:
     values: list[tuple[str, bool]] = []
     tensors: list[str] = []
     state = None
-    for field in fields(kind):
-        annotation = str(field.type)
-        if field.name in ("sender", "padding"):
+    for each in fields(kind):
+        annotation = str(each.type)
+        if each.name in ("sender", "padding", "missing"):
             continue
         if annotation.startswith("torch.Tensor"):
-            tensors.append(field.name)
+            tensors.append(each.name)
         elif annotation == "State":
-            state = field.name
+            state = each.name
         else:
-            values.append((field.name, field.default is None))
-    fixed = tuple(field.name for field in fields(kind) if str(field.type).startswith("Fixed"))
+            values.append((each.name, each.default is None))
+    fixed = tuple(each.name for each in fields(kind) if str(each.type).startswith("Fixed"))
     return _Form(tuple(values), tuple(tensors), fixed, state)
 
 
@@ -109,6 +114,6 @@ def decode(kind: type[K], message: Message) -> K:
         given[form.state] = {name: value for name, value in message.tensors.items() if name not in tensors}
     try:
         given |= {name: float(given[name]) for name in form.fixed if given.get(name) is not None}
-        return kind(**given, sender=message.sender, padding=message.padding)
+        return kind(**given, sender=message.sender, padding=message.padding, missing=message.missing)
     except (TypeError, ValueError) as error:
         raise WireError(f"message '{message.kind}' of {message.sender}: {error}") from error

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from delayed import Reference
-from runs import of, plain, problem_of, run, scenario
+from runs import events, of, plain, problem_of, run, scenario
 from torch.nn import functional
 
+from testbed.cast import CastForm
 from testbed.data.batches import batch
 from testbed.errors import InputError
 from testbed.methods.edgepipe import EdgePipe
 from testbed.methods.edgepipe.planner import division_of, plan, timetable_of
+from testbed.network.broadcast import heard, received
 from testbed.plan import Details
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
+from testbed.wire import Message
 
 SIX = {"workers": 5, "workload": {"optimizer": {"learning_rate": 0.1}}}
 
@@ -245,9 +249,9 @@ def test_test_runs_pass_over_the_lossy_links_each_by_itself():
     assert same["loss"] == pytest.approx(once["loss"])
 
 
-def lossy(method, *pairs, **keys):
-    links = [{"from": a, "to": b, "message_loss": "99.9999999%"} for a, b in pairs]
-    network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
+def lossy(method, *pairs, loss="99.9999999%", frame=None, **keys):
+    links = [{"from": a, "to": b, "message_loss": loss} for a, b in pairs]
+    network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links, "frame": frame and f"{frame}B"}
     return six({"mapping": "random", **method}, network=network, **keys)
 
 
@@ -300,27 +304,33 @@ def frozen(written, division):
     return expected.losses
 
 
-@pytest.mark.parametrize("model", [MLP, CNN])
-def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradient_from_them(model):
-    # One device of layers 2 and 3 never hears one of layers 0 and 1.
+@pytest.mark.parametrize(("model", "frame"), [(MLP, None), (CNN, None), (MLP, 64), (CNN, 256)])
+def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradient_from_them(model, frame):
+    # One device of layers 2 and 3 never hears one of layers 0 and 1, or half of its frames.
     method = {"pipelined": False}
     devices = planned(lossy(method, model=model))[1].details.devices
-    written = lossy(method, (devices[0], devices[2]), model=model)
+    loss = "99.9999999%" if frame is None else "50%"
+    written = lossy(method, (devices[0], devices[2]), loss=loss, frame=frame, model=model)
     problem, chosen = planned(written)
     assert chosen.details.devices == devices
     division = division_of(problem)
     lost, deaf = division.super_neurons[0].of(1), division.super_neurons[2].of(2)
     expected = Reference(written)
     optimizer = torch.optim.SGD(expected.model.parameters(), lr=written.workload.optimizer.learning_rate)
-    losses = []
+    losses, missed = [], []
     for step in range(written.workload.steps):
         chosen_samples = batch(len(expected.data.train_labels), 16, problem.seed, step)
         values = torch.from_numpy(expected.data.train_images[chosen_samples])
         for number, unit in enumerate(expected.model):
             outputs = unit(values)
             if number == 1:
-                heard = unit(values.index_fill(1, torch.tensor(lost), 0.0))
-                outputs = torch.cat([heard[:, : deaf.stop], outputs[:, deaf.stop :]], dim=1)
+                # The first device of layers 0 and 1 casts twice in each step.
+                part = values[:, lost.start : lost.stop]
+                gaps = missing(part.detach(), step, devices, written, frame).reshape(part.shape)
+                part = part.masked_fill(gaps, 0.0)
+                missed.append(float(gaps.float().mean()))
+                reached = unit(torch.cat([values[:, : lost.start], part, values[:, lost.stop :]], dim=1))
+                outputs = torch.cat([reached[:, : deaf.stop], outputs[:, deaf.stop :]], dim=1)
                 assert deaf.start == 0
             values = outputs
         loss = functional.cross_entropy(values, torch.from_numpy(expected.data.train_labels[chosen_samples]))
@@ -328,7 +338,34 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert [step["loss"] for step in of(run(written), "step")] == pytest.approx(losses, rel=1e-5)
+    outcome = run(written)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, rel=1e-5)
+    (counted,) = [each for name, each in events(outcome, "passed") if name == devices[2] and each["to"] == "forward"]
+    assert counted["due"] - counted["came"] == pytest.approx(sum(missed), rel=1e-4)
+    assert counted["due"] == 12 * (2 + len(division.super_neurons[2].layers) - 1)
+
+
+def missing(values, step, devices, written, frame):
+    """Return which of a device's outputs another did not hear, (samples, values)."""
+    values = values.flatten(1)
+    if frame is None:
+        return torch.ones(values.shape, dtype=torch.bool)
+    message = Message("outputs", {"batch": step, "layer": 1}, {"tensor": values})
+    header = len(CastForm(devices[0], devices).header(message, devices[2:4]))
+    chance = partial(heard, written.seed, devices[0], devices[2], 2 * step + 1, 0.5)
+    there = received(message, header, frame, chance)
+    return torch.ones(values.shape, dtype=torch.bool) if there is None else there.missing["tensor"]
+
+
+def test_what_is_cast_again_fills_what_frames_were_missing():
+    network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "20%"}, "frame": "64B"}
+    passed = [figures_of(each, run(each)) for each in (six({"recovery": each}, network=network) for each in RECOVERIES)]
+    shares = [each["forward_passed"] for each in passed]
+    assert 0.6 < shares[0] < 0.8 < shares[1] < 0.96 < shares[2]
+    assert passed[0]["learned"] < 0.3 < passed[2]["learned"]
+
+
+RECOVERIES = ("none", "r-tx", "ack")
 
 
 def figures_of(written, outcome):
