@@ -155,9 +155,13 @@ def _warnings(
     runs = [run for group in grouped for run in group]
     # Repetitions differ in their seeds by intention, points of a sweep in what is swept.
     repeated = len({run.trial.repetition for run in runs}) > 1
+    tasks = {run.trial.scenario.workload.task for run in runs}
+    unlike = "program" in tasks and len(tasks) > 1
+    if unlike:
+        yield "some run programs of one's own and some a method: that the workloads are the same is yours to see to"
     for key, values in differences.items():
         asked = any(key == other or key.startswith(f"{other}.") for other in swept) or (key == "seed" and repeated)
-        if not asked:
+        if not asked and not (unlike and key.startswith("workload.")):
             shown = " | ".join("–" if value is None else str(value) for value in values)
             yield f"the scenarios differ in {key}: {shown}"
     for group, label in zip(grouped, labels, strict=True):

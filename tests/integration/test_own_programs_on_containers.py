@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.api import build, emulate
+from controller.api import build, emulate, load
 from controller.lab import images
 
 pytestmark = pytest.mark.containers
@@ -52,3 +52,25 @@ def test_a_server_and_a_client_by_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(subnet) == 1  # both on the data network, and on the way to anywhere else
     (request,) = run.rows("requests")
     assert request["latency"] >= 0.04  # there and back, twice: a connection, then an answer
+
+
+EXAMPLES = Path(__file__).parents[2] / "scenarios" / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "figure", "least"),
+    [
+        # Forward over two links of 5 ms, and back.
+        ("programs", {}, "step_time", 0.02),
+        # A model to each client and back: 1.2 MB at 20 Mbit/s, twice.
+        ("flower", {"workload.programs.server.command": "python3 flower.py server 3"}, "round_time", 0.97),
+    ],
+)
+def test_what_is_shipped_runs_no_faster_than_its_links(
+    tmp_path: Path, name: str, changes: dict[str, str], figure: str, least: float
+) -> None:
+    scenario = load(EXAMPLES / f"{name}.yaml", {**changes, "expect": {}})
+    run = emulate(scenario, tmp_path / "out", accept_links=True)
+    assert run.run.outcome.status == "finished", run.run.outcome.error
+    assert run.figures[figure] >= least
+    assert run.figures["wire_bytes"] > 0
