@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from testbed.methods.edgepipe.messages import Losses, Outputs
-from testbed.methods.edgepipe.missing import Arrived, Part, share_without
+from testbed.methods.edgepipe.missing import Arrived, SenderPart, share_without
 from testbed.methods.edgepipe.partition import Partition
 from testbed.methods.edgepipe.recovery import Transmit
 from testbed.methods.parts.mailbox import Mailbox
@@ -88,7 +88,7 @@ class Tally:
     """Of one that has arrived in part, the share."""
 
 
-class Exchange:
+class CastExchange:
     """The casts of one device, and those that it hears."""
 
     def __init__(
@@ -168,7 +168,7 @@ class Exchange:
 
     def _parts(
         self, kind: type[Outputs | Losses], batch: int, layer: int, tally: Tally, own: Channels | None = None
-    ) -> tuple[Part, ...]:
+    ) -> tuple[SenderPart, ...]:
         """Return what the holders of a layer have sent; of losses the part that is for the ``own`` values."""
         came = self._arrived.pop((kind, batch, layer), {})
         holders = self._placement.holders(layer)
@@ -180,20 +180,20 @@ class Exchange:
         )
         return tuple(self._part(came.get(sender), layer, sender, own) for sender in holders)
 
-    def _part(self, message: Outputs | Losses | None, layer: int, sender: str, own: Channels | None) -> Part:
+    def _part(self, message: Outputs | Losses | None, layer: int, sender: str, own: Channels | None) -> SenderPart:
         neurons: Channels | None = self._placement.of(sender, layer)
         if self._notes is not None and message is None:
             self._notes.miss(sender)
         elif self._notes is not None and message is not None:
             neurons = self._notes.hear(message)
         if message is None or neurons is None:
-            return Part(sender, self._placement.of(sender, layer), None)
+            return SenderPart(sender, self._placement.of(sender, layer), None)
         tensor, missing = message.tensor, message.missing.get("tensor")
         if own is not None and tensor is not None:
             tensor, missing = pick(tensor, 1, own), None if missing is None else pick(missing, 1, own)
         if missing is not None and not missing.any():
             missing = None
-        return Part(sender, neurons, tensor, message.note, missing)
+        return SenderPart(sender, neurons, tensor, message.note, missing)
 
 
 def _filled(first: Outputs | Losses, again: Outputs | Losses) -> Outputs | Losses:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from testbed.device import Device
 from testbed.methods.base import Job
-from testbed.methods.edgepipe.exchange import Exchange, Placement, Planned
+from testbed.methods.edgepipe.exchange import CastExchange, Placement, Planned
 from testbed.methods.edgepipe.messages import KINDS, Losses, Outputs
 from testbed.methods.edgepipe.microbatches import MicroBatches, update_after
 from testbed.methods.edgepipe.missing import EDGEPIPE, Arrived, Missing
@@ -27,7 +27,7 @@ from testbed.methods.edgepipe.planner import (
 from testbed.methods.edgepipe.recovery import Acknowledged, Repeated, Transmit
 from testbed.methods.edgepipe.slots import slots
 from testbed.methods.edgepipe.testing import TestRuns
-from testbed.methods.edgepipe.timeslots import LayerAction, Segment, Timetable, segments
+from testbed.methods.edgepipe.timeslots import LayerAction, SlotSegment, Timetable, segments
 from testbed.methods.parts.feed import Training
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.models.slices import pick
@@ -43,7 +43,7 @@ async def run(device: Device, job: EdgePipeJob) -> None:
         part = division.super_neurons[details.devices.index(device.name)]
         placement = Planned(division, details.devices)
         under_way = table.staleness(1) * table.micro
-        exchange = Exchange(mailbox, placement, recovery(mailbox, job), under_way, neuron_values(problem))
+        exchange = CastExchange(mailbox, placement, recovery(mailbox, job), under_way, neuron_values(problem))
         missing = replace(EDGEPIPE, learn=update_after(table.micro))
         neurons = Neurons(device, problem, {layer: part.of(layer) for layer in part.layers if layer}, missing.learn)
         await Member(device, job, placement, exchange, neurons, missing).run(part.group, table)
@@ -66,7 +66,7 @@ class Member:
         device: Device,
         job: EdgePipeJob,
         placement: Placement,
-        exchange: Exchange,
+        exchange: CastExchange,
         neurons: Neurons,
         missing: Missing,
     ) -> None:
@@ -92,7 +92,7 @@ class Member:
         async for segment, action in self.slots(group, table):
             await self.work(segment, action)
 
-    def slots(self, group: int, table: Timetable) -> AsyncGenerator[tuple[Segment, LayerAction | None], None]:
+    def slots(self, group: int, table: Timetable) -> AsyncGenerator[tuple[SlotSegment, LayerAction | None], None]:
         """Yield the work of a group's device, slot by slot, from the slot that it is."""
         slot, test_slot = self._details.slot, self._details.test_slot
         fitting, steps = self._details.fitting, self._training.steps
@@ -100,7 +100,7 @@ class Member:
         ahead = segments(table, slot, steps, test_slot, len(self._tests), self._every)
         return slots(self._device, group, ahead)
 
-    async def work(self, segment: Segment, action: LayerAction | None) -> None:
+    async def work(self, segment: SlotSegment, action: LayerAction | None) -> None:
         """Do the work of a slot; None: the segment has ended."""
         self._exchange.until = segment.next(self._device.now())
         if segment.tests:
@@ -114,7 +114,7 @@ class Member:
                 oldest = action.batch - segment.table.staleness(action.layer) * segment.table.micro + 1
                 self._neurons.forget_before(action.layer, oldest)
 
-    def _report(self, segment: Segment) -> None:
+    def _report(self, segment: SlotSegment) -> None:
         """Tell at the end of training what has arrived, and that tests begin."""
         for passing, tally in self._exchange.tally.items():
             self._device.record("passed", to=passing, due=tally.due, came=tally.came)
@@ -134,7 +134,7 @@ class Member:
             )
             await self._share(action.layer, number, outputs)
 
-    async def _test(self, segment: Segment, action: LayerAction | None) -> None:
+    async def _test(self, segment: SlotSegment, action: LayerAction | None) -> None:
         """Forward a test batch, or have done with the test runs."""
         if self._leads and (action is None or action.layer == self._output):
             # The results of the batch before were shared in a slot that is over.

@@ -12,7 +12,7 @@ from testbed.methods.parts.layer_shard import LayerShard
 from testbed.models.slices import Channels, elements
 
 
-class Part(NamedTuple):
+class SenderPart(NamedTuple):
     """What one device had to send."""
 
     sender: str
@@ -46,7 +46,7 @@ class Arrived:
     samples: int
     neurons: int
     """Of the whole layer."""
-    parts: tuple[Part, ...]
+    parts: tuple[SenderPart, ...]
     """Of all devices with neurons of the layer, in their order."""
     others: bool = True
     """Whether the other devices of the receiver's layer are known to have everything; True where nobody asks."""
@@ -73,7 +73,7 @@ class Arrived:
                 found[:, self._where(part)] = True if part.missing is None else part.missing
         return found
 
-    def _where(self, part: Part) -> slice | list[int]:
+    def _where(self, part: SenderPart) -> slice | list[int]:
         where = elements(part.neurons, self.values)
         return slice(where.start, where.stop) if isinstance(where, range) else list(where)
 
@@ -87,7 +87,7 @@ class Arrived:
                 found[:, self._where(part)] = part.tensor
         return found
 
-    def _sent(self, part: Part) -> torch.Tensor:
+    def _sent(self, part: SenderPart) -> torch.Tensor:
         return torch.zeros(self.samples, len(part.neurons) * self.values) if part.tensor is None else part.tensor
 
     def _in_order(self) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 
 from testbed.device import Device
-from testbed.methods.edgepipe.timeslots import LayerAction, Segment
+from testbed.methods.edgepipe.timeslots import LayerAction, SlotSegment
 
 
 async def slots(
-    device: Device, group: int, segments: Iterable[Segment]
-) -> AsyncGenerator[tuple[Segment, LayerAction | None], None]:
+    device: Device, group: int, segments: Iterable[SlotSegment]
+) -> AsyncGenerator[tuple[SlotSegment, LayerAction | None], None]:
     """Yield the work of each slot as it begins, and None as each segment ends.
 
     Slots that are over are left out: the device was off, or stood still.

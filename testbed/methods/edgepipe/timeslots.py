@@ -102,7 +102,7 @@ def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
 
 
 @dataclass(frozen=True)
-class Segment:
+class SlotSegment:
     """Batches in a row, from an empty pipeline to an empty one: some steps of training, or the tests after them."""
 
     tests: bool
@@ -144,7 +144,7 @@ class Segment:
 
 def segments(
     table: Timetable, slot: float, steps: int, test_slot: float, tests: int, every: int | None = None
-) -> Iterator[Segment]:
+) -> Iterator[SlotSegment]:
     """Yield training and the test batches after ``every`` so many steps, or after all; the last steps are tested too.
 
     The pipeline drains before tests and fills again after them. Slots are in seconds.
@@ -157,7 +157,7 @@ def segments(
             (False, slot, table, trained),
             (True, test_slot, testing, range(tests)),
         ):
-            segment = Segment(is_test, start, length, rhythm, batches, number, end)
+            segment = SlotSegment(is_test, start, length, rhythm, batches, number, end)
             yield segment
             start, number = segment.end, number + len(batches)
 

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from testbed.data.batches import steps_per_epoch
 from testbed.device import Device
 from testbed.methods.base import Job
-from testbed.methods.edgepipe.exchange import Exchange
+from testbed.methods.edgepipe.exchange import CastExchange
 from testbed.methods.edgepipe.member import Member, recovery
 from testbed.methods.edgepipe.neurons import Neurons
 from testbed.methods.edgepipe.planner import answering_time, neuron_values, timetable_of
@@ -44,7 +44,7 @@ async def run(device: Device, job: VersatileJob) -> None:
         transmit = recovery(mailbox, job)
         if problem.options.sharing == "ideal":
             transmit = Ideal(mailbox, transmit, knowledge.layers - 1)
-        exchange = Exchange(mailbox, knowledge, transmit, table.staleness(1), neuron_values(problem), telling)
+        exchange = CastExchange(mailbox, knowledge, transmit, table.staleness(1), neuron_values(problem), telling)
         by_layer = (problem.options.sharing == "layer", problem.options.backward == "layer")
         confirming = Confirming(mailbox, knowledge, answering_time(problem, device.name), *by_layer)
         missing = maintenance.missing(confirming if any(by_layer) else None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from testbed.methods.edgepipe.missing import EDGEPIPE, Arrived, Part
+from testbed.methods.edgepipe.missing import EDGEPIPE, Arrived, SenderPart
 from testbed.methods.parts.layer_shard import LayerShard
 from testbed.models import create
 from testbed.models.graph import graph_of
@@ -13,7 +13,7 @@ from testbed.workload import OptimizerPart
 
 
 def arrived(*parts, neurons=5):
-    return Arrived(1, 7, 2, neurons, tuple(Part(f"d{number}", *each) for number, each in enumerate(parts)))
+    return Arrived(1, 7, 2, neurons, tuple(SenderPart(f"d{number}", *each) for number, each in enumerate(parts)))
 
 
 def test_missing_outputs_are_zeros_wherever_the_neurons_lie():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from testbed.methods.edgepipe.missing import Arrived, Part
+from testbed.methods.edgepipe.missing import Arrived, SenderPart
 from testbed.methods.edgepipe.planner import slice_of
 from testbed.methods.parts.layer_shard import LayerShard
 from testbed.methods.versatile.knowledge import Knowledge
@@ -66,7 +66,7 @@ def test_gradients_are_as_numpy_has_them(granularity, limit):
         for at, (shard, missing, neurons) in enumerate(zip(shards, devices, NEURONS, strict=True)):
             shard.forward(step, torch.from_numpy(inputs))
             sent = tuple(
-                Part(
+                SenderPart(
                     f"s{s}",
                     range(1),
                     torch.from_numpy(losses[s][:, neurons.start : neurons.stop]) if heard[s, at] else None,
@@ -95,11 +95,11 @@ def test_gradients_are_as_numpy_has_them(granularity, limit):
 
 def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_batch_teaches_nothing():
     missing = Maintenance(VersatileOptions(thres_fw="50%"), Knowledge("a", 3)).missing()
-    mine = Part("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
-    lost = Part("b", range(1, 2), None)
+    mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
+    lost = SenderPart("b", range(1, 2), None)
     assert missing.results(Arrived(2, 0, 2, 2, (mine, lost))) is None
-    other = Part("b", range(1, 2), torch.ones(2, 1), {"rates": [0.5, 0.5]})
+    other = SenderPart("b", range(1, 2), torch.ones(2, 1), {"rates": [0.5, 0.5]})
     assert missing.results(Arrived(2, 1, 2, 2, (mine, other))).tolist() == [[1, 1], [1, 1]]
-    poor = tuple(Part(name, range(1), torch.ones(2, 1), {"rates": [1.0, 0.25]}) for name in "ab")
+    poor = tuple(SenderPart(name, range(1), torch.ones(2, 1), {"rates": [1.0, 0.25]}) for name in "ab")
     assert missing.results(Arrived(2, 2, 2, 2, poor)) is None
     assert missing.learn(None, 2, 2, None) is None
