@@ -12,7 +12,7 @@ TESTBED := $(VENV)/bin/testbed
 SCENARIO = $(firstword $(wildcard $(NAME) scenarios/$(NAME) scenarios/$(NAME).yaml scenarios/$(NAME).yml) $(NAME))
 
 .DEFAULT_GOAL := help
-.PHONY: help scenario test smoke bench lint format images environment lock clean distclean
+.PHONY: help scenario test smoke bench lint site format images environment lock clean distclean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1  /p' $(MAKEFILE_LIST) | awk '{printf "  make %-12s", $$2; $$1=$$2=""; print}'
@@ -41,6 +41,13 @@ lint: $(READY) ## ruff and mypy
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/ruff format --check
 	@$(VENV)/bin/mypy
+
+site: $(READY) ## the documentation as a site, with a page for each method and paper: .build/site/site/index.html
+	@$(VENV)/bin/python docs/website.py .build/site
+	@test -x .build/mkdocs/bin/mkdocs || { $(PYTHON) -m venv .build/mkdocs && \
+		.build/mkdocs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/website.requirements; }
+	@cd .build/site && NO_MKDOCS_2_WARNING=1 ../mkdocs/bin/mkdocs build --quiet --strict
+	@echo "open .build/site/site/index.html"
 
 format: $(READY) ## let ruff set the files right
 	@$(VENV)/bin/ruff check --fix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -75,3 +76,24 @@ def test_names_in_the_glossary_exist():
     for section in page.split("\n## ")[1:]:
         terms = re.findall(r"^\| ([^|`]+?) \|", section, re.MULTILINE)
         assert terms == sorted(terms, key=str.lower), "in the order of the alphabet"
+
+
+def test_the_site_has_a_page_for_each_method_and_paper_and_its_links_lead_somewhere(tmp_path):
+    spec = importlib.util.spec_from_file_location("website", DOCS / "website.py")
+    website = importlib.util.module_from_spec(spec)
+    sys.modules["website"] = website  # where its dataclass looks for its module
+    spec.loader.exec_module(website)
+    scenarios = [website.Shipped(name, load(name)) for name in ("quickstart", "papers/stahl-example")]
+    found = website.pages(scenarios)
+    assert {f"methods/{name}.md" for name in METHODS} | {f"docs/papers/{name}.md" for name in website.PAPERS} <= {
+        *found
+    }
+    assert "| `micro_batches` |" in found["methods/pipeline.md"]
+    assert "(../scenarios/quickstart.yaml)" in found["methods/pipeline.md"]
+    assert "| 1 device: run time | 13.1 s |" in found["docs/papers/stahl.md"]
+    for place, text in found.items():
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", website.linked(place, text, found, tmp_path)):
+            path = (tmp_path / place).parent / target
+            assert path.resolve().relative_to(tmp_path).as_posix() in found or path.resolve().exists(), (
+                f"{place}: {target}"
+            )

@@ -1,0 +1,243 @@
+"""Lay out the documentation as a site: these pages, and one for each method and paper, made of what the code declares.
+
+``python docs/website.py FOLDER`` writes the sources and mkdocs.yml into FOLDER, new or made by it; `make site` builds
+them with mkdocs-material.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from controller.cli.main import COMMANDS
+from controller.cli.printing import options
+from testbed.methods import METHODS
+from testbed.methods.base import Method
+from testbed.scenario.expand import swept
+from testbed.scenario.loading import load
+from testbed.scenario.schema import Scenario
+
+ROOT = Path(__file__).parents[1]
+PAPERS = {
+    "stahl": "Stahl et al.: fully distributed inference",
+    "ftpipehd": "FTPipeHD",
+    "pipelearn": "PipeLearn",
+    "edgepipe": "EdgePipe",
+    "versatilefl": "VersatileFL",
+}
+"""The papers that are reproduced, by the beginning of their scenarios' names."""
+PAPER_OF = {
+    "distributed": "stahl",
+    "ftpipehd": "ftpipehd",
+    "pipelearn": "pipelearn",
+    "edgepipe": "edgepipe",
+    "versatile": "versatilefl",
+}
+"""By method."""
+GUIDE = {
+    "Home": "README.md",
+    "Tutorial": "docs/tutorial.md",
+    "Glossary": "docs/glossary.md",
+    "The scenario file": "docs/scenario.md",
+    "Your own model and data": "docs/own.md",
+    "Your own programs": "docs/programs.md",
+    "From Python": "docs/python.md",
+    "Writing a method": "docs/method.md",
+    "What a method says of its runs": "docs/figures.md",
+    "How true the links are": "docs/fidelity.md",
+    "Troubleshooting": "docs/troubleshooting.md",
+    "How it hangs together": "ARCHITECTURE.md",
+    "Changes": "CHANGELOG.md",
+}
+"""Pages that are taken as they are, by title."""
+EXTRA = Path("docs/papers.md")
+"""Divided into the papers' pages."""
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A scenario of the testbed."""
+
+    name: str
+    """As `testbed run` takes it."""
+    scenario: Scenario
+
+    @property
+    def file(self) -> str:
+        """Its place in the repository."""
+        return f"scenarios/{self.name}.yaml"
+
+    @property
+    def runs(self) -> int:
+        """Points of its sweep times repetitions."""
+        return len(list(swept(self.scenario))) * self.scenario.repetitions
+
+
+def shipped() -> list[Shipped]:
+    """Return every scenario of the testbed."""
+    folder = ROOT / "scenarios"
+    files = sorted(folder.rglob("*.yaml"))
+    return [Shipped(str(file.relative_to(folder).with_suffix("")), load(file)) for file in files]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table, or nothing without rows."""
+    if not rows:
+        return ""
+    cells = [[str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *cells]) + "\n\n"
+
+
+def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
+    """Return the page of a method: what it is, its options, what it tells of its runs, scenarios to try."""
+    text = f"# {method.name}\n\n{method.summary[:1].upper()}{method.summary[1:]}. Tasks: {', '.join(method.tasks)}.\n\n"
+    text += inspect.cleandoc(type(method).__doc__ or "") + "\n\n"
+    if method.name in PAPER_OF:
+        text += f"[What its paper prints, and ours](../docs/papers/{PAPER_OF[method.name]}.md).\n\n"
+    rows = [(f"`{each['name']}`", _default(each), each["description"]) for each in options(method.Options)]
+    text += "## Options\n\nKeys beside `name` in `workload.method`.\n\n" if rows else ""
+    text += table(("option", "default", "meaning"), rows)
+    figures = [(f"`{each.name}`", each.kind, each.meaning) for each in method.declared.figures]
+    text += "## Figures\n\nBeside [those of every method](../docs/scenario.md#expectations).\n\n" if figures else ""
+    text += table(("figure", "in", "what it is"), figures)
+    events = [(f"`{each.name}`", each.meaning, ", ".join(each.fields)) for each in method.declared.events]
+    text += "## Events\n\n" if events else ""
+    text += table(("event", "what it says", "fields"), events)
+    of_it = [each for each in scenarios if each.scenario.workload.method.name == method.name]
+    return text + ("## Scenarios\n\n" + _scenario_table(of_it) if of_it else "")
+
+
+def _default(option: Mapping[str, Any]) -> str:
+    default = "required" if option["required"] else f"`{json.dumps(option['default'])}`".replace("`null`", "")
+    choices = ", ".join(f"`{each}`" for each in option["choices"])
+    return f"{default} (one of {choices})" if choices else default
+
+
+def _scenario_table(scenarios: Sequence[Shipped]) -> str:
+    rows = [(f"[{each.name}](../{each.file})", each.scenario.description, each.runs) for each in scenarios]
+    return table(("scenario", "what it is", "runs"), rows)
+
+
+def paper_pages(scenarios: Sequence[Shipped]) -> Iterator[tuple[str, str]]:
+    """Yield place and text of each paper's page, and of the one before them."""
+    head, *sections = re.split(r"(?m)^(?=## )", (ROOT / EXTRA).read_text())
+    pages = {family: [part for part in sections if f"papers/{family}" in part] for family in PAPERS}
+    if sorted(part for parts in pages.values() for part in parts) != sorted(sections):
+        raise ValueError(f"{EXTRA}: each section has to name scenarios of one paper")
+    listed = "".join(f"- [{title}]({family}.md)\n" for family, title in PAPERS.items())
+    yield "docs/papers.md", head + "\n" + listed.replace("](", "](papers/")
+    for family, title in PAPERS.items():
+        own = [each for each in scenarios if each.name.startswith(f"papers/{family}")]
+        methods = ", ".join(f"[{name}](../../methods/{name}.md)" for name, of in PAPER_OF.items() if of == family)
+        text = f"# {title}\n\nMethod: {methods}. How the tables came about: [theirs and ours](../papers.md).\n\n"
+        text += "".join(pages[family]).replace("](../", "](../../")
+        yield f"docs/papers/{family}.md", text + "".join(_printed(each) for each in own)
+
+
+def _printed(each: Shipped) -> str:
+    """Return what a scenario holds against its paper: which figures, what they are there, what is expected here."""
+    part = each.scenario.paper
+    text = f"## Scenario {each.name.partition('/')[2]}\n\n{each.scenario.description}. "
+    text += f"[The file](../../{each.file}), {each.runs} runs:\n\n    testbed run {each.name} --runtime simulate\n\n"
+    if part is None:
+        return text
+    rows = [(row.name, "" if row.value is None else row.value, row.expect or "", row.note) for row in part.rows]
+    return text + f"{part.source}:\n\n" + table(("", "paper", "expected here", "note"), rows)
+
+
+def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
+    """Return the text of every page by its place, links as they are in the repository."""
+    found = {place: (ROOT / place).read_text() for place in GUIDE.values()}
+    found |= {f"docs/commands/{name}.md": (ROOT / f"docs/commands/{name}.md").read_text() for name in COMMANDS}
+    found |= {f"methods/{name}.md": method_page(method, scenarios) for name, method in METHODS.items()}
+    return found | dict(paper_pages(scenarios))
+
+
+def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
+    """Return a page whose links lead somewhere: files that are no pages are copied, folders are named only.
+
+    The marks of generated parts go: a table that follows one at once would be none to mkdocs.
+    """
+
+    folder = Path(place).parent
+
+    def lead(match: re.Match[str]) -> str:
+        words, target, anchor = match.groups(default="")
+        path = os.path.normpath(folder / target)
+        if path == "docs/README.md":
+            path = "README.md"
+        if path not in known:
+            if not (ROOT / path).is_file():
+                return words
+            (site / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / path, site / path)
+        return f"[{words}]({os.path.relpath(path, folder)}{anchor})"
+
+    return re.sub(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", lead, re.sub(r"<!-- /?\w+ -->", "", text))
+
+
+def configuration() -> dict[str, Any]:
+    """Return mkdocs' settings."""
+    nav: list[dict[str, Any]] = [{title: place} for title, place in GUIDE.items()]
+    nav[-2:-2] = [
+        {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},
+        {
+            "Papers": [
+                {"Figures, theirs and ours": str(EXTRA)},
+                *({title: f"docs/papers/{family}.md"} for family, title in PAPERS.items()),
+            ]
+        },
+        {"Commands": [{name: f"docs/commands/{name}.md"} for name in COMMANDS]},
+    ]
+    return {
+        "site_name": "Edge testbed",
+        "docs_dir": "pages",
+        "site_dir": "site",
+        "use_directory_urls": False,
+        "nav": nav,
+        "plugins": ["search"],
+        "markdown_extensions": [
+            "admonition",
+            "tables",
+            "pymdownx.superfences",
+            "pymdownx.highlight",
+            {"toc": {"permalink": True}},
+        ],
+        "extra_css": ["narrow.css"],
+        "theme": {
+            "name": "material",
+            "font": False,
+            "features": ["navigation.sections", "navigation.top", "content.code.copy"],
+            "palette": [
+                {"media": f"(prefers-color-scheme: {scheme})", "scheme": name}
+                for scheme, name in (("light", "default"), ("dark", "slate"))
+            ],
+        },
+        "validation": {"links": {"anchors": "warn"}, "omitted_files": "ignore"},
+    }
+
+
+def main(folder: Path) -> None:
+    """Write everything that mkdocs needs."""
+    site = folder / "pages"
+    shutil.rmtree(folder, ignore_errors=True)
+    found = pages(shipped())
+    for place, text in found.items():
+        file = site / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(linked(place, text, found, site))
+    (site / "narrow.css").write_text(".md-typeset td:first-child code { white-space: nowrap }\n")
+    # JSON is YAML.
+    (folder / "mkdocs.yml").write_text(json.dumps(configuration(), indent=2))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
