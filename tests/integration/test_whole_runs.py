@@ -123,14 +123,16 @@ def test_both_clocks_compute_the_same(tmp_path: Path) -> None:
 @pytest.mark.timed
 def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(tmp_path: Path) -> None:
     smoke = Path(__file__).parents[2] / "scenarios" / "smoke" / "edgepipe.yaml"
-    shorter = ["--set", "faults=[]", "--set", "expect={}", "--set", "workload.steps=4", "--accept-links"]
+    # Of a slot, computing and transmitting need a twentieth: the rest is for a slow host.
+    changes = ["faults=[]", "expect={}", "workload.steps=3", "workload.method.slot=900ms", "network.link.delay=20ms"]
+    shorter = [*(part for change in changes for part in ("--set", change)), "--accept-links"]
     runs = {}
     for runtime in ("emulate", "simulate"):
         done = command("run", smoke, "--runtime", runtime, "--out", tmp_path / runtime, *shorter)
         assert done.returncode == 0, done.stderr
         runs[runtime] = [json.loads(line) for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()]
     emulated, simulated = ({heard(event) for event in runs[runtime] if "cast" in event} for runtime in runs)
-    late = late_casts(runs["emulate"], slot=0.6)
+    late = late_casts(runs["emulate"], slot=0.9)
     if late or len(emulated) != len(simulated):
         pytest.skip(f"the host was too slow: {late} casts came after their slot, {len(simulated - emulated)} never")
     assert emulated == simulated
@@ -139,7 +141,7 @@ def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(tmp_pa
         runtime: [event["loss"] for event in runs[runtime] if event["event"] in ("step", "evaluate")]
         for runtime in runs
     }
-    assert len(losses["simulate"]) == 5
+    assert len(losses["simulate"]) == 4
     assert losses["emulate"] == pytest.approx(losses["simulate"], rel=1e-5)
 
 
