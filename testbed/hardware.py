@@ -30,6 +30,15 @@ class DeviceSpec:
     """Pieces of work that it computes at once, each at ``speed``."""
     memory_rate: float | None = None
     """Bytes/s at which layers read what enters them and write what leaves, of each processor; None: in no time."""
+    watts: tuple[float, float] | None = None
+    """Drawn while idle, and while it computes; None: not known, and no energy is reckoned."""
+
+    def joules(self, up: float, computing: float) -> float | None:
+        """Return the energy of so many seconds up, so many of them computing: idle * up + (busy - idle) * computing."""
+        if self.watts is None:
+            return None
+        idle, busy = self.watts
+        return idle * up + (busy - idle) * computing
 
     def seconds(self, cost: Cost) -> float:
         """Return how long work takes one processor: FLOPs over speed, and bytes over the memory rate.
@@ -59,6 +68,8 @@ class Profile:
     """That compute at once, each at ``speed``."""
     memory_rate: float | None = None
     """Bytes/s that layers read and write, of each processor; None: not known, and no time is charged for it."""
+    watts: tuple[float, float] | None = None
+    """Drawn while idle, and while it computes; None: not known."""
 
 
 _GIB = 2.0**30

@@ -28,6 +28,7 @@ COMMANDS = {
     "models": "controller.cli.models:models",
     "methods": "controller.cli.methods:methods",
     "profiles": "controller.cli.profiles:profiles",
+    "profile": "controller.cli.profile:profile",
     "data": "controller.cli.data:data",
     "report": "controller.cli.report:report",
     "compare": "controller.cli.report:compare",

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from testbed.errors import Diagnostic, Key, parse_key
+from testbed.errors import Diagnostic, InputError, Key, parse_key
 from testbed.experiment import Experiment
 from testbed.faults.replay import Change
-from testbed.hardware import PROFILES, DeviceSpec
+from testbed.hardware import PROFILES, DeviceSpec, Profile
 from testbed.network import checks
 from testbed.network.cell import Cell
 from testbed.network.checks import MIN_RATE, rate_problem
@@ -23,9 +23,9 @@ from testbed.network.presets import PRESETS
 from testbed.network.radio import Radio
 from testbed.network.topology import directed_pairs
 from testbed.scenario import paper
-from testbed.scenario.loading import nearest, put, validate
+from testbed.scenario.loading import nearest, parse, put, read_keys, validate
 from testbed.scenario.radio import radio
-from testbed.scenario.schema import DevicePart, Scenario
+from testbed.scenario.schema import DevicePart, ProfilePart, Scenario
 from testbed.scenario.trace import changes
 from testbed.scenario.trial import Trial
 from testbed.seeds import derive
@@ -110,7 +110,29 @@ def _grids(scenario: Scenario) -> Iterator[tuple[Key, Mapping[str, Sequence[Any]
         yield from ((("sweep", index), grid) for index, grid in enumerate(scenario.sweep))
 
 
+def _with_profiles(scenario: Scenario) -> Scenario:
+    """Return the scenario with the profiles that it names by their files in it, so that it needs the files no more."""
+    devices = {}
+    for name, part in scenario.devices.items():
+        if isinstance(part.profile, str) and part.profile.endswith((".yaml", ".yml")):
+            try:
+                given = {"name": part.profile, **read_keys(scenario.source.folder / part.profile)}
+                part = part.model_copy(update={"profile": parse(ProfilePart, given)})
+            except InputError as error:
+                raise scenario.source.error([Diagnostic(("devices", name, "profile"), str(error))]) from None
+        devices[name] = part
+    return scenario.model_copy(update={"devices": devices})
+
+
+def _profile(part: ProfilePart) -> Profile:
+    watts = None if part.watts is None else (part.watts.idle, part.watts.busy)
+    return Profile(
+        part.name, part.speed, part.memory, "measured", part.name, part.processors, part.memory_rate, watts=watts
+    )
+
+
 def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:
+    scenario = _with_profiles(scenario)
     devices = _devices(scenario)
     names = [device.name for device in devices]
     seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
@@ -137,9 +159,10 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
     problems = []
     for name, part in scenario.devices.items():
         key: Key = ("devices", name)
-        profile = PROFILES.get(part.profile)
+        named = part.profile
+        profile = PROFILES.get(named) if isinstance(named, str) else _profile(named)
         if profile is None:
-            text = f"there is no profile '{part.profile}': {nearest(part.profile, PROFILES)}"
+            text = f"there is no profile '{named}': {nearest(str(named), PROFILES)}"
             problems.append(Diagnostic((*key, "profile"), text))
             continue
         problems += _device_problems(part, key)
@@ -161,6 +184,7 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
                 slowdown=part.slowdown,
                 memory_rate=part.memory_rate if part.memory_rate is not None else profile.memory_rate,
                 processors=part.processors if part.processors is not None else profile.processors,
+                watts=profile.watts if part.watts is None else (part.watts.idle, part.watts.busy),
             )
     if problems:
         raise scenario.source.error(problems)

@@ -48,6 +48,12 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
     return validate(tree, source)
 
 
+def read_keys(file: Path) -> Mapping[str, Any]:
+    """Return the keys of a YAML file that belongs to a scenario; raises `InputError`."""
+    tree, _ = _Reader(str(file)).read(_read(file))
+    return tree
+
+
 def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
     """Turn plain values into a scenario that knows where they were written; raise `InputError` as `load` does."""
     try:

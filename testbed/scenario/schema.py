@@ -6,9 +6,9 @@ that is not there, more stages than units) is checked where the experiment is bu
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
 
 from testbed.faults.parts import FaultPart
 from testbed.network.parts import NetworkPart
@@ -18,10 +18,44 @@ from testbed.scenario.source import Source
 from testbed.workload import WorkloadPart
 
 
+class WattsPart(Part):
+    """What a device draws."""
+
+    idle: float = Field(ge=0, description="watts while it is up and computes nothing")
+    busy: float = Field(ge=0, description="watts while it computes")
+
+    @model_validator(mode="after")
+    def _busy_is_more(self) -> Self:
+        if self.busy < self.idle:
+            raise ValueError("computing draws at least as much as idling: busy >= idle")
+        return self
+
+
+class ProfilePart(Part):
+    """A kind of device, as `testbed profile` measures one and a file of the user's has it."""
+
+    name: str = Field("own", description="what it is called where a run is shown")
+    speed: Speed = Field(gt=0, description="of each processor")
+    memory_rate: ByteRate | None = Field(None, gt=0, description="what layers read and write a second")
+    memory: Size = Field(gt=0, description="the device's")
+    processors: int = Field(1, ge=1, le=1000, description="that compute at once")
+    watts: WattsPart | None = Field(None, description="what it draws, for the figure `energy`")
+
+
+DeviceProfile = Annotated[
+    Annotated[str, Tag("[name]")] | Annotated[ProfilePart, Tag("[keys]")],
+    Discriminator(lambda value: "[keys]" if isinstance(value, dict | ProfilePart) else "[name]"),
+]
+
+
 class DevicePart(Part):
     """One device, or ``count`` alike ones named ``<name>1`` ... ``<name>N``."""
 
-    profile: str = Field("laptop", description="one of `testbed profiles`")
+    profile: DeviceProfile = Field(
+        "laptop",
+        description="one of `testbed profiles`, a file that `testbed profile` wrote, relative to the scenario file, or "
+        "its keys",
+    )
     count: int | None = Field(
         None, ge=1, le=1000, description="make this number of alike devices, named <name>1 to <name>N"
     )
@@ -40,6 +74,7 @@ class DevicePart(Part):
         description="compute this number of things at once, each at `speed`; default: the profile's, mostly 1",
     )
     memory: Size | None = Field(None, gt=0, description="overrides the profile's memory")
+    watts: WattsPart | None = Field(None, description="what it draws, for the figure `energy`; default: the profile's")
     cpus: float | None = Field(None, gt=0, description="CFS quota, for workloads that do not pace themselves")
     slowdown: float | None = Field(
         None,

@@ -25,7 +25,7 @@ OF_DEVICES: dict[str, FigureKind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
     **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"], "share"),
     **dict.fromkeys(["bytes_sent", "bytes_received", "weights", "activations"], "bytes"),
-    **dict.fromkeys(["messages_sent", "messages_received", "flops"], "number"),
+    **dict.fromkeys(["messages_sent", "messages_received", "flops", "energy"], "number"),
 }
 """The figures of one device, named as ``devices.<device>.<figure>``."""
 
@@ -47,6 +47,8 @@ def devices(record: Record) -> dict[str, dict[str, Any]]:
             row["units"] = [end for piece in held for end in (piece.first, piece.last)]
         row |= _activity(record.bars.get(spec.name, ()), record.end)
         row |= _work(own[spec.name])
+        if (energy := spec.joules(record.end - row["down"], row["compute"])) is not None:
+            row["energy"] = energy
         # A processor that is late is so beside others that are not.
         row["deficit_share"] = _share(deficit(own[spec.name], record.phase) / spec.processors, record.phase)
         row["waited_share"] = _share(waited(own[spec.name], record.phase), record.phase)
@@ -100,7 +102,20 @@ def _largest(key: str, rows: Mapping[str, Mapping[str, Any]]) -> float:
     return max((row[key] for row in rows.values()), default=0.0)
 
 
+def _energy(record: Record) -> float | None:
+    rows = record.once(devices).values()
+    found = [row["energy"] for row in rows if "energy" in row]
+    return sum(found) if len(found) == len(rows) else None
+
+
 FIGURES = (
+    Figure(
+        "energy",
+        "number",
+        "joules of all devices: idle watts x time up + (busy - idle watts) x time computing; where all have watts",
+        _energy,
+        compared=True,
+    ),
     Figure(
         "compute_share",
         "share",
