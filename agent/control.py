@@ -21,11 +21,11 @@ from agent.http import (
     StartResponse,
     abandon_unread,
     announced_length,
-    authorised,
     read_body,
     respond,
 )
 from agent.metrics import exposition, memory_limit, resident_bytes
+from testbed.token import authorised
 
 if TYPE_CHECKING:
     from flask import Flask, Response

@@ -94,6 +94,7 @@ class RealDevice:
 
     def record(self, event: str, **fields: Any) -> None:
         """Write an event; may be called from any thread."""
+        self.totals.saw(event, fields)
         self._record_at(self._time.now(), event, **fields)
 
     def _record_at(self, instant: float, event: str, **fields: Any) -> None:
@@ -277,6 +278,17 @@ class Totals:
         self.bytes_received = 0
         self.messages_sent = 0
         self.messages_received = 0
+        self.steps = 0
+        self.requests = 0
+        self.learned: dict[str, float] = {}
+        """Loss of the last step, and accuracy and loss of the last test, on the devices that know of them."""
+
+    def saw(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Count a step or a request, and keep what the program says of its learning."""
+        self.steps += event == "step"
+        self.requests += event == "request"
+        names = {"step": {"loss": "loss"}, "evaluate": {"accuracy": "accuracy", "loss": "test_loss"}}.get(event, {})
+        self.learned |= {name: fields[key] for key, name in names.items() if fields.get(key) is not None}
 
     def sent(self, size: int) -> None:
         """Count a message that left."""

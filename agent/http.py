@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import select
 import socket
@@ -99,12 +98,6 @@ def serve(address: Address, application: Application, threads: int, linger: bool
     server.keep_alive_conn_limit = sys.maxsize
     server.prepare()
     return server
-
-
-def authorised(environ: Environ, token: str) -> bool:
-    """Compare the request's bearer token with the run's, in constant time."""
-    given = environ.get("HTTP_AUTHORIZATION", "")
-    return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {token}".encode())
 
 
 def announced_length(environ: Environ, limit: int) -> int:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from agent.device import RealDevice
     from agent.runner import Runner
 
+_LEARNED = {
+    "loss": "Loss of the last training step.",
+    "accuracy": "Accuracy of the last test.",
+    "test_loss": "Loss of the last test.",
+}
 STATES = ("idle", "ready", "running", "finished", "failed", "stopped")
 
 
@@ -70,6 +75,10 @@ def _of_program(device: RealDevice) -> Iterator[Metric]:
     yield _counter("received_bytes", "Bytes of messages that arrived.", totals.bytes_received)
     yield _counter("sent_messages", "Messages acknowledged, and casts.", totals.messages_sent)
     yield _counter("received_messages", "Messages that arrived.", totals.messages_received)
+    yield _counter("steps", "Training steps that this device told of.", totals.steps)
+    yield _counter("requests", "Inferences that this device told of.", totals.requests)
+    for name, value in list(totals.learned.items()):
+        yield _gauge(name, _LEARNED[name], value)
     yield _gauge("inbox_messages", "Messages that wait for the program.", device.waiting)
     yield _gauge("inbox_bytes", "Memory of messages that wait or arrive.", device.inbox.bytes)
     yield _gauge("compute_queue", "Pieces of work that wait for the processor.", device.processors.waiting)

@@ -12,12 +12,12 @@ from agent.http import (
     Refused,
     StartResponse,
     announced_length,
-    authorised,
     hang_up,
     read_body,
     respond,
 )
 from agent.settings import Settings
+from testbed.token import authorised
 from testbed.wire import Envelope, WireError, decode
 
 

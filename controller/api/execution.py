@@ -20,7 +20,6 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
 if TYPE_CHECKING:
-    from controller.results.recorder import Recorder
     from controller.results.run import Run
     from controller.running.inputs import InitialWeights
     from testbed.trace.events import Event
@@ -38,15 +37,17 @@ def run_recorded(
     console: Console,
     *,
     watch: bool = False,
+    streams: Sequence[str] = (),
     **lab_options: Any,
 ) -> Run:
     """Run one trial and write it to ``folder`` from its first event on; return the run as it lies there.
 
-    With ``watch`` a page shows it in the browser meanwhile. Raises what the runtime raises; what was seen until then is
-    in the folder.
+    With ``watch`` a page shows it in the browser meanwhile; ``streams`` name those of `controller.results.streams`.
+    Raises what the runtime raises; what was seen until then is in the folder.
     """
     from controller.report import boxes, html
     from controller.results.recorder import Recorder
+    from controller.results.streams import streaming
     from controller.running.inputs import load_data
     from testbed.models.weights import facts
 
@@ -54,8 +55,14 @@ def run_recorded(
     weights = None if file is None else facts(file, prepared.problem.model)
     recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights)
     try:
-        with _page(recorder.path, runtime, console) if watch else nullcontext():
-            outcome = _follow(prepared, runtime, initial, console, recorder, lab_options)
+        page = _page(recorder.path, runtime, console) if watch else nullcontext()
+        with page, streaming(recorder.path, streams) as stream:
+
+            def see(event: Event) -> None:
+                recorder.event(event)
+                stream(event)
+
+            outcome = _follow(prepared, runtime, initial, console, see, recorder.path, **lab_options)
             finished = recorder.finish(outcome)
     except BaseException as error:
         recorder.abandon(error)
@@ -88,8 +95,9 @@ def _follow(
     runtime: Literal["emulate", "simulate"],
     initial: InitialWeights,
     console: Console,
-    recorder: Recorder,
-    lab_options: Mapping[str, Any],
+    on_event: Callable[[Event], None],
+    results: Path,
+    **lab_options: Any,
 ) -> Outcome:
     """Run one trial under the eyes of the terminal."""
     from controller.running.inputs import load_data
@@ -101,7 +109,7 @@ def _follow(
     with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
 
         def see(event: Event) -> None:
-            recorder.event(event)
+            on_event(event)
             live.event(event)
 
         if runtime == "simulate":
@@ -111,7 +119,7 @@ def _follow(
             return simulate(prepared, dataset, see, weights)
         from controller.running.emulation import emulate
 
-        return emulate(prepared, dataset, see, weights, on_stage=live.stage, results=recorder.path, **lab_options)
+        return emulate(prepared, dataset, see, weights, on_stage=live.stage, results=results, **lab_options)
 
 
 def run_one_by_one(

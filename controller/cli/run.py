@@ -61,6 +61,13 @@ if TYPE_CHECKING:
     help="Begin with these weights: safetensors as a run leaves them, Darknet's for yolov2, or a scenario's, which is "
     "simulated first.",
 )
+@click.option(
+    "--stream",
+    "streams",
+    multiple=True,
+    type=click.Choice(["csv", "tensorboard"]),
+    help="Write losses, accuracies and latencies as they come: stream.csv, or events for TensorBoard, in the results.",
+)
 @click.option("--watch", is_flag=True, help="Show the run in the browser while it goes on; see `testbed watch`.")
 @click.option("--keep", is_flag=True, help="Leave the containers up afterwards, to look at.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output.")
@@ -76,6 +83,7 @@ def run(
     links: LinkBackend,
     accept_links: bool,
     weights: Path | None,
+    streams: tuple[str, ...],
     watch: bool,
     keep: bool,
     as_json: bool,
@@ -100,6 +108,8 @@ def run(
     loaded = load(scenario, changes)
     prepared = [prepare(trial) for trial in trials(loaded)]
     console = Console(stderr=as_json, highlight=False)
+    if jobs > 1 and (watch or streams):
+        raise InputError("--jobs: runs side by side are neither watched nor streamed: leave --jobs away")
     places = _places(prepared, runtime, out, resume, jobs)
     kept = _finished(prepared, places, console) if resume is not None else {}
     todo = {number: places[number] for number in range(len(prepared)) if number not in kept}
@@ -114,7 +124,8 @@ def run(
             simulate_side_by_side(scenario, changes, todo, jobs, console, done)
         else:
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
-            run_one_by_one(rows, runtime, console, done, links=links, accept_links=accept_links, keep=keep, watch=watch)
+            lab = {"links": links, "accept_links": accept_links, "keep": keep}
+            run_one_by_one(rows, runtime, console, done, watch=watch, streams=streams, **lab)
     except TestbedError as error:
         explain(console, error)
         raise

@@ -240,6 +240,13 @@ class Lab:
         device = self._look(device)
         self._attach([device], links or {})
         self.health.wait_for({name: device.control_url})
+        self._note_targets()
+
+    def _note_targets(self) -> None:
+        """Write down where the devices' metrics are now: a device that booted again has another port."""
+        urls = {name: device.control_url for name, device in self.devices.items() if device.control_url}
+        addresses = {name: url.removeprefix("http://") for name, url in urls.items()}
+        runstate.write_targets(self.run_id, self.token, addresses)
 
     def _attach(self, devices: Iterable[DeviceContainer], links: Mapping[Pair, Link]) -> None:
         """Have these devices' interfaces shaped."""
@@ -328,6 +335,7 @@ class Lab:
             raise
         say("waiting for the devices")
         self.health.wait_for({name: device.control_url for name, device in self.devices.items()})
+        self._note_targets()
 
 
 def _check_devices(experiment: Experiment) -> None:

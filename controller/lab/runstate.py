@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,28 @@ def path_of(run: str) -> Path:
 
 def write(state: RunState) -> None:
     """Write or replace the state file in one step; nobody else may read it."""
-    target = path_of(state.run)
+    _write(path_of(state.run), asdict(state))
+
+
+def write_targets(run: str, token: str, addresses: Mapping[str, str]) -> None:
+    """Say to Prometheus where the metrics of a run's devices (name -> host:port) are, and with which token.
+
+    A file of targets as its ``file_sd_configs`` reads and follows them; JSON is YAML, too.
+    """
+    _write(
+        state_folder() / f"{run}.targets.yml",
+        [
+            {"targets": [address], "labels": {"run": run, "device": name, "__param_token": token}}
+            for name, address in addresses.items()
+        ],
+    )
+
+
+def _write(target: Path, content: object) -> None:
     draft = target.with_suffix(f".{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        json.dump(asdict(state), file)
+        json.dump(content, file)
     draft.replace(target)
 
 

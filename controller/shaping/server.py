@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from controller.shaping.shaper import Shaping
 from testbed.errors import InputError, TestbedError
 from testbed.network.cell import Cell
 from testbed.network.link import links_from_json
+from testbed.token import authorised
 
 _LARGEST_REQUEST = 16 << 20
 
@@ -27,8 +27,7 @@ def application(shaping: Shaping, token: str) -> flask.Flask:
 
     @app.before_request
     def authorise() -> Any:
-        given = flask.request.headers.get("Authorization", "")
-        if flask.request.path != "/health" and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        if flask.request.path != "/health" and not authorised(flask.request.environ, token):
             return {"error": "the token is missing or wrong"}, 401
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,19 @@ def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]
     """
     tail = Tail(folder / "events.jsonl")
     began = time.monotonic()
-    waiting: list[dict[str, Any]] = []
+    waiting: deque[dict[str, Any]] = deque()
     now = 0.0
     while True:
         status = _status(folder)
-        waiting += tail.news()
-        if pace is None:
-            ready, waiting = waiting, []
-            now = max([now, *(event["time"] for event in ready)])
-        else:
+        waiting.extend(tail.news())
+        if pace is not None:
             now = pace * (time.monotonic() - began)
-            ready = [event for event in waiting if event["time"] <= now]
-            waiting = [event for event in waiting if event["time"] > now]
+        ready = []
+        # Events stand in the order of their times, but for a few that come late: they are told late.
+        while waiting and (pace is None or waiting[0]["time"] <= now):
+            ready.append(waiting.popleft())
+        if pace is None:
+            now = max([now, *(event["time"] for event in ready)])
         over = status["status"] != RUNNING and not waiting
         yield {"events": shown(ready, now), "now": now, "over": status if over else None}
         if over:

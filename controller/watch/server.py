@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from controller.results.files import begun
 from controller.watch.feed import batches
 from testbed.errors import TestbedError
 from testbed.scenario.trial import Trial
+from testbed.token import authorised
 
 Strike = Callable[[Mapping[str, object]], str]
 """Carries out a fault, given as a scenario writes it, and says what it did."""
@@ -55,8 +55,7 @@ def application(
 
 def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:
     request = flask.request
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.args.get("token", "")
-    if not hmac.compare_digest(given.encode(), token.encode()):
+    if not authorised(request.environ, token):
         return {"error": "the token is missing or wrong: open the address that was printed"}, 401
     # A name that resolves to loopback must not make a foreign page look like ours.
     if f"http://{request.host}" != origin or request.headers.get("Origin", origin) != origin:
