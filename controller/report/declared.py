@@ -81,6 +81,9 @@ class Drawn:
     kind: FigureKind
     lines: list[tuple[str, list[tuple[float, float]]]]
     """Name and points (seconds of the run, value) of each; the name is empty where there is but one."""
+    stacked: bool = False
+    marks: tuple[float, ...] = ()
+    """Seconds of the run."""
 
 
 def curves(run: Run) -> Iterator[Drawn]:
@@ -92,7 +95,8 @@ def curves(run: Run) -> Iterator[Drawn]:
                 name = "" if curve.by is None else str(item.get(curve.by))
                 points.setdefault(name, []).append((item["time"], item[curve.value]))
         if points:
-            yield Drawn(curve.title, curve.note, curve.kind, list(points.items()))
+            marks = tuple(item["time"] for item in run.metrics.get(curve.marks or "", ()))
+            yield Drawn(curve.title, curve.note, curve.kind, list(points.items()), curve.stacked, marks)
 
 
 def _items(table: Table, metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from controller.report import radiomap
 from controller.report.curves import FEW
 from controller.report.declared import Drawn, curves, head, tables
 from controller.report.grouping import describe, group_links, measured
-from controller.report.plots import SERIES, Axis, Draw, Line, Window, inline, line_plot
+from controller.report.plots import SERIES, Axis, Draw, Line, Window, inline, line_plot, stacked_plot
 from controller.report.terminal import VERDICTS, found_text, object_rows, recovery_from
 from controller.report.timeline import shaded, timeline
 from controller.results.recorder import scenario_yaml
@@ -170,7 +170,7 @@ def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:
         lines = [Line("latency", points, "blue", joined=False)]
         yield "Latency", f"Of every request.{explained}", draw(lines, Axis("latency", "seconds"))
     for curve in curves(run):
-        yield _own_chart(curve, draw)
+        yield _own_chart(curve, draw, end)
     if run.experiment.radio is not None:
         yield _map(run)
 
@@ -185,7 +185,7 @@ def _map(run: Run) -> tuple[str, str, Draw]:
     return "Map", note, plot
 
 
-def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], Draw]) -> tuple[str, str, Draw]:
+def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], Draw], end: float) -> tuple[str, str, Draw]:
     """Draw a chart that the method adds, of the first of its lines where there are more than colours."""
     lines = [
         Line(name or curve.title, points, colour, marks=len(points) <= FEW)
@@ -193,7 +193,9 @@ def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], Draw]) -> tuple[
     ]
     left_out = len(curve.lines) - len(lines)
     note = f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note
-    return curve.title, note, draw(lines, Axis(curve.title[0].lower() + curve.title[1:], curve.kind))
+    y = Axis(curve.title[0].lower() + curve.title[1:], curve.kind)
+    plot = partial(stacked_plot, lines, curve.marks, end=end, y=y) if curve.stacked else draw(lines, y)
+    return curve.title, note, plot
 
 
 def _step_chart(steps: list[dict[str, Any]], draw: Callable[[list[Line], Axis], Draw]) -> tuple[str, str, Draw]:

@@ -233,6 +233,37 @@ def _draw_line(axes: Axes, line: Line, points: Sequence[tuple[float, float]], fa
 
 
 @mpl.rc_context(STYLE)
+def stacked_plot(lines: Sequence[Line], marks: Sequence[float], *, end: float, y: Axis, width: float = WIDTH) -> Figure:
+    """Draw what each line adds to the whole, over the seconds from 0 to ``end``; a value holds until the next.
+
+    ``marks`` are seconds at which something happened to the whole.
+    """
+    figure, axes = _axes(width, "time (s)")
+    axes.set_xlim(0.0, end)
+    times = sorted({0.0, end, *(x for line in lines for x, _ in line.points)})
+    held = [_held(line.points, times) for line in lines]
+    factor = _measure(axes, y, [0.0, *(sum(values) for values in zip(*held, strict=True))], math.inf)
+    parts = [[value / factor for value in values] for values in held]
+    colours = [COLOURS[line.colour] for line in lines]
+    axes.stackplot(times, parts, step="post", colors=colours, alpha=0.75, labels=[line.name for line in lines])
+    for mark in marks:
+        axes.axvline(mark, color=COLOURS["ink"], linewidth=0.8, linestyle="dotted")
+    axes.set_ylim(bottom=0.0)
+    legend(figure, axes)
+    return figure
+
+
+def _held(points: Sequence[tuple[float, float]], times: Sequence[float]) -> list[float]:
+    """Return the value at each of some rising times: that of the last point until then, 0 before the first."""
+    found, value, following = [], 0.0, list(points)
+    for time in times:
+        while following and following[0][0] <= time:
+            value = following.pop(0)[1]
+        found.append(value)
+    return found
+
+
+@mpl.rc_context(STYLE)
 def bar_plot(groups: Sequence[str], kinds: Sequence[Bars], *, y: Axis, x: str = "", width: float = WIDTH) -> Figure:
     """Draw bars side by side in groups, each with its figure above it if there is room for all of them.
 

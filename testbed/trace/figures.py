@@ -88,6 +88,10 @@ class Curve:
     kind: FigureKind
     by: str | None = None
     """Key that says which line an item belongs to; None: there is one line."""
+    stacked: bool = False
+    """Whether values hold until the next, and those of all lines are drawn on top of each other."""
+    marks: str | None = None
+    """Name of a list at whose times a stacked chart has a vertical line."""
 
 
 @dataclass(frozen=True)

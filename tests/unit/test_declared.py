@@ -9,6 +9,7 @@ import recorded
 
 from controller.report import html
 from controller.report.declared import curves, fill, head, tables
+from controller.report.plots import Axis, Line, stacked_plot
 from controller.results import files, recorder
 from controller.results.run import Run
 from testbed.methods.pipeline import Pipeline
@@ -45,7 +46,10 @@ DECLARED = Declared(
         ),
         Table("Empty", "", "nothing", (Column("At", "moment", "time"),)),
     ),
-    curves=(Curve("Shares over time", "Of each layer.", "spread", "share", "share", by="layer"),),
+    curves=(
+        Curve("Shares over time", "Of each layer.", "spread", "share", "share", by="layer"),
+        Curve("Together", "Of all.", "spread", "share", "share", by="layer", stacked=True, marks="spread"),
+    ),
 )
 
 
@@ -76,9 +80,20 @@ def test_lists_are_kept_and_shown(run: Run) -> None:
 
 
 def test_curves_have_a_line_of_each_kind(run: Run) -> None:
-    (drawn,) = curves(run)
+    drawn, stacked = curves(run)
     assert drawn.lines == [("0", [(1.0, 0.25), (2.0, 0.75)]), ("1", [(1.0, 0.5)])]
+    assert (stacked.lines, stacked.stacked, sorted(stacked.marks)) == (drawn.lines, True, [1.0, 1.0, 2.0])
 
 
 def test_the_page_draws_them(run: Run) -> None:
-    assert "Shares over time" in html.render(run)
+    page = html.render(run)
+    assert "Shares over time" in page
+    assert "Together" in page
+
+
+def test_a_value_holds_until_the_next_where_lines_are_stacked() -> None:
+    lines = [Line("a", [(1.0, 2.0), (3.0, 1.0)], "blue"), Line("b", [(2.0, 4.0)], "orange")]
+    (axes,) = stacked_plot(lines, [2.0], end=4.0, y=Axis("neurons")).axes
+    tops = [max(y for _, y in area.get_paths()[0].vertices) for area in axes.collections]
+    assert tops == [2.0, 6.0]
+    assert [line.get_xdata()[0] for line in axes.lines] == [2.0]

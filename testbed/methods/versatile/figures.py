@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from testbed.methods.edgepipe.figures import DECLARED as EDGEPIPE
@@ -45,11 +46,11 @@ def _share(record: Record, part: tuple[str, ...], whole: tuple[str, ...]) -> flo
 
 
 def _neurons(record: Record) -> list[dict[str, Any]]:
-    """Return how many neurons each device holds, whenever that changes."""
-    return [
-        {"time": event.time, "device": event.device, "neurons": event.fields["neurons"]}
-        for event in record.of("arranged")
-    ]
+    """Return how many neurons each device holds, whenever that changes; one that has failed says nothing of it."""
+    told = [(event.time, event.device, event.fields["neurons"]) for event in record.of("arranged")]
+    failures = (event for event in record.of("rearrangement") if event.fields["cause"] == "failure")
+    told += [(event.time, name, 0) for event in failures for name in event.fields["devices"]]
+    return [{"time": time, "device": name, "neurons": held} for time, name, held in sorted(told, key=itemgetter(0))]
 
 
 def _rearrangements(record: Record) -> list[dict[str, Any]]:
@@ -181,6 +182,15 @@ DECLARED = Declared(
         _curve("Dropped", "share of the batches that went no further", "dropped", "layer"),
         _curve("Saved gradients", "share of a layer's updates made with them", "reused", "layer"),
         _curve("Credibility", "of each device, at the end of each window", "credibility", "device"),
-        Curve("Neurons", "held by each device", "neurons_list", "neurons", "number", "device"),
+        Curve(
+            "Neurons",
+            "held by each device; dotted: they are rearranged",
+            "neurons_list",
+            "neurons",
+            "number",
+            "device",
+            stacked=True,
+            marks="rearrangement_list",
+        ),
     ),
 )
