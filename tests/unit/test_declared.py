@@ -82,7 +82,7 @@ def test_lists_are_kept_and_shown(run: Run) -> None:
 def test_curves_have_a_line_of_each_kind(run: Run) -> None:
     drawn, stacked = curves(run)
     assert drawn.lines == [("0", [(1.0, 0.25), (2.0, 0.75)]), ("1", [(1.0, 0.5)])]
-    assert (stacked.lines, stacked.stacked, sorted(stacked.marks)) == (drawn.lines, True, [1.0, 1.0, 2.0])
+    assert (stacked.lines, stacked.stacked, sorted(stacked.marks)) == (drawn.lines, True, [1.0, 1.0, 2.0, 3.0])
 
 
 def test_the_page_draws_them(run: Run) -> None:
