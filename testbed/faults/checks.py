@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from testbed.errors import Diagnostic, Key
-from testbed.faults.conditions import ALL, FaultAction
+from testbed.faults.conditions import ALL
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.faults.setting import Setting
 
@@ -32,15 +31,15 @@ def problems(
     Names of devices that do not exist are left to `devices_named`: the other keys of such a fault are not looked at.
     """
     names = {device.name for device in setting.devices}
-    actions = [part.action for part in faults]
     found: list[Diagnostic] = []
-    for index, (part, action) in enumerate(zip(faults, actions, strict=True)):
+    for index, part in enumerate(faults):
+        action = part.action
         if any(name not in names for _, name in devices_named(part)):
             continue
         wrong = [
             *_time_problems(index, part, setting.time_limit),
             *(((action.name, *key), text) for key, text in action.problems(setting)),
-            *_mending_problems(action, actions),
+            *_mending_problems(part, faults),
         ]
         if part.when is not None:
             wrong += _trigger_problems(part.when, spans(part.when.device), batches, events)
@@ -58,12 +57,16 @@ def _time_problems(index: int, part: FaultPart, time_limit: float) -> Wrong:
         yield ("at",), f"the run is over at its time_limit of {time_limit:g}s: strike earlier or raise the limit"
 
 
-def _mending_problems(action: FaultAction[Any], actions: Sequence[FaultAction[Any]]) -> Wrong:
+def _mending_problems(part: FaultPart, parts: Sequence[FaultPart]) -> Wrong:
+    action = part.action
     if not action.undoes or action.target == ALL:
         return
-    if not any(action.mends(other.name, other.target) for other in actions):
-        breaks = " or ".join(f"{name}s" for name in action.undoes)
+    breaking = [other for other in parts if action.mends(other.action.name, other.action.target)]
+    breaks = " or ".join(f"{name}s" for name in action.undoes)
+    if not breaking:
         yield (action.name,), f"no fault of this scenario {breaks} '{action.target}': nothing to {action.name}"
+    elif part.at is not None and all(other.at is not None and other.at >= part.at for other in breaking):
+        yield ("at",), f"nothing {breaks} '{action.target}' before that: {action.name} it later"
 
 
 def _trigger_problems(

@@ -46,6 +46,12 @@ def silent(latest: Ratios, device: str) -> bool:
     return bool(found) and not any(found)
 
 
+def cut_off(latest: Ratios, device: str) -> bool:
+    """Return whether a device received nothing of anyone of late. False where it has no record."""
+    found = [value for (_, receiver), value in latest.items() if receiver == device]
+    return bool(found) and not any(found)
+
+
 class Reception:
     """What one device received in the window under way, of what it should have.
 

@@ -135,6 +135,18 @@ def test_a_killed_device_that_restarts_joins_again():
     assert max(began) > 13 * step
 
 
+def test_a_device_that_hears_nobody_is_cut_off_and_does_not_take_all_others_for_dead():
+    method = {"allocation": "hybrid"}
+    planned = devices_of(six(method))
+    assert planned.lead != (victim := planned.details.devices[2])
+    others = [name for name in planned.details.devices if name != victim]
+    lost = [{"degrade": {"from": name, "to": victim, "message_loss": "100%"}, "at": "0.1s"} for name in others]
+    outcome = run(six(method, faults=lost))
+    assert outcome.error is None
+    assert not [event for event in outcome.events if event.event == "rearrangement" and event.device == victim]
+    assert "failure" not in {change["cause"] for change in of(outcome, "rearrangement")}
+
+
 def test_a_group_left_with_no_device_fails_the_run_and_is_named():
     planned = devices_of(six({"allocation": "vertical", "window": 20}))
     victim = planned.details.devices[2]

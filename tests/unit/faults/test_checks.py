@@ -77,6 +77,14 @@ def test_faults_that_cannot_be(part, key, text):
     assert text in problem.text
 
 
+def test_nothing_joins_before_it_is_away():
+    (problem,) = problems(*script({"join": "a", "at": "3s"}, {"kill": "a", "at": "5s"}), spans, events_of(NOTHING))
+    assert (problem.key, problem.text) == (
+        ("faults", 0, "at"),
+        "nothing kills or retires 'a' before that: join it later",
+    )
+
+
 def test_a_fault_may_wait_for_an_event_that_the_method_declares():
     fault = {"kill": "a", "when": {"device": "a", "event": "lap", "batch": 1}}
     (unknown,) = problems(*script(fault), spans, events_of(NOTHING))
