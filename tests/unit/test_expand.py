@@ -119,6 +119,13 @@ def test_keys_beside_a_preset_win():
     assert trial.experiment.links["source", "worker1"] == Link(3e6, PRESETS["lan"].delay)
 
 
+def test_frames_are_those_of_every_link():
+    network = {"frame": "127B", "links": [{"from": "source", "to": "worker1", "message_loss": "20%"}]}
+    (trial,) = expand(network=network)
+    assert {link.frame for link in trial.experiment.links.values()} == {127}
+    assert "must be at least 16" in refusal(network={"frame": "10B"})
+
+
 def test_explicit_links_only_and_the_way_back_with_the_default():
     (trial,) = expand(
         network={
