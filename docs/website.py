@@ -58,6 +58,12 @@ GUIDE = {
     "Changes": "CHANGELOG.md",
 }
 """Pages that are taken as they are, by title."""
+TABLES = """\
+.md-typeset table:not([class]) :is(th, td) { min-width: 3.4rem; padding: .6em .8em }
+.md-typeset table:not([class]) td:last-child { min-width: 8rem }
+.md-typeset td:first-child code { white-space: nowrap }
+"""
+"""Figures need little room, the notes in the last column more; names in the first stay whole."""
 EXTRA = Path("docs/papers.md")
 """Divided into the papers' pages."""
 
@@ -211,7 +217,7 @@ def configuration() -> dict[str, Any]:
             "pymdownx.highlight",
             {"toc": {"permalink": True}},
         ],
-        "extra_css": ["narrow.css"],
+        "extra_css": ["tables.css"],
         "theme": {
             "name": "material",
             "font": False,
@@ -234,7 +240,7 @@ def main(folder: Path) -> None:
         file = site / place
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(linked(place, text, found, site))
-    (site / "narrow.css").write_text(".md-typeset td:first-child code { white-space: nowrap }\n")
+    (site / "tables.css").write_text(TABLES)
     # JSON is YAML.
     (folder / "mkdocs.yml").write_text(json.dumps(configuration(), indent=2))
 
