@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: each command's help, the table of scenario keys, the JSON schema.
+"""Write what is generated: each command's help, the table of scenario keys, the JSON schema, and `compose/`.
 
 Run ``python docs/generate.py`` after changing a command or the schema; a test fails until it has been run.
 """
@@ -15,13 +15,15 @@ from typing import Any
 import click
 
 from controller.cli.main import COMMANDS, testbed
+from controller.lab.composing import project
 from testbed.methods import METHODS
-from testbed.scenario.loading import published_schema
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load, published_schema
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Figure
 from testbed.trace.registry import COMMON, OF_DEVICES
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent
 WIDTH = 88
 
 
@@ -40,6 +42,8 @@ def generated() -> Iterator[tuple[Path, str]]:
         text = _replace(text, mark, table)
     yield page, text
     yield DOCS / "scenario.schema.json", json.dumps(published_schema(), indent=2) + "\n"
+    for file, text in project(trials(load("quickstart"))[0], {}).items():
+        yield DOCS.parent / "compose" / file, text
 
 
 def _replace(text: str, mark: str, content: str) -> str:
@@ -153,7 +157,7 @@ def main(check: bool) -> int:
     stale = {path: text for path, text in generated() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
         if check:
-            print(path.relative_to(DOCS))
+            print(path.relative_to(DOCS.parent))
         else:
             path.write_text(text)
     return int(check and bool(stale))
