@@ -7,6 +7,7 @@ from typing import Any
 
 from testbed.formats import size
 from testbed.methods.distributed.member_messages import TileInput, TileOutput, TileOverlap
+from testbed.trace.events import EventType
 from testbed.trace.figures import Declared, Figure, Metrics, Row
 from testbed.trace.record import Record
 
@@ -38,8 +39,17 @@ def _tile_bytes(record: Record) -> int | None:
     return sum(about) if about else None
 
 
+def _stolen(record: Record) -> int | None:
+    given = [event.fields for event in record.of("tile")]
+    return sum(fields["owner"] != fields["by"] for fields in given) if given else None
+
+
 DECLARED = Declared(
+    events=(
+        EventType("tile", "the source has a device compute a tile", ("batch",), ("request", "tile", "owner", "by")),
+    ),
     figures=(
+        Figure("tiles_stolen", "number", "computed by other devices than the plan says, since they were idle", _stolen),
         Figure(
             "tile_bytes", "bytes", "sent about tiles: of the image, what tiles reuse, what they become", _tile_bytes
         ),

@@ -45,8 +45,9 @@ class InferenceMember:
         self._computes = problem.workload.numerics == "full"
         self._context = MemberContext(mailbox, flow, coordinator, problem.device(mailbox.device.name).memory)
         self._requests: dict[int, RequestWork] = {}
+        speeds = [problem.device(name).speed for name in flow.plan.devices]
         self._tiles = TileWork(
-            self._context, lambda request, value: self._request(request).spread(flow.tiled - 1, value)
+            self._context, speeds, lambda request, value: self._request(request).spread(flow.tiled - 1, value)
         )
         self._reported = -1
 
@@ -89,7 +90,7 @@ class InferenceMember:
         self._handle(
             TileOverlap, lambda told: tiles.take_overlap(told.request, told.lender, told.borrower, told.tensor)
         )
-        self._handle(TileOutput, lambda told: tiles.place(told.request, told.tile, told.tensor))
+        self._handle(TileOutput, lambda told: tiles.place(told.request, told.tile, told.tensor, told.sender))
 
     def _begin(self, number: int, images: torch.Tensor) -> None:
         """Spread a request's images; on the source."""

@@ -40,6 +40,14 @@ class MemberContext:
         self._coordinator = coordinator
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    def now(self) -> float:
+        """Return the seconds since the workload started."""
+        return self._mailbox.device.now()
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write an event to the run's log."""
+        self._mailbox.device.record(event, **fields)
+
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task until `cancel`."""
         task = self._mailbox.start(work)

@@ -45,6 +45,11 @@ class DistributedOptions(Options):
         description="what neighbouring tiles both need within the early layers: computed by each, or reused "
         "(DeepThings): computed by one and sent to the other, which begins later",
     )
+    stealing: bool = Field(
+        Execution.stealing,
+        description="whether idle devices take tiles that wait for others (DeepThings); each device has one tile at a "
+        "time, and the early layers' weights",
+    )
     source: str | None = Field(None, description="the device that has the images; none: the first of the scenario")
     exchange: ExchangeMode = Field(
         Execution.exchange,

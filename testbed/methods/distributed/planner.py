@@ -28,6 +28,8 @@ from testbed.models.graph import Graph, graph_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Details, Piece, Plan
 
+_DEFAULTS = DistributedOptions.model_fields
+
 
 class PlanFigures(BaseModel):
     """What a plan takes for one sample; by device in the order of the plan."""
@@ -79,11 +81,12 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
     _check_links(problem, source)
     spread = flow_of(problem, distributed(problem, names))
     options = problem.options
-    if options.grid is not None and spread.plan.tiling is None and options.scheme not in ("single", "sequential"):
+    about = [key for key in ("grid", "overlap", "stealing") if getattr(options, key) != _DEFAULTS[key].default]
+    if about and spread.plan.tiling is None and options.scheme not in ("single", "sequential"):
         raise InputError(
             f"no layer of {problem.model.name} is tiled: leave it out, or tile some of the first layers "
             "by method.early",
-            ("method", "grid"),
+            ("method", about[0]),
         )
     return Plan(
         method=method,
@@ -179,6 +182,7 @@ def execution(problem: Problem[DistributedOptions]) -> Execution:
         chunks=options.chunks,
         least_chunk=options.least_chunk,
         overlap=options.overlap,
+        stealing=options.stealing,
     )
 
 

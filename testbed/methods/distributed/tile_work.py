@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from testbed.device import Span
@@ -10,6 +10,7 @@ from testbed.methods.distributed.member_context import MemberContext
 from testbed.methods.distributed.member_messages import TileInput, TileOutput, TileOverlap
 from testbed.methods.distributed.partition.tiles import multiplications
 from testbed.methods.distributed.request_work import SPAN
+from testbed.methods.distributed.tile_queue import TileQueue
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +22,18 @@ class TileWork:
     Images and maps are (samples, channels, height, width).
     """
 
-    def __init__(self, member: MemberContext, spread: Callable[[int, torch.Tensor], None]) -> None:
-        """``spread`` is given, on the source, the number of a request and its complete map, (samples, elements)."""
+    def __init__(
+        self, member: MemberContext, speeds: Sequence[float], spread: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        """``speeds`` of the plan's devices in FLOP/s.
+
+        ``spread`` is given, on the source, the number of a request and its complete map, (samples, elements).
+        """
         self._member = member
         self._flow = member.flow
         self._spread = spread
+        self._queue = TileQueue(member.flow, speeds) if member.flow.execution.stealing else None
+        """On the source, where idle devices steal tiles."""
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
         """By request and tile."""
         self._taken: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
@@ -43,14 +51,36 @@ class TileWork:
     def begin(self, request: int, images: torch.Tensor) -> None:
         """Send each tile its part of a request's images; on the source."""
         self._images[request] = self._member.ledger.hold(images)
+        if self._queue is not None:
+            self._queue.add(request)
+            self._hand_out(self._queue)
+            return
         for number, tile in enumerate(self._flow.plan.tiles):
-            region = tile.regions[0]
-            part = images[:, :, region.top : region.bottom, region.left : region.right]
-            if tile.device == self._member.index:
-                self.take_input(request, number, part)
-            else:
-                message = TileInput(self._member.configuration, request, number, part.contiguous())
-                self._member.post(tile.device, message)
+            self._give(request, number, tile.device)
+
+    def _give(self, request: int, number: int, device: int) -> None:
+        """Have a device compute a tile."""
+        region = self._flow.plan.tiles[number].regions[0]
+        part = self._images[request][:, :, region.top : region.bottom, region.left : region.right]
+        if device == self._member.index:
+            self.take_input(request, number, part)
+        else:
+            self._member.post(device, TileInput(self._member.configuration, request, number, part.contiguous()))
+
+    def _hand_out(self, queue: TileQueue) -> None:
+        """Give every idle device a tile, with what it takes of others."""
+        for device in self._flow.devices:
+            if (found := queue.take(device, self._member.now())) is None:
+                continue
+            request, number = found
+            if device != self._member.index:
+                for lender, tensor in self._taken.pop(found, {}).items():
+                    self._member.ledger.drop(tensor)
+                    message = TileOverlap(self._member.configuration, request, lender, number, tensor)
+                    self._member.post(device, message)
+            self._give(request, number, device)
+            names, owner = self._flow.plan.devices, self._flow.plan.tiles[number].device
+            self._member.record("tile", request=request, tile=number, owner=names[owner], by=names[device])
 
     def take_input(self, request: int, number: int, inputs: torch.Tensor) -> None:
         """Take in what a tile needs of the image."""
@@ -59,19 +89,23 @@ class TileWork:
         self._begin_if_complete(request, number)
 
     def take_overlap(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
-        """Take in what one tile lends another; the source may have to send it on."""
-        if self._flow.plan.tiles[borrower].device != self._member.index:
-            self._send(request, lender, borrower, tensor)
+        """Take in what one tile lends another, which this device is to compute; else send it on from the source."""
+        to = self._flow.plan.tiles[borrower].device
+        if self._queue is None and to != self._member.index:
+            self._member.post(to, TileOverlap(self._member.configuration, request, lender, borrower, tensor))
             return
         self._taken.setdefault((request, borrower), {})[lender] = self._member.ledger.hold(tensor)
         self._begin_if_complete(request, borrower)
 
-    def _send(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
-        """Send what a tile lends to whom it concerns, by way of the source where all goes there."""
-        to = self._flow.plan.tiles[borrower].device
-        if self._flow.way == "source" and not self._is_source:
-            to = self._flow.plan.source
-        self._member.post(to, TileOverlap(self._member.configuration, request, lender, borrower, tensor))
+    def _lend(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
+        """Let another tile have what it takes of one, by way of the source where all goes there."""
+        to, source = self._flow.plan.tiles[borrower].device, self._flow.plan.source
+        if self._queue is not None or (self._flow.way == "source" and to != self._member.index):
+            to = source
+        if self._member.index in (to, source):
+            self.take_overlap(request, lender, borrower, tensor)
+        else:
+            self._member.post(to, TileOverlap(self._member.configuration, request, lender, borrower, tensor))
 
     def _begin_if_complete(self, request: int, number: int) -> None:
         lenders = sum(borrower == number for _, borrower in self._flow.overlaps)
@@ -92,15 +126,18 @@ class TileWork:
             ledger.drop(tensor)
         for borrower, tensor in lent.items():
             ledger.drop(tensor)
-            self.take_overlap(request, number, borrower, tensor)
+            self._lend(request, number, borrower, tensor)
         if self._is_source:
-            self.place(request, number, outputs)
+            self.place(request, number, outputs, flow.plan.devices[flow.plan.source])
         else:
             ledger.drop(inputs)
             self._member.post(None, TileOutput(self._member.configuration, request, number, outputs))
 
-    def place(self, request: int, number: int, outputs: torch.Tensor) -> None:
-        """Collect tiles on the source; spread the map when all are there."""
+    def place(self, request: int, number: int, outputs: torch.Tensor, device: str) -> None:
+        """Collect tiles on the source, from whom it computed; spread the map when all are there."""
+        if self._queue is not None:
+            self._queue.done(self._flow.plan.devices.index(device), self._member.now())
+            self._hand_out(self._queue)
         tiles, ledger = self._flow.plan.tiles, self._member.ledger
         if request not in self._maps:
             shape = self._flow.graph.layers[self._flow.tiled - 1].output
@@ -111,6 +148,8 @@ class TileWork:
         self._missing[request] -= 1
         if not self._missing[request]:
             complete = self._maps.pop(request)
+            if self._queue is not None:
+                self._queue.forget(request)
             for tensor in (complete, self._images.pop(request)):
                 ledger.drop(tensor)
             self._spread(request, complete.flatten(1))

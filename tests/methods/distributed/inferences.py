@@ -36,7 +36,7 @@ class Inference:
     plan: Plan
     flow: Dataflow
     outputs: torch.Tensor
-    """Of all requests that were answered, in the order of their answers."""
+    """Of all requests that were answered, in their order."""
     error: float
     """Largest difference from the whole model's outputs, over the largest of those; nan where some are missing."""
     weights: Mapping[str, torch.Tensor]
@@ -62,11 +62,11 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
         problem = Problem(model, trial.experiment.devices, trial.experiment.links, workload, options, spec.seed)
         data = noise(model, workload.requests * workload.batch_size)
     plan = method.plan(problem)
-    outputs: list[torch.Tensor] = []
+    outputs: dict[int, torch.Tensor] = {}
     add = Answers.add
 
     def seen(answers, index, output):
-        outputs.append(output)
+        outputs[index] = output
         add(answers, index, output)
 
     with patch.object(Answers, "add", seen):
@@ -76,7 +76,7 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
         whole.load_state_dict(weights)
     with torch.no_grad():
         wanted = whole(torch.from_numpy(data.test_images[: workload.requests * workload.batch_size]))
-    found = torch.cat(outputs) if outputs else torch.empty(0)
+    found = torch.cat([outputs[index] for index in sorted(outputs)]) if outputs else torch.empty(0)
     error = float((found - wanted).abs().max() / wanted.abs().max()) if found.shape == wanted.shape else float("nan")
     flow = flow_of(problem, plan.details.distributed)
     return Inference(outcome, trial.experiment, plan, flow, found, error, whole.state_dict())

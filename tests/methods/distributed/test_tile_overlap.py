@@ -50,7 +50,7 @@ def flow_of(layers, rows, columns, devices=1, execution=REUSE):
     return candidate(Graph("n", tuple(layers)), crew(devices), request).flow
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(early(), st.data())
 def test_the_map_is_that_of_the_undivided_layers_to_the_bit(layers: list[GraphLayer], data: st.DataObject) -> None:
     _, height, width = layers[-1].output
@@ -79,7 +79,7 @@ def test_the_map_is_that_of_the_undivided_layers_to_the_bit(layers: list[GraphLa
     assert ledger.activations == 8 * sum(tensor.numel() for tensor in lent.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(early(), st.data())
 def test_a_tile_has_each_pixel_once_from_itself_or_one_neighbour(layers: list[GraphLayer], data: st.DataObject) -> None:
     _, height, width = layers[-1].output

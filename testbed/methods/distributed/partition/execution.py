@@ -33,3 +33,5 @@ class Execution:
     """Bytes that each has at least, unless there is only one: smaller ones would hardly overlap more, and each message
     keeps an emulating host busy for about a millisecond."""
     overlap: OverlapMode = "compute"
+    stealing: bool = False
+    """Whether idle devices take tiles that wait for others: the source keeps each until somebody is to compute it."""

@@ -142,6 +142,8 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
     image the inputs are parts, the image and the map that it collects.
     """
     layers, tiles = flow.graph.layers[: flow.tiled], flow.plan.tiles
+    if flow.execution.stealing:
+        return _while_stealing(flow, device)
     own = [number for number, tile in enumerate(tiles) if tile.device == device]
     within = max((_within(flow, number) for number in own), default=0)
     taken = sum(sum(map(flow.values, each)) for (_, borrower), each in flow.overlaps.items() if borrower in own)
@@ -150,6 +152,20 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
     if len(tiles) == 1:
         return layers[0].inputs + max(within, layers[-1].outputs)
     return layers[0].inputs + layers[-1].outputs + within + taken
+
+
+def _while_stealing(flow: Dataflow, device: int) -> int:
+    """Return the same where a device may have any tile, one at a time; the source keeps what they take of others."""
+    layers, everything = flow.graph.layers[: flow.tiled], range(len(flow.plan.tiles))
+    within = max(_within(flow, number) for number in everything)
+    taken = [
+        sum(sum(map(flow.values, each)) for pair, each in flow.overlaps.items() if pair[1] == number)
+        for number in everything
+    ]
+    if device == flow.plan.source:
+        return layers[0].inputs + layers[-1].outputs + within + sum(taken)
+    inputs = max(layers[0].input[0] * tile.regions[0].pixels for tile in flow.plan.tiles)
+    return within + inputs + max(taken)
 
 
 def _within(flow: Dataflow, number: int) -> int:

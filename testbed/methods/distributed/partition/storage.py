@@ -11,7 +11,7 @@ from testbed.models.slices import NONE, Slice
 def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
     """Return what a device stores, by layer in their order. Tiled layers are whole on each device with a tile."""
     found: dict[int, Slice] = {}
-    tiles = any(tile.device == device for tile in flow.plan.tiles)
+    tiles = flow.execution.stealing or any(tile.device == device for tile in flow.plan.tiles)
     for index, layer in enumerate(flow.graph.layers):
         task, whole = flow.tasks[index][device], layer.whole
         makes = as_range(task.makes)

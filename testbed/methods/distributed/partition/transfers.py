@@ -54,7 +54,8 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
     """Return what is sent for tiles that the source does not do itself: regions of the image, and what they become.
 
     What tiles reuse of each other counts as of the last map within. It goes through the source, as all else about
-    tiles does, unless devices send each other directly.
+    tiles does, unless devices send each other directly; always where tiles can be stolen. These are counted as if none
+    were.
     """
     source, tiles, found = flow.plan.source, flow.plan.tiles, []
     for tile in flow.plan.tiles:
@@ -66,11 +67,11 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
     for (lender, borrower), taken in flow.overlaps.items():
         size = sum(map(flow.values, taken))
         way = [tiles[lender].device, tiles[borrower].device]
-        if way[0] != way[1] and source not in way and flow.way == "source":
+        if flow.execution.stealing or (way[0] != way[1] and flow.way == "source"):
             way.insert(1, source)
         for leg, (one, other) in enumerate(pairwise(way)):
             if one != other:
-                found.append(Transfer(one, other, flow.tiled - 2, (size,), forwarded=leg == 1))
+                found.append(Transfer(one, other, flow.tiled - 2, (size,), forwarded=leg == 1 and source != way[0]))
     return tuple(found)
 
 
