@@ -57,9 +57,9 @@ class PlanFigures(BaseModel):
     messages: int
     tile_bytes: float = 0.0
     """On the wire, of what is sent about tiles: parts of the image, what tiles take of each other, what they become."""
-    tile_bytes_saved: float = 0.0
+    saved_tile_bytes: float = 0.0
     """How many less than with the same grid where nothing is reused; below 0 where what is reused weighs more."""
-    multiplications_saved: int = 0
+    saved_multiplications: int = 0
     """Of all tiles, by reuse."""
 
 
@@ -115,8 +115,8 @@ def _figures(problem: Problem[DistributedOptions], spread: Dataflow) -> PlanFigu
         wire_bytes=found.wire_bytes,
         messages=found.messages,
         tile_bytes=_tile_bytes(spread),
-        tile_bytes_saved=_tile_bytes(without) - _tile_bytes(spread),
-        multiplications_saved=_of_tiles(without) - _of_tiles(spread),
+        saved_tile_bytes=_tile_bytes(without) - _tile_bytes(spread),
+        saved_multiplications=_of_tiles(without) - _of_tiles(spread),
     )
 
 
