@@ -92,11 +92,12 @@ def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
 def _cause(strikes: Collection[Strike], detected: float, since: float, missing: Collection[str]) -> Strike | None:
     """Return the fault that best explains a detection: one on a missing device, else the first since ``since``."""
     known = [strike for strike in strikes if not strike.mends and strike.struck <= detected]
-    on_missing = [strike for strike in known if strike.target in missing]
+    # A fault whose effect the method has already outlived explains nothing new, unless it lasts.
+    recent = [strike for strike in known if strike.struck >= since]
+    lasting = [strike for strike in known if strike.undone is None or strike.undone > detected]
+    on_missing = [strike for strike in (*recent, *lasting) if strike.target in missing]
     if on_missing:
         return max(on_missing, key=lambda strike: strike.struck)
-    # A fault whose effect the method has already outlived explains nothing new.
-    recent = [strike for strike in known if strike.struck >= since]
     return min(recent, key=lambda strike: strike.struck) if recent else None
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from testbed.framing import wire_bytes
 from testbed.network.link import Link
+from testbed.trace.disturbances import recoveries
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement
@@ -381,3 +382,22 @@ def test_the_parts_of_a_device_always_make_up_the_duration(work: list[tuple[str,
     device = calm(events=sorted(events, key=lambda event: event.time))["devices"]["a"]
     assert device["compute"] + device["communicate"] + device["down"] + device["idle"] == pytest.approx(9.0)
     assert device["down"] == pytest.approx(1.0)
+
+
+def test_a_recovery_is_not_blamed_on_a_fault_that_was_outlived_before() -> None:
+    def fault(time: float, action: str, target: str, phase: str) -> Event:
+        return Event(time, "testbed", "fault", {"action": action, "target": target, "phase": phase, "intended": time})
+
+    events = [
+        fault(45, "kill", "b", "strike"),
+        Event(49, "a", "recovery", {"phase": "detected", "missing": ["b"]}),
+        fault(55, "kill", "b", "undo"),
+        Event(57, "a", "recovery", {"phase": "resumed", "step": 4}),
+        fault(110, "partition", "a | b,c", "strike"),
+        Event(114, "a", "recovery", {"phase": "detected", "missing": ["b", "c"]}),
+        fault(125, "partition", "a | b,c", "undo"),
+        Event(126, "a", "recovery", {"phase": "resumed", "step": 8}),
+    ]
+    assert [(found.struck, found.duration) for found in recoveries(events)] == [(45, 12), (110, 16)]
+    lasting = [event for event in events if event.time not in (55, 110, 125)]
+    assert [found.struck for found in recoveries(lasting)] == [45, 45], "it was never undone, and nothing else struck"
