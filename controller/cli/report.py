@@ -44,7 +44,7 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
         rebuild(run)
         html.write(run)
     several = len(runs) > 1 or runs[0].path != folder
-    content = summarize(folder) if several else runs[0].metrics
+    content = summarize(folder, runs) if several else runs[0].metrics
     if several:
         sweep.write(folder, content, runs)
     part = runs[0].trial.scenario.paper

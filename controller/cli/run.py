@@ -162,6 +162,8 @@ def _finished(prepared: Sequence[Prepared], places: Sequence[Path], console: Con
     from controller.results.files import finished_among
 
     found = finished_among(places, [each.trial for each in prepared])
+    if len(prepared) > 1:
+        found = {number: each.alone() for number, each in found.items()}
     console.print(f"{len(found)} of {len(places)} runs are there already")
     return found
 
@@ -191,7 +193,7 @@ def _summarize(runs: list[Run], console: Console) -> None:
     from controller.results.summary import summarize
 
     folder = runs[0].path.parent
-    summary = summarize(folder)
+    summary = summarize(folder, runs)
     sweep.write(folder, summary, runs)
     show_summary(console, summary, folder)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from controller.results.files import load_all
 from controller.results.run import Run
 from testbed.trace.figures import Figure
 from testbed.trace.metrics import finite
@@ -32,21 +31,21 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     return fmean(values), float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
 
 
-def summarize(folder: Path) -> dict[str, Any]:
-    """Write ``summary.json`` and ``summary.csv`` over the runs in a folder, and return what the former holds.
-
-    ``figures`` says of each by name its ``kind`` and whether it is ``brief`` (`testbed.trace.figures.Figure`).
-    ``points`` has one entry a point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names),
-    ``trusted`` (how many of them), ``figures`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
-    """
-    summary = summary_of(load_all(folder))
+def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
+    """Write ``summary.json`` and ``summary.csv`` over the runs in a folder; return `summary_of` them."""
+    summary = summary_of(runs)
     (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2, default=str) + "\n", encoding="utf-8")
     _write_csv(folder / "summary.csv", summary)
     return summary
 
 
 def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the summary of runs of one scenario."""
+    """Return the summary of runs of one scenario, whose events are not needed.
+
+    ``figures`` says of each by name its ``kind`` and whether it is ``brief`` (`testbed.trace.figures.Figure`).
+    ``points`` has one entry a point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names),
+    ``trusted`` (how many of them), ``figures`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run.trial.point, sort_keys=True, default=str), []).append(run)
