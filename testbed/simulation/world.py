@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from testbed.faults.conditions import Changed, Conditions, DeviceState
@@ -167,10 +167,12 @@ class World:
                     device.write("state", {"state": "stopped"})
                 device.kill()
         self.loop.limit = self.loop.now
-        try:
-            self.loop.run_forever()
-        except (Stillness, TimeLimit):
-            self.loop.close()
+        with suppress(Stillness, TimeLimit):
+            while True:
+                # A Ctrl-C that ended a task beside a program comes out again of whoever waited for that task.
+                with suppress(KeyboardInterrupt):
+                    self.loop.run_forever()
+        self.loop.close()
 
     def kill(self, name: str) -> None:
         """Switch a device off at once: its program, its inbox and what it was sending are gone."""

@@ -87,6 +87,20 @@ def test_a_run_that_the_user_stops_keeps_what_was_seen():
     assert len(outcome.events) > 50
 
 
+def test_a_stop_that_hits_a_task_beside_the_program_ends_the_run_as_well():
+    import asyncio
+
+    async def function(device, job):
+        async def beside():
+            await device.sleep(1.0)
+            raise KeyboardInterrupt
+
+        await asyncio.gather(asyncio.create_task(beside()), device.sleep(5.0))
+
+    outcome = outcome_of(function)
+    assert (outcome.status, outcome.error) == ("interrupted", "stopped by the user")
+
+
 def test_failure_keeps_the_device_and_the_traceback():
     async def program(device, job):
         if device.name == "worker1":
