@@ -57,7 +57,7 @@ GUIDE = {
     "How it hangs together": "ARCHITECTURE.md",
     "Changes": "CHANGELOG.md",
 }
-"""Pages that are taken as they are, by title."""
+"""The pages to begin with, by title; others follow."""
 TABLES = """\
 .md-typeset table:not([class]) :is(th, td) { min-width: 3.4rem; padding: .6em .8em }
 .md-typeset table:not([class]) td:last-child { min-width: 8rem }
@@ -85,6 +85,14 @@ class Shipped:
     def runs(self) -> int:
         """Points of its sweep times repetitions."""
         return len(list(swept(self.scenario))) * self.scenario.repetitions
+
+
+def guide() -> dict[str, str]:
+    """Return the pages that are taken as they are, by title: those above, then what else is here by its heading."""
+    others = sorted({f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} - {*GUIDE.values(), str(EXTRA)})
+    first = {(ROOT / place).read_text().partition("\n")[0].removeprefix("# "): place for place in others}
+    first.pop("Documentation", None)  # the list of them, which the site's navigation is
+    return {**GUIDE, **first}
 
 
 def shipped() -> list[Shipped]:
@@ -161,7 +169,7 @@ def _printed(each: Shipped) -> str:
 
 def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
     """Return the text of every page by its place, links as they are in the repository."""
-    found = {place: (ROOT / place).read_text() for place in GUIDE.values()}
+    found = {place: (ROOT / place).read_text() for place in guide().values()}
     found |= {f"docs/commands/{name}.md": (ROOT / f"docs/commands/{name}.md").read_text() for name in COMMANDS}
     found |= {f"methods/{name}.md": method_page(method, scenarios) for name, method in METHODS.items()}
     return found | dict(paper_pages(scenarios))
@@ -192,8 +200,8 @@ def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
 
 def configuration() -> dict[str, Any]:
     """Return mkdocs' settings."""
-    nav: list[dict[str, Any]] = [{title: place} for title, place in GUIDE.items()]
-    nav[-2:-2] = [
+    nav: list[dict[str, Any]] = [{title: place} for title, place in guide().items()]
+    nav += [
         {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},
         {
             "Papers": [
