@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.typed import Typed
 from testbed.methods.versatile.arrangement import moves
-from testbed.methods.versatile.credibility import average, cut_off, silent
+from testbed.methods.versatile.credibility import average, silent
 from testbed.methods.versatile.decisions import Decision, Setting, after_window, coordinator, entered, without
 from testbed.methods.versatile.handover import Handover
 from testbed.methods.versatile.knowledge import Knowledge
@@ -98,7 +98,7 @@ class Course:
             members = [name for name in self._knowledge.now.devices if name not in self._newcomers]
             self._silent = [name for name in members if silent(latest, name)]
             me = self._device.name
-            if cut_off(latest, me) and me != self._setting.lead:
+            if self._windows.cut_off and me != self._setting.lead:
                 # To itself, all others are silent; to them it is.
                 self._silent = [me]
             self._averages = {name: average(table, name) for name in members}

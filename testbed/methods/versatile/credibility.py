@@ -46,12 +46,6 @@ def silent(latest: Ratios, device: str) -> bool:
     return bool(found) and not any(found)
 
 
-def cut_off(latest: Ratios, device: str) -> bool:
-    """Return whether a device received nothing of anyone of late. False where it has no record."""
-    found = [value for (_, receiver), value in latest.items() if receiver == device]
-    return bool(found) and not any(found)
-
-
 class Reception:
     """What one device received in the window under way, of what it should have.
 
@@ -60,10 +54,18 @@ class Reception:
 
     def __init__(self) -> None:
         self._noted: defaultdict[str, list[bool]] = defaultdict(list)
+        self._lost = 0
+        """In a row, whoever sent them."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether nothing arrives of anyone: not the others have failed, or all at once."""
+        return self._lost >= SERIES
 
     def note(self, sender: str, received: bool) -> None:
         """Note whether a cast that was due has arrived."""
         self._noted[sender].append(received)
+        self._lost = 0 if received else self._lost + 1
 
     def close(self, senders: Iterable[str]) -> dict[str, tuple[float, float]]:
         """Return the shares received of each sender, in the window and of the last `SERIES`; begin the next window.

@@ -22,6 +22,11 @@ class Windows:
         self._open: int | None = None
         self._seen = -1
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether the device hears nobody, now."""
+        return self._reception.cut_off
+
     def close(self, step: int) -> None:
         """Close the window before that of a step, unless that is done."""
         # Backward, a device works on earlier steps than forward.

@@ -45,6 +45,9 @@ def test_what_is_not_there_when_it_is_due_was_lost():
     for step in range(4 * SERIES):
         reception.note("a", step < 3 * SERIES)
     assert reception.close("a") == {"a": (0.75, 0)}
+    assert reception.cut_off
+    reception.note("b", received=True)
+    assert not reception.cut_off
     assert reception.close("a") == {"a": (0, 0)}
 
 
