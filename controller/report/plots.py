@@ -198,10 +198,23 @@ def line_plot(
             axes.set_xscale("log")
             axes.set_xlim(low / 1.1, high * 1.1)
             axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xticks(at, [f"{place:g}" for place in at])
+        marked = _apart(at, axes, width)
+        axes.set_xticks(marked, [f"{place:g}" for place in marked])
         axes.minorticks_off()
     legend(figure, axes, above=_shade(axes, windows, high - low, width))
     return figure
+
+
+def _apart(at: Sequence[float], axes: Axes, width: float) -> list[float]:
+    """Return those of rising places on the x axis whose figures do not touch the one before."""
+    kept: list[float] = []
+    free = -math.inf
+    for place in at:
+        inches = axes.transAxes.inverted().transform(axes.transData.transform((place, 0.0)))[0] * width * 0.85
+        if inches >= free:
+            kept.append(place)
+            free = inches + LETTER * (len(f"{place:g}") + 1)
+    return kept
 
 
 def _draw_line(axes: Axes, line: Line, points: Sequence[tuple[float, float]], factor: float, several: bool) -> None:

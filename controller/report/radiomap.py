@@ -16,6 +16,8 @@ from testbed.network.radio import Position
 
 GRADES = ((0.9, "green", 1.8), (0.7, "blue", 1.3), (0.4, "orange", 0.9), (0.0, "fault", 0.6))
 """Least PRR of each grade of links, its colour, and the width of its lines in points; a PRR of 0 is not drawn."""
+MOST_TOLD = 8
+"""Devices with what they hold beside their names; of more it is in the table of devices alone."""
 MOST_NAMED = 60
 """Devices; of more, names would hide the map."""
 
@@ -51,7 +53,7 @@ def draw(
         above = least
     axes.plot([x for x, _ in positions.values()], [y for _, y in positions.values()], "o", color=COLOURS["ink"], ms=4)
     if len(positions) <= MOST_NAMED:
-        _name(axes, positions, held, area)
+        _name(axes, positions, held if len(positions) <= MOST_TOLD else {}, area)
     axes.set_xlim(0, area[0])
     axes.set_ylim(0, area[1])
     axes.set_aspect("equal")
@@ -77,7 +79,7 @@ def _name(axes: Axes, positions: Mapping[str, Position], held: Mapping[str, str]
             ha="right" if left else "left",
             va="top" if below else "bottom",
             fontsize=7.5,
-            bbox={"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 0.6, "alpha": 0.8},
+            bbox={"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 0.4, "alpha": 0.7},
         )
 
 

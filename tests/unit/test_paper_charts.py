@@ -341,3 +341,10 @@ def test_a_scenario_of_a_figure_draws_it(file: Path) -> None:
     part = load(file).paper
     assert part is not None
     assert part.charts
+
+
+@pytest.mark.parametrize(("at", "shown"), [([0, 1, 5, 10, 50], ["0", "5", "10", "50"]), ([1, 2, 50], ["1", "2", "50"])])
+def test_figures_on_the_axis_do_not_touch(at: list[float], shown: list[str]) -> None:
+    line = Line("a", [(place, 1.0) for place in at], "blue", marks=True)
+    axes = line_plot([line], range_=(at[0], at[-1]), y=Axis("a"), at=at).axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == shown
