@@ -1,6 +1,7 @@
 """A Flower server and its clients: nothing here knows the testbed; a line of JSON with an "event" becomes one."""
 
 import json
+import socket
 import sys
 import time
 from itertools import pairwise
@@ -56,9 +57,19 @@ class Client(flwr.client.NumPyClient):
         return self.get_parameters(config), STEPS * BATCH, {}
 
 
+def wait_for_server():
+    """Return once the server listens: a client that finds nobody gives up."""
+    while True:
+        try:
+            return socket.create_connection(("server", 8080), timeout=1).close()
+        except OSError:
+            time.sleep(0.2)
+
+
 if sys.argv[1] == "server":
     strategy = Timed(fraction_evaluate=0.0, min_fit_clients=CLIENTS, min_available_clients=CLIENTS)
     config = flwr.server.ServerConfig(num_rounds=int(sys.argv[2]))
     flwr.server.start_server(server_address="0.0.0.0:8080", config=config, strategy=strategy)
 else:
+    wait_for_server()
     flwr.client.start_client(server_address="server:8080", client=Client().to_client())
