@@ -191,7 +191,7 @@ def test_speed_of_a_thousand_devices():
     figure = messages_per_second(messages=20_000)
     assert figure.messages == 20_000
     assert figure.events == 2 * 20_000 + 3 * 1000
-    # The bench holds it to 50,000 on a machine with nothing else to do; here others may compete for the processor.
+    # The bench holds it to 50,000 on a machine with nothing else to do; here others may compete for caches.
     assert figure.rate > 5_000
 
 
