@@ -29,6 +29,7 @@ workload:
   model: {{name: mlp}}
   data: {{name: digits, train: 300, test: 40{split}}}
   method: {method}
+  batch_size: 10
   steps: 1
 """
 
