@@ -5,7 +5,6 @@ The repetitions of one point, on one clock, stand side by side as one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from statistics import fmean
@@ -59,8 +58,7 @@ def groups(runs: Sequence[Run]) -> list[list[Run]]:
     """Return the runs with the repetitions of one point together, in the order of the first of each."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
-        point = json.dumps(run.trial.point, sort_keys=True, default=str)
-        alike.setdefault(f"{run.outcome.runtime} {run.path.parent} {point}", []).append(run)
+        alike.setdefault(f"{run.outcome.runtime} {run.path.parent} {run.point}", []).append(run)
     found: list[list[Run]] = []
     for group in alike.values():
         # Two runs of a scenario that were made one by one are not repetitions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,11 @@ class Run:
     def alone(self) -> Run:
         """Return it without its events: of a sweep, memory holds the figures alone."""
         return replace(self, outcome=replace(self.outcome, events=[]))
+
+    @property
+    def point(self) -> str:
+        """The point of the sweep that it is of, as a text that is the same for all its repetitions."""
+        return json.dumps(self.trial.point, sort_keys=True, default=str)
 
     @property
     def declared(self) -> Declared:

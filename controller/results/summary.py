@@ -48,7 +48,7 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(json.dumps(run.trial.point, sort_keys=True, default=str), []).append(run)
+        groups.setdefault(run.point, []).append(run)
     points: list[dict[str, Any]] = [
         {
             "point": group[0].trial.point,
