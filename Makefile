@@ -27,9 +27,10 @@ test: lint ## lint, then every test, with real containers; ARGS="-k pattern"
 		images/install "tests of links make their own networks" iproute2 iptables
 	@PYTEST="$(VENV)/bin/python -m pytest" tests/run $(ARGS)
 
+# A host that others share may be too slow for a link now and then: the verdict says so, the expectations hold all the same.
 smoke: $(READY) ## the scenarios of scenarios/smoke, each with its expectations
 	@failed=; for file in scenarios/smoke/*.yaml; do \
-		echo "== $$file"; $(TESTBED) run "$$file" $(if $(RUNTIME),--runtime $(RUNTIME)) $(ARGS) || failed="$$failed $$file"; \
+		echo "== $$file"; $(TESTBED) run "$$file" $(if $(RUNTIME),--runtime $(RUNTIME),--accept-links) $(ARGS) || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator

@@ -99,8 +99,7 @@ def emulate(
         if standing is not None and results is not None:
             lab.note_results(results)
         on_stage("measuring the links")
-        measured = lab.shaper.probe(list(prepared.experiment.links))
-        verification.check(measured, accept_links)
+        measured = verification.verified(lab.shaper.probe, list(prepared.experiment.links), accept_links)
         on_stage("handing out the work")
         execution = _Execution(lab, prepared, dataset, weights, on_event)
         before = lab.shaper.statistics(reset=True)
