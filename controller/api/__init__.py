@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import StringIO
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -32,7 +31,7 @@ from testbed.errors import InputError
 from testbed.prepare import Prepared, prepare
 from testbed.scenario import loading
 from testbed.scenario.expand import trials
-from testbed.scenario.schema import Scenario
+from testbed.scenario.schema import TOGETHER, Scenario
 from testbed.scenario.source import Source
 
 if TYPE_CHECKING:
@@ -150,9 +149,9 @@ def sweep(
     ``together`` takes the first values of all keys, then the second ones, and so on.
     """
     if values is not None:
-        pairs = zip(*values.values(), strict=True) if together else product(*values.values())
+        lists = {key: list(each) for key, each in values.items()}
         tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
-        tree |= {"sweep": {}, "points": [dict(zip(values, each, strict=True)) for each in pairs]}
+        tree |= {"sweep": {TOGETHER: lists} if together else lists, "points": []}
         scenario = loading.validate(tree, scenario.source)
     prepared = [prepare(trial) for trial in trials(scenario)]
     folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)

@@ -93,16 +93,26 @@ def _over(name: str, kind: FigureKind, points: Sequence[Point], keys: Sequence[s
     """Draw a figure over the key with most numbers, a line for each value of the others; over words as bars."""
     numbers = [key for key in keys if _places(points, key)]
     chosen = max(numbers or keys, key=lambda key: len({_text(point, key) for point in points}))
+    along = _along(points, keys, chosen)
+    others = [key for key in keys if key != chosen and key not in along]
     series: dict[str, list[Point]] = {}
     for point in points:
-        label = point_text({key: point["point"].get(key) for key in keys if key != chosen})
+        label = point_text({key: point["point"].get(key) for key in others})
         series.setdefault(label or name.replace("_", " "), []).append(point)
     left_out = max(0, len(series) - len(SERIES))
     note = "Mean; whiskers: 95 % confidence interval." if any(len(point["runs"]) > 1 for point in points) else ""
+    note += f" Along with it: {', '.join(map(_short, along))}." if along else ""
     note += f" {left_out} more lines are in the table." if left_out else ""
     title = name.replace("_", " ")
     draw = _lines if chosen in numbers else _bars
     return title[0].upper() + title[1:], note.strip(), draw(name, chosen, points, series, Axis(title, kind))
+
+
+def _along(points: Sequence[Point], keys: Sequence[str], chosen: str) -> list[str]:
+    """Return the other keys whose values change with those of the chosen one, never by themselves."""
+    values = {_text(point, chosen) for point in points}
+    pairs = {key: {(_text(point, chosen), _text(point, key)) for point in points} for key in keys if key != chosen}
+    return [key for key, found in pairs.items() if len(found) == len(values)]
 
 
 def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> Draw:

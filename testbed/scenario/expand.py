@@ -41,7 +41,7 @@ def trials(scenario: Scenario) -> list[Trial]:
     The first repetition has the scenario's own seed, later ones seeds derived from it; all points of a sweep
     share them, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
     """
-    _check_count(scenario)
+    _check_points(scenario)
     # Of a run that was kept neither sweep nor points are left.
     points = [point for _, point in swept(scenario)] if scenario.sweep or scenario.points else None
     wrong = list(paper.problems(scenario.paper, points))
@@ -54,9 +54,15 @@ def trials(scenario: Scenario) -> list[Trial]:
     ]
 
 
-def _check_count(scenario: Scenario) -> None:
-    """Refuse more runs than anybody waits for, before any of them is made."""
-    swept_points = sum(math.prod(map(len, grid.values())) for _, grid in _grids(scenario))
+def _check_points(scenario: Scenario) -> None:
+    """Refuse points that cannot be, and more runs than anybody waits for, before any of them is made."""
+    problems = [problem for axes in _sweeps(scenario) for problem in _sweep_problems(axes)]
+    problems += [
+        Diagnostic(("points", index), "sets no key") for index, point in enumerate(scenario.points) if not point
+    ]
+    if problems:
+        raise scenario.source.error(problems)
+    swept_points = sum(math.prod(max(map(len, axis.values())) for _, axis in axes) for axes in _sweeps(scenario))
     points = len(scenario.points) + (swept_points if scenario.sweep or not scenario.points else 0)
     if points * scenario.repetitions > MAX_RUNS:
         key = "repetitions" if scenario.repetitions > points else "sweep" if scenario.sweep else "points"
@@ -66,48 +72,64 @@ def _check_count(scenario: Scenario) -> None:
 
 def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
     source = scenario.source
-    problems = [
-        Diagnostic((*place, key), "has no values")
-        for place, grid in _grids(scenario)
-        for key, values in grid.items()
-        if not values
-    ]
-    problems += [
-        Diagnostic(("points", index), "sets no key") for index, point in enumerate(scenario.points) if not point
-    ]
-    if problems:
-        raise source.error(problems)
     plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
     plain |= {"sweep": {}, "points": []}
-    for place, point in swept(scenario):
+    for written, point in swept(scenario):
         if not point:
             yield scenario, {}
             return
         tree: dict[str, Any] = copy.deepcopy(plain)
         places = {}
         for dotted, value in point.items():
-            where = source.where((*place, dotted))
+            where = source.where(written[dotted])
             put(tree, parse_key(dotted), value, where)
-            places[parse_key(dotted)] = f"{where} ({place[0]}: {value})"
+            places[parse_key(dotted)] = f"{where} ({written[dotted][0]}: {value})"
         yield validate(tree, source.override(places)), point
 
 
-def swept(scenario: Scenario) -> Iterator[tuple[Key, dict[str, object]]]:
-    """Yield each point, all combinations of the sweep and then the further ones, with where it is written."""
+def swept(scenario: Scenario) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
+    """Yield where each key is written, and each point: all combinations of the sweep and then the further points."""
     if scenario.sweep or not scenario.points:
-        for place, grid in _grids(scenario):
-            for values in itertools.product(*grid.values()):
-                yield place, dict(zip(grid, values, strict=True))
+        for axes in _sweeps(scenario):
+            written = {key: (*place, key) for place, axis in axes for key in axis}
+            steps = [
+                [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)]
+                for _, axis in axes
+            ]
+            for chosen in itertools.product(*steps):
+                yield written, {key: value for step in chosen for key, value in step.items()}
     for index, point in enumerate(scenario.points):
-        yield ("points", index), dict(point)
+        yield {key: ("points", index, key) for key in point}, dict(point)
 
 
-def _grids(scenario: Scenario) -> Iterator[tuple[Key, Mapping[str, Sequence[Any]]]]:
-    """Yield each sweep, with where it is written."""
-    if isinstance(scenario.sweep, Mapping):
-        yield ("sweep",), scenario.sweep
-    else:
-        yield from ((("sweep", index), grid) for index, grid in enumerate(scenario.sweep))
+def _sweeps(scenario: Scenario) -> Iterator[list[tuple[Key, Mapping[str, Sequence[Any]]]]]:
+    """Yield the axes of each sweep: keys whose values change together, mostly one, and where they are written."""
+    sweeps = (
+        {("sweep",): scenario.sweep}
+        if isinstance(scenario.sweep, Mapping)
+        else {("sweep", index): sweep for index, sweep in enumerate(scenario.sweep)}
+    )
+    for place, sweep in sweeps.items():
+        yield [
+            ((*place, key), values) if isinstance(values, Mapping) else (place, {key: values})
+            for key, values in sweep.items()
+        ]
+
+
+def _sweep_problems(axes: Sequence[tuple[Key, Mapping[str, Sequence[Any]]]]) -> Iterator[Diagnostic]:
+    """Yield what is wrong with the axes of one sweep."""
+    known: set[str] = set()
+    for place, axis in axes:
+        first = next(iter(axis), "")
+        for key, values in axis.items():
+            if not values:
+                yield Diagnostic((*place, key), "has no values")
+            elif len(values) != len(axis[first]):
+                text = f"needs as many values as '{first}', {len(axis[first])}, and has {len(values)}"
+                yield Diagnostic((*place, key), text)
+            elif key in known:
+                yield Diagnostic((*place, key), "is swept twice: leave one of the two out")
+            known.add(key)
 
 
 def _with_profiles(scenario: Scenario) -> Scenario:

@@ -6,6 +6,7 @@ that is not there, more stages than units) is checked where the experiment is bu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
@@ -165,6 +166,11 @@ class PaperPart(Part):
     charts: tuple[PaperChart, ...] = Field((), description="its plots, drawn into paper.html")
 
 
+TOGETHER = "together"
+SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
+"""Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
+
+
 class Scenario(Part):
     """A whole experiment in one file."""
 
@@ -181,9 +187,10 @@ class Scenario(Part):
         "each `time,what,value`",
     )
     repetitions: int = Field(1, ge=1, description="runs of each point, each with its own seed")
-    sweep: dict[str, tuple[Any, ...]] | tuple[dict[str, tuple[Any, ...]], ...] = Field(
+    sweep: SweepPart | tuple[SweepPart, ...] = Field(
         default_factory=dict,
-        description="dotted key of this file -> values; all combinations run; of a list of such sweeps, those of each",
+        description="dotted key of this file -> values; all combinations run; the keys under `together` take their "
+        "first values together, then their second ones; of a list of such sweeps, those of each",
     )
     points: tuple[dict[str, Any], ...] = Field(
         (), description="further points beside the sweep's, each with its own dotted keys and values"
@@ -195,6 +202,21 @@ class Scenario(Part):
     time_limit: Duration = Field(
         600.0, gt=0, description="the run fails when it is not over by then", json_schema_extra={"default": "10min"}
     )
+
+    @field_validator("sweep", mode="before")
+    @classmethod
+    def _lists_of_values(cls, value: object) -> object:
+        for sweep in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(sweep, Mapping):
+                raise ValueError(f"takes dotted keys with lists of values, or a list of such sweeps, not {sweep}")
+            alone = {key: values for key, values in sweep.items() if key != TOGETHER}
+            together = sweep.get(TOGETHER, {})
+            if not isinstance(together, Mapping) or (TOGETHER in sweep and not together):
+                raise ValueError(f"takes dotted keys with lists of values under '{TOGETHER}', not {together}")
+            for key, values in [*alone.items(), *together.items()]:
+                if not isinstance(values, list | tuple):
+                    raise ValueError(f"gives '{key}' no list of values: write {key}: [ ... ]")
+        return value
 
     @field_validator("trace", mode="before")
     @classmethod

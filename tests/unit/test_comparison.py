@@ -206,6 +206,17 @@ def test_a_sweep_is_a_page_of_its_own(tmp_path: Path) -> None:
     assert f'href="{quote(runs[0].path.name)}/report.html"' in page
 
 
+def test_keys_that_change_together_are_drawn_as_one_line(tmp_path: Path) -> None:
+    runs = [
+        replace(run, trial=replace(run.trial, point={"network.link.rate": f"{step}mbit", "seed": step}, repetition=0))
+        for step, run in enumerate(repeated(tmp_path)[::2], 1)
+    ]
+    title, note, plot = next(iter(sweep.charts(summary_of(runs), runs)))
+    [line] = [line for line in plot().axes[0].lines if not str(line.get_label()).startswith("_")]
+    assert len(line.get_xdata()) == 2, title
+    assert note == "Along with it: seed."
+
+
 def test_what_was_swept_may_be_words(tmp_path: Path) -> None:
     runs = [
         replace(run, trial=replace(run.trial, point={"workload.method": {"name": name}}, repetition=0))

@@ -180,6 +180,30 @@ def test_a_sweep_takes_all_combinations_and_repeats_each():
     assert (0, 7) in seeds
 
 
+def test_keys_that_change_together_are_one_axis():
+    together = {"workload.batch_size": [1, 2, 3], "network.link.rate": ["1mbit", "2mbit", "3mbit"]}
+    points = [run.point for run in expand(sweep={"seed": [5, 6], "together": together})]
+    assert len(points) == 6
+    assert points[1] == {"seed": 5, "workload.batch_size": 2, "network.link.rate": "2mbit"}
+    assert {point["network.link.rate"] for point in points if point["workload.batch_size"] == 3} == {"3mbit"}
+
+
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        (3, "sweep: takes dotted keys with lists of values"),
+        ({"seed": 3}, "sweep: gives 'seed' no list of values: write seed: [ ... ]"),
+        ([{"seed": 3}], "sweep: gives 'seed' no list of values"),
+        ({"together": {"seed": 3}}, "sweep: gives 'seed' no list of values"),
+        ({"together": {}}, "under 'together', not {}"),
+    ],
+)
+def test_what_is_no_sweep_is_said_in_one_line(sweep, said):
+    message = refusal(sweep=sweep)
+    assert said in message
+    assert "\n" not in message
+
+
 def test_a_swept_scenario_differs_in_the_swept_keys_only():
     plain = expand()[0].scenario.model_dump()
     (swept,) = expand(sweep={"workload.batch_size": [9]})
@@ -194,6 +218,11 @@ def test_a_swept_scenario_differs_in_the_swept_keys_only():
         ({"network.link.rte": ["10mbit"]}, "network.link.rte: unknown key 'rte': did you mean 'rate'?"),
         ({"seed": []}, "sweep.seed: has no values"),
         ({"name.x": [1]}, "name.x: there is no such key"),
+        (
+            {"seed": [1], "together": {"workload.batch_size": [1, 2], "time_limit": ["9s"]}},
+            "together.time_limit: needs as",
+        ),
+        ({"seed": [1], "together": {"seed": [1]}}, "sweep.together.seed: is swept twice"),
     ],
 )
 def test_sweeps_that_cannot_be(sweep, said):
