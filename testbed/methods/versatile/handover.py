@@ -47,7 +47,7 @@ class Handover:
         arrangement = self._knowledge.arrangement
         if arrangement is not None and self._moved:
             moved = [each for each in self._moved if each.version <= arrangement.version]
-            self._moved = [each for each in self._moved if each.version > arrangement.version]
+            self._moved[:] = [each for each in self._moved if each.version > arrangement.version]
             for each in moved:
                 self._receive(arrangement, each)
 
