@@ -22,14 +22,21 @@ Item = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """One value of a run, by the name that ``metrics.json`` and ``expect`` give it."""
+    """One value of a run, by the name that ``metrics.json`` and ``expect`` give it.
+
+    A name such as ``layers.<layer>.dropped`` is that of one value for each layer, or whatever stands in brackets:
+    ``layers.2.dropped`` is one of them.
+    """
 
     name: str
     kind: FigureKind
     meaning: str
     """Half a sentence for the table of figures; what it is of, not how it is written."""
-    compute: Callable[[Record], float | int | str | bool | None]
-    """From the record of a finished run; None where the run gives no ground for it: the figure is absent then."""
+    compute: Callable[[Record], float | int | str | bool | Mapping[str, float] | None]
+    """From the record of a finished run; None where the run gives no ground for it: the figure is absent then.
+
+    Of one for each layer, the values by layer.
+    """
     brief: bool = False
     """Whether it stands in the one line that a run of a sweep gets."""
     compared: bool = False

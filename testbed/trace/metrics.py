@@ -31,15 +31,15 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Decl
     fault, no recovery, no pause, and no evaluation unless that of most steps does.
     """
     record = Record(outcome, experiment, plan, declared.events, declared.recovery)
-    values = ((name, figure.compute(record)) for name, figure in figures_of(declared).items())
+    values = {name: figure.compute(record) for name, figure in figures_of(declared).items()}
     lists = ((name, compute(record)) for name, compute in (declared.lists or {}).items())
     found: dict[str, Any] = {
         "runtime": outcome.runtime,
         "error": outcome.error,
         "weights": experiment.workload.model.weights,
-        **{name: value for name, value in values if value is not None},
+        **{name: value for name, value in values.items() if not isinstance(value, Mapping | None)},
         "series": _series(record),
-        "devices": record.once(devices.devices),
+        "devices": {name: dict(row) for name, row in record.once(devices.devices).items()},
         "links": record.once(traffic.links),
         "fault_list": recovery.faults(record),
         "recovery_list": record.once(recovery.recovery_list),
@@ -47,6 +47,11 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Decl
         **{name: items for name, items in lists if items},
         "verdict": record.once(verdict),
     }
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            group, _, last = name.split(".")
+            for member, each in value.items():
+                found.setdefault(group, {}).setdefault(member, {})[last] = each
     clean: dict[str, Any] = finite(found)
     return clean
 

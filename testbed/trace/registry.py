@@ -43,10 +43,9 @@ def tables_of(declared: Declared) -> tuple[Table, ...]:
 
 
 def kind_of(name: str, figures: Mapping[str, Figure]) -> FigureKind:
-    """Return what a figure is measured in, of a run or of one of its devices; KeyError where there is none."""
-    if name in figures:
-        return figures[name].kind
-    head, _, of_device = name.rpartition(".")
-    if not re.fullmatch(r"devices\.[^.]+", head):
-        raise KeyError(name)
-    return OF_DEVICES[of_device]
+    """Return what a figure is measured in, of a run, a device or a layer; KeyError where there is none."""
+    one = re.fullmatch(r"(\w+)s\.[^.<]+\.(\w+)", name)
+    declared = f"{one[1]}s.<{one[1]}>.{one[2]}" if one else name
+    if one and one[1] == "device" and declared not in figures:
+        return OF_DEVICES[one[2]]
+    return figures[declared].kind

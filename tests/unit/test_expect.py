@@ -96,6 +96,16 @@ def test_kinds_of_figures():
             kind_of(unknown, COMMON)
 
 
+def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
+    figures = {each: Figure(each, "share", "", len) for each in ("layers.<layer>.dropped", "devices.<device>.trust")}
+    assert kind_of("layers.2.dropped", figures) == kind_of("devices.pi1.trust", figures) == "share"
+    (found,) = evaluate({"layers.2.dropped": "< 10%"}, {"layers": {"2": {"dropped": 0.05}}}, figures)
+    assert found.holds
+    for unknown in ("layers.dropped", "layers.2.droped", "lairs.2.dropped"):
+        with pytest.raises(KeyError):
+            kind_of(unknown, figures)
+
+
 def test_a_method_adds_figures_under_names_of_their_own():
     laps = Figure("laps", "number", "rounds of the token", lambda record: len(record.of("lap")))
     assert figures_of(Declared(figures=(laps,)))["laps"] is laps
@@ -106,6 +116,6 @@ def test_a_method_adds_figures_under_names_of_their_own():
 def test_figures_of_all_methods_have_names_and_meanings():
     for method in METHODS.values():
         for name, figure in figures_of(method.declared).items():
-            assert re.fullmatch(r"[a-z][a-z_0-9]*", name)
+            assert re.fullmatch(r"((layer|device)s\.<\2>\.)?[a-z][a-z_0-9]*", name)
             assert figure.meaning
             assert not figure.meaning.endswith(".")

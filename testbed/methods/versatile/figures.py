@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from testbed.methods.edgepipe.figures import DECLARED as EDGEPIPE
-from testbed.trace.events import EventType
+from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Column, Curve, Declared, Figure, Row, Table
 from testbed.trace.record import Record
 
+_UPDATES = ("fresh", "reused", "idle")
+_SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "substituted": (
+        "missing",
+        ("due",),
+        "of the inputs of layers in training, those that were missing and counted as zero",
+    ),
+    "dropped": ("dropped", ("batches",), "of the batches that reached a layer of a device, those that went no further"),
+    "gradients_reused": ("reused", _UPDATES, "of the updates of layers that were due, those made with saved gradients"),
+    "gradients_fresh": ("fresh", _UPDATES, "of the updates of layers that were due, those made with new gradients"),
+}
+"""By figure: which counts of ``maintenance`` events, over which."""
 
-def _counts(record: Record) -> list[dict[str, Any]]:
-    """Return what devices counted of a layer, as shares, each with its time and layer."""
-    found = []
+
+def _share(name: str, events: Iterable[Event]) -> float | None:
+    part, whole, _ = _SHARES[name]
+    counts = [event.fields for event in events]
+    total = sum(each.get(key, 0) for each in counts for key in whole)
+    return sum(each.get(part, 0) for each in counts) / total if total else None
+
+
+def _of_run(name: str, record: Record) -> float | None:
+    return _share(name, record.of("maintenance"))
+
+
+def _of_layers(name: str, record: Record) -> dict[str, float]:
+    """Return a share by layer, over the whole run."""
+    reports: dict[int, list[Event]] = {}
     for event in record.of("maintenance"):
-        counts = event.fields
-        updates = counts.get("fresh", 0) + counts.get("reused", 0) + counts.get("idle", 0)
-        shares = {
-            "substituted": (counts.get("missing", 0), counts.get("due", 0)),
-            "dropped": (counts.get("dropped", 0), counts.get("batches", 0)),
-            "reused": (counts.get("reused", 0), updates),
-        }
-        known = {name: part / whole for name, (part, whole) in shares.items() if whole}
-        found.append({"time": event.time, "device": event.device, "layer": f"layer {counts['layer']}", **known})
-    return found
+        reports.setdefault(event.fields["layer"], []).append(event)
+    shares = {str(layer): _share(name, events) for layer, events in sorted(reports.items())}
+    return {layer: share for layer, share in shares.items() if share is not None}
 
 
-def _by_layer(record: Record, share: str) -> list[dict[str, Any]]:
-    """Return a share by layer over time, the mean over the devices that reported it in the same step."""
-    sums: dict[tuple[int, str], list[float]] = {}
-    times: dict[tuple[int, str], float] = {}
-    for event, counted in zip(record.of("maintenance"), _counts(record), strict=True):
-        if share in counted:
-            key = (event.fields["step"], counted["layer"])
-            sums.setdefault(key, []).append(counted[share])
-            times[key] = event.time
-    return [{"time": times[key], "layer": key[1], share: sum(values) / len(values)} for key, values in sums.items()]
-
-
-def _share(record: Record, part: tuple[str, ...], whole: tuple[str, ...]) -> float | None:
-    events = [event.fields for event in record.of("maintenance")]
-    total = sum(fields.get(name, 0) for fields in events for name in whole)
-    return sum(fields.get(name, 0) for fields in events for name in part) / total if total else None
+def _over_time(name: str, record: Record) -> list[dict[str, Any]]:
+    """Return a share by layer over time, of all devices that reported it in the same step."""
+    reports: dict[tuple[int, int], list[Event]] = {}
+    for event in record.of("maintenance"):
+        reports.setdefault((event.fields["step"], event.fields["layer"]), []).append(event)
+    shares = [(events[-1].time, layer, _share(name, events)) for (_, layer), events in reports.items()]
+    return [{"time": at, "layer": f"layer {layer}", name: share} for at, layer, share in shares if share is not None]
 
 
 def _neurons(record: Record) -> list[dict[str, Any]]:
@@ -91,40 +101,34 @@ def _risen(record: Record) -> float | None:
     return found[-1].fields["accuracy"] - before[-1].fields["accuracy"] if before else None
 
 
+def _last(list_of: Callable[[Record], list[dict[str, Any]]], name: str, record: Record) -> dict[str, float]:
+    """Return what a list says last of each device."""
+    return {each["device"]: each[name] for each in list_of(record)}
+
+
 def _curve(title: str, note: str, value: str, by: str) -> Curve:
     return Curve(title, note, f"{value}_list", value, "share", by)
 
 
-_UPDATES = ("fresh", "reused", "idle")
-
 DECLARED = Declared(
     figures=(
         *(figure for figure in EDGEPIPE.figures if figure.name != "learned"),
-        Figure(
-            "substituted",
-            "share",
-            "of the inputs of layers in training, those that were missing and counted as zero",
-            lambda record: _share(record, ("missing",), ("due",)),
-            brief=True,
+        *(
+            Figure(name, "share", meaning, partial(_of_run, name), brief=name in ("substituted", "gradients_reused"))
+            for name, (_, _, meaning) in _SHARES.items()
+        ),
+        *(
+            Figure(f"layers.<layer>.{name}", "share", f"{meaning}, of one layer", partial(_of_layers, name))
+            for name, (_, _, meaning) in _SHARES.items()
         ),
         Figure(
-            "dropped",
-            "share",
-            "of the batches that reached a layer of a device, those that went no further",
-            lambda record: _share(record, ("dropped",), ("batches",)),
+            "devices.<device>.neurons", "number", "held by one device at the end", partial(_last, _neurons, "neurons")
         ),
         Figure(
-            "gradients_reused",
+            "devices.<device>.credibility",
             "share",
-            "of the updates of layers that were due, those made with saved gradients",
-            lambda record: _share(record, ("reused",), _UPDATES),
-            brief=True,
-        ),
-        Figure(
-            "gradients_fresh",
-            "share",
-            "of the updates of layers that were due, those made with new gradients",
-            lambda record: _share(record, ("fresh",), _UPDATES),
+            "of one device at the end of the last window that judged it",
+            partial(_last, _credibility, "credibility"),
         ),
         Figure("rearrangements", "number", "decisions to move neurons, whatever the cause", _changes(), compared=True),
         Figure("failures_found", "number", "devices that nobody heard for a window", _changes("failure")),
@@ -139,9 +143,7 @@ DECLARED = Declared(
         Figure("least_credibility", "share", "of any device at the end of any window", _least_credible),
     ),
     lists={
-        "substituted_list": lambda record: _by_layer(record, "substituted"),
-        "dropped_list": lambda record: _by_layer(record, "dropped"),
-        "reused_list": lambda record: _by_layer(record, "reused"),
+        **{f"{name}_list": partial(_over_time, name) for name in ("substituted", "dropped", "gradients_reused")},
         "neurons_list": _neurons,
         "credibility_list": _credibility,
         "rearrangement_list": _rearrangements,
@@ -180,7 +182,7 @@ DECLARED = Declared(
     curves=(
         _curve("Substituted", "share of a layer's inputs that were missing", "substituted", "layer"),
         _curve("Dropped", "share of the batches that went no further", "dropped", "layer"),
-        _curve("Saved gradients", "share of a layer's updates made with them", "reused", "layer"),
+        _curve("Saved gradients", "share of a layer's updates made with them", "gradients_reused", "layer"),
         _curve("Credibility", "of each device, at the end of each window", "credibility", "device"),
         Curve(
             "Neurons",

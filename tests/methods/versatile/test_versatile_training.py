@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
 import pytest
 from runs import of, problem_of, run, scenario
 
 from testbed.errors import InputError
+from testbed.methods.versatile.figures import DECLARED
 from testbed.methods.versatile.planner import plan
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed.trace.metrics import metrics
 
 WORKLOAD = {"optimizer": {"learning_rate": 0.1}, "steps": 36}
 LOSSY = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "25%"}}
@@ -77,6 +80,27 @@ def test_each_kind_of_maintenance_can_be_switched_off():
         "reuse": learns["reuse"]["fresh"] > 0 and learns["reuse"]["reused"] > 0,
         "rearrangement": False,
     }
+
+
+def test_what_was_lost_is_told_layer_by_layer_and_what_is_held_device_by_device():
+    written = six({"allocation": "horizontal", "window": 12, "thres_fw": "60%"}, network=LOSSY, workload={"steps": 20})
+    (trial,) = trials(written)
+    outcome = run(written)
+    found = metrics(outcome, trial.experiment, devices_of(written), DECLARED)
+    sums = {}
+    for each in of(outcome, "maintenance"):
+        sums.setdefault(str(each["layer"]), Counter()).update(each)
+    assert found["layers"].keys() == sums.keys() == {"1", "2", "3", "4", "5"}
+    for layer, counts in sums.items():
+        assert found["layers"][layer]["substituted"] == counts["missing"] / counts["due"]
+        assert found["layers"][layer]["dropped"] == counts["dropped"] / counts["batches"]
+    updates = [counts["fresh"] + counts["reused"] + counts["idle"] for counts in sums.values()]
+    reused = [layer["gradients_reused"] for layer in found["layers"].values()]
+    assert sum(map(operator.mul, updates, reused)) / sum(updates) == pytest.approx(found["gradients_reused"])
+    held = [found["devices"][name]["neurons"] for name in devices_of(written).details.devices]
+    assert sum(held) == 64 + 12 + 10 + 8 + 8 + 10
+    assert min(row.get("credibility", 1) for row in found["devices"].values()) == found["least_credibility"]
+    assert found["devices"]["source"].keys() >= {"compute", "neurons"}
 
 
 def test_a_killed_device_is_found_by_its_silence_and_its_neurons_start_anew_on_the_others():
