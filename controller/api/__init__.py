@@ -163,7 +163,7 @@ def sweep(
 
 def open_results(folder: str | Path) -> Results:
     """Return the runs that a folder of results holds, one or those of a sweep."""
-    return Results(Result(run) for run in files.load_all(Path(folder)))
+    return Results(Result(files.load(place)) for place in files.places(Path(folder)))
 
 
 def _one(scenario: Scenario, runtime: Runtime, out: str | Path | None, **options: Any) -> Result:

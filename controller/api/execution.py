@@ -151,7 +151,7 @@ def simulate_side_by_side(
 
     ``scenario`` and ``changes`` are what `testbed.scenario.loading.load` takes. A trial that cannot be run ends all.
     """
-    from controller.results.files import load as load_run
+    from controller.results.files import load_figures
 
     began = time.monotonic()
     # Spawned, since torch's threads do not survive a fork.
@@ -166,7 +166,7 @@ def simulate_side_by_side(
                 for ended in wait(waiting, return_when=FIRST_COMPLETED).done:
                     number = waiting.pop(ended)
                     over = len(todo) - len(waiting)
-                    finished = load_run(ended.result())
+                    finished = load_figures(ended.result())
                     console.print(f"[bold]{over} of {len(todo)}[/] {finished.path.name}{_left(began, over, len(todo))}")
                     done(number, finished)
         except BaseException:

@@ -44,13 +44,14 @@ def run(folder: Path, kind: str, out: Path | None) -> None:
     """
     from controller.report import html, sweep
     from controller.report.plots import save_all
-    from controller.results.files import load_all
+    from controller.results.files import load, load_figures, places
     from controller.results.rows import TABLES, points, rows, write_csv, write_parquet
     from controller.results.summary import summary_of
     from testbed.errors import HostError, InputError
 
-    runs = load_all(folder)
-    several = len(runs) > 1
+    found_in = places(folder)
+    several = len(found_in) > 1
+    runs = [load_figures(each) if several else load(each) for each in found_in]
     if several and kind == "perfetto":
         raise InputError(f"{folder}: holds {len(runs)} runs: name one of them")
     place = out or folder / "export"

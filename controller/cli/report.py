@@ -20,12 +20,14 @@ from rich.console import Console
     show_default=True,
     help="Open the HTML report in a browser.",
 )
+@click.option("--runs", "every_run", is_flag=True, help="Of a sweep, rebuild the report of every run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics (of a sweep: its summary) as JSON.")
-def report(folder: Path, show_page: str, as_json: bool) -> None:
+def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None:
     """Rebuild the report of a run from its events and print its table.
 
-    RESULTS_DIR is what `testbed run` wrote, such as results/quickstart, or the folder of a sweep. Figures, verdict,
-    Perfetto trace and HTML report are written again.
+    RESULTS_DIR is what `testbed run` wrote, such as results/quickstart: figures, verdict, Perfetto trace and HTML
+    report are written again. Of the folder of a sweep, its summary and pages are written again from the figures of its
+    runs, and what runs lack that were cut off.
 
     \b
     Examples:
@@ -35,15 +37,21 @@ def report(folder: Path, show_page: str, as_json: bool) -> None:
     from controller.report import html, paper, sweep
     from controller.report.terminal import show, show_reproduction, show_summary
     from controller.results import reproduction
-    from controller.results.files import load_all
+    from controller.results.files import is_written, load, load_figures, places
     from controller.results.recorder import rebuild
     from controller.results.summary import summarize
 
-    runs = load_all(folder)
-    for run in runs:
+    found_in = places(folder)
+    several = found_in != [folder]
+    runs = []
+    for place in found_in:
+        if several and not every_run and is_written(place) and (place / "report.html").is_file():
+            runs.append(load_figures(place))
+            continue
+        run = load(place)
         rebuild(run)
         html.write(run)
-    several = len(runs) > 1 or runs[0].path != folder
+        runs.append(run.alone())
     content = summarize(folder, runs) if several else runs[0].metrics
     if several:
         sweep.write(folder, content, runs)
@@ -90,11 +98,11 @@ def compare(folders: tuple[Path, ...], out: Path | None, plots: Path | None, as_
     from controller.report import comparison
     from controller.report.plots import save_all
     from controller.results.comparison import compare as put_side_by_side
-    from controller.results.files import load_all
+    from controller.results.files import load_figures, places
     from testbed.errors import InputError
     from testbed.trace.metrics import finite
 
-    runs = [run for folder in folders for run in load_all(folder)]
+    runs = [load_figures(place) for folder in folders for place in places(folder)]
     if len(runs) < 2:
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
     compared = finite(put_side_by_side(runs))

@@ -162,8 +162,6 @@ def _finished(prepared: Sequence[Prepared], places: Sequence[Path], console: Con
     from controller.results.files import finished_among
 
     found = finished_among(places, [each.trial for each in prepared])
-    if len(prepared) > 1:
-        found = {number: each.alone() for number, each in found.items()}
     console.print(f"{len(found)} of {len(places)} runs are there already")
     return found
 

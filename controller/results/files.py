@@ -52,9 +52,27 @@ def load(folder: Path) -> Run:
 
     Survives what a crash leaves: a last line of events that was cut off, no figures. Such a run counts as interrupted.
     """
+    return _load(folder, _read_events(folder / "events.jsonl"), None)
+
+
+def load_figures(folder: Path) -> Run:
+    """Read a run back without its events, with the figures that were written at its end; computes what is missing."""
+    if not is_written(folder):
+        return load(folder).alone()
+    figures = _read_json(folder / "metrics.json")
+    figures.pop("expectations", None)
+    return _load(folder, [], figures)
+
+
+def is_written(folder: Path) -> bool:
+    """Tell whether a run was written to its end, with its figures."""
+    return _manifest(folder).get("status") != RUNNING and (folder / "metrics.json").is_file()
+
+
+def _load(folder: Path, events: list[Event], figures: dict[str, Any] | None) -> Run:
+    """Read what there is beside the events; without ``figures`` compute them."""
     facts = _manifest(folder)
     fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
-    events = _read_events(folder / "events.jsonl")
     if facts.get("status") == RUNNING:
         last = events[-1].time if events else 0.0
         facts |= {"status": "interrupted", "error": f"cut off after {last:.2f} s: testbed ended before the run did"}
@@ -76,27 +94,28 @@ def load(folder: Path) -> Run:
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
         raise InputError(f"{folder}: was not written by this version of the testbed: plan.json: {key}") from None
-    return Run(folder, trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan, declared_by(trial)))
+    if figures is None:
+        figures = metrics(outcome, trial.experiment, plan, declared_by(trial))
+    return Run(folder, trial, plan, outcome, facts, figures)
 
 
-def load_all(folder: Path) -> list[Run]:
-    """Read a run, or every run of a sweep or of repetitions in the order of their names, numbers by their size."""
+def places(folder: Path) -> list[Path]:
+    """Return the folder of a run itself, or those of a sweep or of repetitions by their names, numbers by their size."""
     if (folder / "scenario.yaml").is_file() or not folder.is_dir():
-        return [load(folder)]
-    places = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural)
-    return [load(place) for place in places] or [load(folder)]
+        return [folder]
+    return sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural) or [folder]
 
 
-def finished_among(places: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:
-    """Return, by number, the runs of these trials that finished in these places; remove what is left of the others.
+def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:
+    """Return, by number, the runs of these trials that finished in these folders; remove what is left of the others.
 
-    Raises InputError where a place holds a run of another trial.
+    The runs are without their events. Raises InputError where a folder holds a run of another trial.
     """
     found = {}
-    for number, (place, trial) in enumerate(zip(places, wanted, strict=True)):
+    for number, (place, trial) in enumerate(zip(folders, wanted, strict=True)):
         if not place.exists():
             continue
-        run = load(place)
+        run = load_figures(place)
         if scenario_yaml(run.trial.scenario) != scenario_yaml(beside_its_code(trial.scenario)[0]):
             raise InputError(f"{place}: is a run of another scenario: resume with the one that it was begun with")
         if run.outcome.status == "finished":

@@ -183,7 +183,7 @@ def test_columns_can_be_told_apart_on_a_narrow_terminal(tmp_path: Path) -> None:
     for index in range(6):
         written(tmp_path / f"sweep,method.schedule=1f1b,rate={index}mbit,loss=1%")
     text = io.StringIO()
-    show(Console(file=text, width=80), compare(files.load_all(tmp_path)))
+    show(Console(file=text, width=80), compare([files.load_figures(place) for place in files.places(tmp_path)]))
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     heads = [line for line in lines if "rate=" in line]

@@ -127,5 +127,8 @@ def test_a_table_comes_out_of_the_command_and_decides_its_status(tmp_path: Path)
     assert "steps is 3.0, expected == 4" in str(done.exception)
     assert "Somebody, Table 1" in done.output
     assert [row["holds"] for row in json.loads((tmp_path / "out/paper.json").read_text())["rows"]] == [True, False]
+    for page in (page for place in (tmp_path / "out").iterdir() if (page := place / "metrics.json").is_file()):
+        page.with_name("events.jsonl").unlink()  # of a sweep the figures are enough
     again = CliRunner().invoke(command_line, ["report", str(tmp_path / "out")])
     assert "Somebody, Table 1" in again.output, again.output
+    assert (tmp_path / "out" / "sweep.html").stat().st_size > 10_000

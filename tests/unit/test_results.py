@@ -168,6 +168,22 @@ def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert json.loads((place / "metrics.json").read_text()) == written
 
 
+def test_figures_are_read_without_the_events_where_they_were_written(tmp_path: Path) -> None:
+    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    run = files.load(place)
+    (place / "events.jsonl").write_text("damaged\n")
+    assert files.load_figures(place) == run.alone()
+
+
+def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    for event in recorded.events()[:20]:
+        begun.event(event)
+    found = files.load_figures(begun.path)
+    assert found == files.load(begun.path).alone()
+    assert found.metrics["status"] == "interrupted"
+
+
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     text = (place / "events.jsonl").read_text()
@@ -190,7 +206,7 @@ def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run"):
         files.load(tmp_path)
     with pytest.raises(InputError, match="holds no run"):
-        files.load_all(tmp_path / "nowhere")
+        files.load(files.places(tmp_path / "nowhere")[0])
 
 
 def test_names_of_the_runs_of_a_sweep() -> None:

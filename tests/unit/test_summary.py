@@ -28,7 +28,7 @@ def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None
         for repetition in range(2):
             trial = replace(recorded.trial(), point={"network.link.rate": rate}, repetition=repetition)
             recorder.write(tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome())
-    summary = summarize(tmp_path, files.load_all(tmp_path))
+    summary = summarize(tmp_path, [files.load_figures(place) for place in files.places(tmp_path)])
     assert [point["point"] for point in summary["points"]] == [
         {"network.link.rate": "8mbit"},
         {"network.link.rate": "16mbit"},
