@@ -22,8 +22,6 @@ from testbed import formats
 
 HEAD = 24
 """Letters of a column's name in a row of its head."""
-BETWEEN = 3
-"""Letters between two columns."""
 MOST_COLUMNS = 5
 """Side by side on a page."""
 AROUND = 20
@@ -40,7 +38,7 @@ def show(console: Console, compared: Mapping[str, Any]) -> None:
     room = console.width - max(map(len, ["Figure", *names])) - 2
     console.print(Text(" Runs side by side", style="bold"), Text(f"  {_made_of(compared)}", style="dim"))
     widths = [max(cell_len(line) for text in column for line in text.plain.splitlines()) for column in columns]
-    for block in _blocks([width + BETWEEN for width in widths], room):
+    for block in tables.blocks([width + tables.BETWEEN for width in widths], room):
         table = tables.table("Figure", bold=["Figure"])
         for index in block:
             table.add_column(columns[index][0], justify="right", overflow="fold")
@@ -79,16 +77,6 @@ def _cell(row: Mapping[str, Any], index: int) -> tuple[str, str, str]:
     )
 
 
-def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Return which columns stand side by side: as many as there is room for, at least one."""
-    blocks: list[list[int]] = []
-    for index, width in enumerate(widths):
-        if not blocks or sum(widths[other] for other in blocks[-1]) + width > room:
-            blocks.append([])
-        blocks[-1].append(index)
-    return blocks
-
-
 def _made_of(compared: Mapping[str, Any]) -> str:
     """Say what a figure of several runs is."""
     repeated = any(run["count"] > 1 for run in compared["runs"])
@@ -113,7 +101,7 @@ def render(runs: Sequence[Run], compared: Mapping[str, Any]) -> str:
         .get_template("compare.html")
         .render(
             runs=compared["runs"],
-            blocks=_blocks([1] * number, -(-number // -(-number // MOST_COLUMNS))),
+            blocks=tables.blocks([1] * number, -(-number // -(-number // MOST_COLUMNS))),
             made_of=_made_of(compared),
             figures=[
                 (row["name"].replace("_", " "), row["about"], [_cell(row, index) for index in range(number)])

@@ -178,6 +178,8 @@ def line_plot(
     low, high = range_[0], range_[1] if range_[1] > range_[0] else range_[0] + 1.0
     axes.set_xlim(low, high)
     drawn = [(line, list(line.points) if line.half_widths else thin(line.points)) for line in lines]
+    if all(float(place).is_integer() for _, points in drawn for place, _ in points):
+        axes.xaxis.set_major_locator(_round_numbers(width, whole=True))  # there is no epoch 1.5
     values = [value for _, points in drawn for _, value in points]
     factor = _measure(axes, y, values, LOG_FROM)
     if axes.get_yscale() == "linear":
@@ -324,9 +326,13 @@ def _axes(width: float, x: str) -> tuple[Figure, Axes]:
     figure = Figure((width, HEIGHT), layout="constrained")
     axes = figure.subplots()
     axes.grid(axis="y", linewidth=0.8)
-    axes.xaxis.set_major_locator(MaxNLocator(max(4, int(width * 1.4))))
+    axes.xaxis.set_major_locator(_round_numbers(width))
     axes.set_xlabel(x)
     return figure, axes
+
+
+def _round_numbers(width: float, *, whole: bool = False) -> MaxNLocator:
+    return MaxNLocator(max(4, int(width * 1.4)), integer=whole)
 
 
 def _measure(axes: Axes, y: Axis, values: Sequence[float], log_from: float) -> float:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+BETWEEN = 3
+"""Letters between two columns."""
+
 
 def table(*columns: str, bold: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
     """Return an empty table with these columns; those on the right hold figures, and are never wrapped."""
@@ -20,3 +23,13 @@ def table(*columns: str, bold: Sequence[str] = (), right: Sequence[str] = ()) ->
             overflow="fold",
         )
     return made
+
+
+def blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Return which columns stand side by side: as many as there is room for, at least one; the others go on below."""
+    found: list[list[int]] = []
+    for index, width in enumerate(widths):
+        if not found or sum(widths[other] for other in found[-1]) + width > room:
+            found.append([])
+        found[-1].append(index)
+    return found

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
@@ -24,6 +25,8 @@ from testbed.trace.registry import kind_of
 
 WIDE = 100
 """Columns from which a table has room for what is only nice to know."""
+WIDEST_KEY = 24
+"""Columns that a swept value keeps beside the figures."""
 MOST_DEVICES = 24
 MOST_OBJECTS = 20
 MOST_ROWS = 12
@@ -64,23 +67,38 @@ def render(run: Run, width: int) -> RenderableType:
 
 
 def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print a sweep or a repeated run: a line a point, means with their confidence intervals."""
+    """Print a sweep or a repeated run: a line a point, means with their confidence intervals.
+
+    Where the figures do not fit side by side the table goes on below, with the points again.
+    """
     points = summary["points"]
     keys = list(dict.fromkeys(key for point in points for key in point["point"]))
+    swept = [[Text(value_text(point["point"].get(key, ""))) for point in points] for key in keys]
     shown = {name: about["kind"] for name, about in summary["figures"].items() if about["brief"]}
+    columns = [[_runs(point) for point in points]]
+    columns += [[_mean(kind, point["figures"].get(name)) for point in points] for name, kind in shown.items()]
     heads, figures = [key.rpartition(".")[2] for key in keys], ["Runs", *map(_heading, shown)]
-    table = tables.table(*heads, *figures, bold=heads, right=figures[1:])
-    for point in points:
-        runs = len(point["runs"])
-        trusted = "" if point["trusted"] == runs else f" ({runs - point['trusted']} not trusted)"
-        cells = [Text(value_text(point["point"].get(key, ""))) for key in keys]
-        table.add_row(
-            *cells, f"{runs}{trusted}", *(_mean(kind, point["figures"].get(name)) for name, kind in shown.items())
-        )
     note = f"{len(points)} points, " if keys else ""
     note += "mean ± half width of the 95 % confidence interval (Student)"
-    console.print(Text(), _titled(summary["scenario"], note, table))
+    points_width = sum(min(width, WIDEST_KEY) for width in map(_width, heads, swept))
+    parts: list[RenderableType] = []
+    for block in tables.blocks(list(map(_width, figures, columns)), console.width - points_width):
+        chosen = [figures[index] for index in block]
+        table = tables.table(*heads, *chosen, bold=heads, right=[name for name in chosen if name != "Runs"])
+        for row in zip(*swept, *(columns[index] for index in block), strict=True):
+            table.add_row(*row)
+        parts += [Text(), table] if parts else [table]
+    console.print(Text(), _titled(summary["scenario"], note, *parts))
     console.print(_where(folder, "sweep.html"))
+
+
+def _width(heading: str, cells: Sequence[Text]) -> int:
+    return max(cell_len(text) for text in (heading, *(cell.plain for cell in cells))) + tables.BETWEEN
+
+
+def _runs(point: Mapping[str, Any]) -> Text:
+    runs = len(point["runs"])
+    return Text(str(runs) if point["trusted"] == runs else f"{runs} ({runs - point['trusted']} not trusted)")
 
 
 def show_reproduction(console: Console, source: str, rows: Sequence[ReproducedRow], folder: Path) -> None:
@@ -152,22 +170,28 @@ def _devices(devices: Mapping[str, Mapping[str, Any]], width: int) -> Renderable
         kinds.append("down")
     kinds.append("idle")
     heads = [kind.capitalize() for kind in kinds]
-    table = tables.table("Device", *(["Profile", ""] if wide else []), *heads, bold=["Device"], right=heads)
-    for name, row in list(devices.items())[:MOST_DEVICES]:
-        extra: list[RenderableType] = [row["profile"], _bar(row)] if wide else []
-        table.add_row(name, *extra, *(_spent(kind, row) for kind in kinds))
+
+    def made(between: str) -> Table:
+        table = tables.table("Device", *(["Profile", ""] if wide else []), *heads, bold=["Device"], right=heads)
+        for name, row in list(devices.items())[:MOST_DEVICES]:
+            extra: list[RenderableType] = [row["profile"], _bar(row)] if wide else []
+            table.add_row(name, *extra, *(_spent(kind, row, between) for kind in kinds))
+        return table
+
+    table = made(" ")
+    if Console(width=2 * width).measure(table).maximum > width:
+        table = made("\n")
     parts: list[RenderableType] = [table]
     if len(devices) > MOST_DEVICES:
         parts.append(Text(f"  and {len(devices) - MOST_DEVICES} more in the report", style="dim"))
     return _titled("Devices", "time and share of the run; what overlaps counts in both", *parts)
 
 
-def _spent(kind: str, row: Mapping[str, Any]) -> Text:
+def _spent(kind: str, row: Mapping[str, Any], between: str) -> Text:
     if not row[kind]:
         return Text(formats.NONE, style="dim")
     text = Text(formats.seconds(row[kind]), style="red" if kind == "down" else "")
-    text.append(f" {formats.whole_share(row[f'{kind}_share']):>3}", style="dim")
-    return text
+    return text.append(f"{between}{formats.whole_share(row[f'{kind}_share']):>3}", style="dim")
 
 
 def _bar(row: Mapping[str, Any]) -> Text:
@@ -253,10 +277,13 @@ def _declared(written: declared.Written) -> RenderableType:
 
 
 def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recovery that a fault led to, empty when the method noticed none."""
-    found = (item for item in metrics["recovery_list"] if item["struck"] == fault["struck"])
-    nothing: Mapping[str, Any] = {}
-    return next(found, nothing)
+    """Return the recovery that a fault led to, its seconds from this fault; empty when the method noticed none."""
+    for item in metrics["recovery_list"]:
+        if fault["recovered"] is not None and item["resumed"] == fault["recovered"]:
+            return {**item, "seconds": fault["recovered"] - fault["struck"]}
+        if item["resumed"] is None and item["struck"] == fault["struck"]:
+            return dict(item)
+    return {}
 
 
 def _expectations(run: Run) -> RenderableType:

@@ -100,7 +100,7 @@ def _load(folder: Path, events: list[Event], figures: dict[str, Any] | None) -> 
 
 
 def places(folder: Path) -> list[Path]:
-    """Return the folder of a run itself, or those of a sweep or of repetitions by their names, numbers by their size."""
+    """Return the folder of a run, or those of a sweep or of repetitions by their names, numbers by their size."""
     if (folder / "scenario.yaml").is_file() or not folder.is_dir():
         return [folder]
     return sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural) or [folder]

@@ -98,6 +98,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Run what was held back, in its order, and hold back nothing more."""
         self._ready.extend(self._frozen.pop(owner, ()))
 
+    def _write_to_self(self) -> None:
+        """Wake nobody: all is done in this thread, also what asyncio schedules as if from another."""
+
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """A cancelled timer stays where it is and is skipped when its time comes."""
 

@@ -172,6 +172,8 @@ class World:
                 # A Ctrl-C that ended a task beside a program comes out again of whoever waited for that task.
                 with suppress(KeyboardInterrupt):
                     self.loop.run_forever()
+        with suppress(Stillness, TimeLimit):
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 
     def kill(self, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,6 +52,8 @@ class Recovery:
     phases: Mapping[str, Event] = field(default_factory=dict)
     """Events of further phases that the method tells, by their names, each the last time: on the way to the resumption,
     and after it."""
+    causes: tuple[Strike, ...] = ()
+    """The fault behind it, and others of its kind or of its instant on devices that were missing."""
 
     @property
     def duration(self) -> float | None:
@@ -101,6 +104,26 @@ def _cause(strikes: Collection[Strike], detected: float, since: float, missing: 
     return min(recent, key=lambda strike: strike.struck) if recent else None
 
 
+def _causes(
+    strikes: Collection[Strike], cause: Strike | None, since: float, until: float, missing: Collection[str]
+) -> tuple[Strike, ...]:
+    """Return the fault behind a recovery with the others that it went on after; ``since`` and ``until`` bound them."""
+    return tuple(
+        strike
+        for strike in strikes
+        if cause is not None
+        and (
+            strike == cause
+            or (
+                strike.target in missing
+                and since <= strike.struck <= until
+                # In containers, faults of one instant strike one after another.
+                and (strike.action == cause.action or strike.intended == cause.intended)
+            )
+        )
+    )
+
+
 def recoveries(events: Sequence[Event]) -> list[Recovery]:
     """Return the recoveries in order; several detections before one resumption are one recovery."""
     strikes = _bare_strikes(events)
@@ -119,6 +142,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             step=(last or first).fields.get("step"),
             missing=missing,
             phases=phases,
+            causes=_causes(strikes, cause, since, last.time if last else math.inf, missing),
         )
 
     for event in events:
@@ -145,6 +169,6 @@ def strikes(events: Sequence[Event]) -> list[Strike]:
     """Return every fault that struck, in order, with when it was undone and when the method had outlived it."""
     outlived = recoveries(events)
     return [
-        replace(strike, recovered=next((item.resumed for item in outlived if item.struck == strike.struck), None))
+        replace(strike, recovered=next((item.resumed for item in outlived if strike in item.causes), None))
         for strike in _bare_strikes(events)
     ]

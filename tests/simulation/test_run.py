@@ -1,5 +1,7 @@
 """`simulate` as a whole: how a run ends, and that it is the same run each time."""
 
+import gc
+import sys
 from typing import ClassVar
 
 import pytest
@@ -99,6 +101,30 @@ def test_a_stop_that_hits_a_task_beside_the_program_ends_the_run_as_well():
 
     outcome = outcome_of(function)
     assert (outcome.status, outcome.error) == ("interrupted", "stopped by the user")
+
+
+def test_what_a_program_iterates_over_is_closed_when_the_run_is_stopped(monkeypatch):
+    ignored, closed = [], []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+
+    async def ticks(device):
+        try:
+            while True:
+                await device.sleep(1.0)
+                yield
+        finally:
+            closed.append(device.name)
+
+    async def function(device, job):
+        async for _ in ticks(device):
+            if device.name == "worker1":
+                raise KeyboardInterrupt
+            await device.sleep(5.0)
+
+    assert outcome_of(function).status == "interrupted"
+    gc.collect()
+    assert not ignored
+    assert "worker1" in closed
 
 
 def test_failure_keeps_the_device_and_the_traceback():

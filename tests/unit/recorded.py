@@ -106,6 +106,20 @@ def links() -> list[LinkMeasurement]:
     ]
 
 
+def slower(events: list[Event], factor: float) -> list[Event]:
+    """The same run, stretched in time."""
+    timed = ("start", "duration", "intended")
+    return [
+        Event(
+            event.time * factor,
+            event.device,
+            event.event,
+            {key: value * factor if key in timed else value for key, value in event.fields.items()},
+        )
+        for event in events
+    ]
+
+
 def outcome(**changes: Any) -> Outcome:
     facts: dict[str, Any] = {
         "runtime": "emulate",

@@ -29,22 +29,8 @@ def written(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any
     return files.load(recorder.write(folder, trial, recorded.plan(), recorded.outcome(**changes)))
 
 
-def slower(events: list[Event], factor: float) -> list[Event]:
-    """The same run, stretched in time."""
-    timed = ("start", "duration", "intended")
-    return [
-        Event(
-            event.time * factor,
-            event.device,
-            event.event,
-            {key: value * factor if key in timed else value for key, value in event.fields.items()},
-        )
-        for event in events
-    ]
-
-
 def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
-    runs = [written(tmp_path / "a"), written(tmp_path / "b", events=slower(recorded.events(), 2.0))]
+    runs = [written(tmp_path / "a"), written(tmp_path / "b", events=recorded.slower(recorded.events(), 2.0))]
     compared = compare(runs)
     figures = {row["name"]: row for row in compared["figures"]}
     assert figures["step_time"]["values"] == pytest.approx([1.0, 2.0])
@@ -71,13 +57,13 @@ def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_two_clocks_are_held_against_each_other(tmp_path: Path) -> None:
-    emulated = written(tmp_path / "a", events=slower(recorded.events(), 1.05))
+    emulated = written(tmp_path / "a", events=recorded.slower(recorded.events(), 1.05))
     simulated = written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
     clocks = compare([emulated, simulated])["clocks"]
     assert clocks["ratio"] == pytest.approx(1.05)
     assert clocks["agree"]
     assert compare([emulated, emulated])["clocks"] is None
-    far = written(tmp_path / "c", events=slower(recorded.events(), 1.2))
+    far = written(tmp_path / "c", events=recorded.slower(recorded.events(), 1.2))
     assert not compare([far, simulated])["clocks"]["agree"]
     other = written(tmp_path / "d", {"seed": 9}, runtime="simulate")
     assert compare([emulated, other])["clocks"] is None
@@ -161,7 +147,7 @@ def repeated(folder: Path) -> list[Run]:
     for rate, factor in (("5mbit", 2.0), ("500kbit", 4.0)):
         for repetition in (0, 1):
             trial = replace(recorded.trial(), point={"network.link.rate": rate}, repetition=repetition)
-            outcome = recorded.outcome(events=slower(recorded.events(), factor * (1 + repetition)))
+            outcome = recorded.outcome(events=recorded.slower(recorded.events(), factor * (1 + repetition)))
             runs.append(files.load(recorder.write(folder / run_name(trial), trial, recorded.plan(), outcome)))
     return runs
 

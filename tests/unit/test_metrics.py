@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from testbed.framing import wire_bytes
 from testbed.network.link import Link
-from testbed.trace.disturbances import recoveries
+from testbed.trace.disturbances import recoveries, strikes
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement
@@ -401,3 +401,16 @@ def test_a_recovery_is_not_blamed_on_a_fault_that_was_outlived_before() -> None:
     assert [(found.struck, found.duration) for found in recoveries(events)] == [(45, 12), (110, 16)]
     lasting = [event for event in events if event.time not in (55, 110, 125)]
     assert [found.struck for found in recoveries(lasting)] == [45, 45], "it was never undone, and nothing else struck"
+
+
+def test_two_faults_at_one_instant_were_both_outlived() -> None:
+    events = [
+        *(
+            Event(at, "testbed", "fault", {"action": "kill", "target": name, "phase": "strike", "intended": 10})
+            for at, name in ((10.01, "b"), (10.05, "c"))
+        ),
+        Event(10.06, "testbed", "fault", {"action": "throttle", "target": "a", "phase": "strike", "intended": 10}),
+        Event(14, "a", "recovery", {"phase": "detected", "missing": ["b", "c"]}),
+        Event(17, "a", "recovery", {"phase": "resumed", "step": 4}),
+    ]
+    assert [strike.recovered for strike in strikes(events)] == [17, 17, None], "nobody recovers from a throttle"

@@ -254,6 +254,13 @@ def test_axes_have_titles_with_the_unit_that_fits() -> None:
         assert (axes.get_ylabel(), axes.get_xlabel()) == (title, "time (s)")
 
 
+def test_an_axis_of_epochs_has_whole_numbers() -> None:
+    for last in (3, 9, 15):
+        line = Line("a", [(epoch, 0.5) for epoch in range(1, last + 1)], "blue")
+        axes = line_plot([line], range_=(1, last), x="epoch", y=Axis("loss")).axes[0]
+        assert all(float(place).is_integer() for place in axes.get_xticks())
+
+
 def test_axes_are_logarithmic_where_values_are_far_apart() -> None:
     def scales(values: list[float], kind: FigureKind = "number") -> str:
         line = Line("a", list(enumerate(values)), "blue")

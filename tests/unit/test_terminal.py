@@ -43,6 +43,14 @@ def test_the_end_of_a_run_at_either_width(tmp_path: Path, width: int, monkeypatc
     assert ("laptop" in text) == (width >= 100)
 
 
+def test_names_of_devices_are_whole_beside_long_times(tmp_path: Path) -> None:
+    text = printed(run(tmp_path, events=recorded.slower(recorded.events(), 300.0)), 80)
+    devices = text[text.index("Devices") : text.index("Links")]
+    assert "Down" in devices
+    assert {"Device", "a", "b"} <= set(devices.split())
+    assert "5 min" in devices
+
+
 def test_reasons_against_a_run_stand_in_its_verdict(tmp_path: Path) -> None:
     text = printed(run(tmp_path, status="failed", error="a[b] died", fidelity={"host_stolen": 0.9}), 80)
     assert "✘ not trusted" in text
@@ -99,6 +107,19 @@ def test_a_summary_of_runs_that_are_not_trusted_tears_no_word(tmp_path: Path) ->
     terminal.show_summary(console, {**summary, "points": [point]}, tmp_path)
     assert isinstance(console.file, io.StringIO)
     assert {"name", "federated", "Runs"} <= set(console.file.getvalue().split())
+
+
+def test_a_summary_with_many_figures_goes_on_below(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    summary = summary_of([run(tmp_path / "a")])
+    point = {**summary["points"][0], "point": {"workload.method.name": "pipelearn", "network.link.rate": "4g-plus"}}
+    many = {f"wide_figure_{number}": {"kind": "seconds", "brief": True} for number in range(5)}
+    point["figures"] = {name: {"mean": 12.345, "ci95": 1.234, "n": 3} for name in many}
+    terminal.show_summary(console, {**summary, "points": [point], "figures": many}, tmp_path)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("pipelearn" in line.split() and "4g-plus" in line.split() for line in lines) > 1, lines
 
 
 def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) -> None:
