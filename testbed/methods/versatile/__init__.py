@@ -18,8 +18,8 @@ class Versatile(Method[VersatileOptions, VersatileDetails]):
     """Learning that goes on with what arrives, and neurons that move as devices and their links fail.
 
     Missing values are substituted, saved gradients are used again, and the neurons of a layer go to the devices of its
-    group in proportion to how well these are heard. A device that restarts joins again; one that was not heard, and so
-    lost its neurons, but still runs stays out until it restarts. Losses go to all neurons of the layer before (equation
+    group in proportion to how well these are heard. A device that restarts joins again, and so does one that was not
+    heard, and lost its neurons, once it is heard again. Losses go to all neurons of the layer before (equation
     2), also to those whose outputs had not arrived: to leave them out, as EdgePipe does, made no difference that could
     be measured.
     """

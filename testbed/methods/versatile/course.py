@@ -62,14 +62,20 @@ class Course:
         return None if arrangement is None else arrangement.group(self._device.name)
 
     async def enter(self) -> int | None:
-        """Return the own group as soon as there is one; None: the device has left, and all that it had has arrived."""
+        """Return the own group as soon as there is one; None: the device has left, and all that it had has arrived.
+
+        One that nobody heard any more, and so lost its neurons, casts now and then: it joins when that is heard.
+        """
         if self._knowledge.arrangement is None:
             self._tell(Join())
+        due = self._device.now() + self._setting.again
         while self.group is None:
             if self._device.leaving:
                 await self._handover.sent()
                 return None
-            await self._mailbox.changed()
+            if not await self._mailbox.changed(due - self._device.now()):
+                await self._mailbox.cast(self._others, Join())
+                due = self._device.now() + self._setting.again
             self._handover.carry_out()
         return self.group
 
@@ -145,7 +151,10 @@ class Course:
         version = self._knowledge.now.version
         self._joining = {name: known for name, known in self._joining.items() if known == version}
 
+    @property
+    def _others(self) -> list[str]:
+        return [name for name in self._setting.devices if name != self._device.name]
+
     def _tell(self, message: Typed) -> None:
-        for name in self._setting.devices:
-            if name != self._device.name:
-                self._mailbox.post(name, message)
+        for name in self._others:
+            self._mailbox.post(name, message)

@@ -39,6 +39,8 @@ class Setting:
     seed: int
     devices: tuple[str, ...]
     """All that there may ever be."""
+    again: float
+    """Seconds from one cast to the next of a device that wants to be heard again: those of a window."""
 
 
 def after_window(
@@ -76,7 +78,10 @@ def without(now: Arrangement, device: str, averages: Mapping[str, float], seed: 
 
 
 def entered(now: Arrangement, device: str, averages: Mapping[str, float], setting: Setting) -> Decision:
-    """Return what follows from a device that has booted and holds nothing; the lead takes its own place again."""
+    """Return what follows from a device that holds nothing, and has booted or is heard again.
+
+    The lead takes its own place.
+    """
     if device == setting.lead:
         return Decision(now.again(), "join", (device,), frozenset({device}))
     after = joined(left(now, device, averages, setting.seed), device, setting.seed)

@@ -132,7 +132,12 @@ DECLARED = Declared(
         ),
         Figure("rearrangements", "number", "decisions to move neurons, whatever the cause", _changes(), compared=True),
         Figure("failures_found", "number", "devices that nobody heard for a window", _changes("failure")),
-        Figure("joins", "number", "devices that were given neurons after they had booted", _changes("join")),
+        Figure(
+            "joins",
+            "number",
+            "devices that were given neurons after they had booted or were heard again",
+            _changes("join"),
+        ),
         Figure("neurons_anew", "number", "neurons that began again with first weights", _anew),
         Figure(
             "accuracy_risen",

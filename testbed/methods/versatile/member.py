@@ -57,7 +57,7 @@ async def run(device: Device, job: VersatileJob) -> None:
         ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
         windows = Windows(knowledge, reception, ratios, problem.options.alpha, steps, details.grace)
         names = tuple(each.name for each in problem.devices)
-        setting = Setting(details.threshold, job.plan.lead, problem.seed, names)
+        setting = Setting(details.threshold, job.plan.lead, problem.seed, names, steps * table.period * details.slot)
         course = Course(mailbox, knowledge, windows, handover, setting)
         member = Member(device, job, knowledge, exchange, neurons, missing)
         reported = 0

@@ -41,7 +41,7 @@ class Moved(Typed, kind="moved"):
 
 @dataclass(frozen=True)
 class Join(Typed, kind="join"):
-    """From a device that has booted, and holds nothing."""
+    """From a device that holds nothing: told by one that has booted, cast by one that was no longer heard."""
 
     boot: bool = True
 

@@ -159,6 +159,33 @@ def test_a_killed_device_that_restarts_joins_again():
     assert max(began) > 13 * step
 
 
+def test_a_device_that_was_silent_for_long_joins_again_when_it_is_heard_again():
+    method = {"allocation": "hybrid"}
+    planned = devices_of(six(method))
+    victim = planned.details.devices[2]
+    window = 12 * planned.details.slot * 4
+    others = [name for name in planned.details.devices if name != victim]
+    links = [pair for other in others for pair in ((victim, other), (other, victim))]
+
+    def lossy(loss, at):
+        return [{"degrade": {"from": a, "to": b, "message_loss": loss}, "at": f"{at}s"} for a, b in links]
+
+    faults = [*lossy("100%", 0.5 * window), *lossy("0%", 4.25 * window)]
+    outcome = run(six(method, faults=faults, workload={"steps": 84}))
+    assert outcome.error is None
+    changes = [(event.time, event.fields) for event in outcome.events if event.event == "rearrangement"]
+    (lost, failure), (again, join) = [(at, each) for at, each in changes if each["cause"] in ("failure", "join")]
+    assert (failure["devices"], join["devices"]) == ([victim], [victim])
+    # Out for as long as nobody hears it, in within the window after.
+    assert lost < 4.25 * window < again < 5.75 * window
+    assert join["anew"] == 0
+    held = {event.device: event.fields["neurons"] for event in outcome.events if event.event == "arranged"}
+    assert held[victim] > 2
+    began = [event.time for event in outcome.events if event.event == "begin" and event.device == victim]
+    assert not [at for at in began if lost + 0.5 * window < at < again]
+    assert max(began) > again
+
+
 @pytest.mark.parametrize("when", [{"at": "0.1s"}, {"when": {"event": "tests"}}])
 def test_a_device_that_hears_nobody_is_cut_off_and_does_not_take_all_others_for_dead(when):
     # In tests there are no losses: those that it heard before are the last ones of a window.
