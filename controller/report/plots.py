@@ -59,8 +59,8 @@ MOST_POINTS = 1500
 """Points drawn of a line: more than pixels across add weight, not detail."""
 MOST_LETTERS = 60
 """Of a name in the legend."""
-BESIDE_LETTERS = 16
-"""Room that the axis and a mark take beside a name, in letters."""
+AXIS_LETTERS, BESIDE_LETTERS = 9, 16
+"""Room that the axis takes beside a name, and it and a mark, in letters."""
 PRINTED = 0.45
 """Opacity of what is as a publication has it."""
 STYLE: Any = {
@@ -381,7 +381,9 @@ def legend(figure: Figure, axes: Axes, *, above: bool = False) -> None:
         return
     most = min(MOST_LETTERS, int(figure.get_figwidth() / LETTER) - BESIDE_LETTERS)
     short = [name if len(name) <= most else f"{name[: most - 1]}…" for name in names]
-    columns = max(1, int(figure.get_figwidth() / LETTER / (max(map(len, short)) + 6)))
+    # Left of the plot stands its axis; beside a name its mark, and the gap to the next.
+    room = figure.get_figwidth() / LETTER - AXIS_LETTERS
+    columns = max(1, int(room / (max(map(len, short)) + BESIDE_LETTERS - AXIS_LETTERS)))
     figure.set_figheight(figure.get_figheight() + ROW * (math.ceil(len(short) / columns) - 1))
     axes.legend(
         handles,

@@ -209,9 +209,11 @@ def test_figures_above_bars_stand_above_all_or_none() -> None:
     assert len(bar_plot(list("abcd"), kinds[:2], y=Axis("x")).axes[0].texts) == 8
 
 
-@pytest.mark.parametrize("count", [1, 6])
-def test_a_legend_stays_within_the_plot(count: int) -> None:
-    names = [f"a rather long name of series {index}" * (4 if index == 3 else 1) for index in range(count)]
+@pytest.mark.parametrize(
+    ("count", "name"), [(1, "a rather long name of series "), (6, "a rather long name of series "), (6, "pi")]
+)
+def test_a_legend_stays_within_the_plot(count: int, name: str) -> None:
+    names = [f"{name}{index}" * (4 if index == 3 and len(name) > 2 else 1) for index in range(count)]
     for plot in (
         line_plot([Line(name, [(0, 1)], "blue") for name in names], range_=(0, 1), y=Axis("x")),
         bar_plot(["one"], [Bars(name, [1.0], "blue") for name in names], y=Axis("x")),

@@ -51,7 +51,7 @@ def _over_time(name: str, record: Record) -> list[dict[str, Any]]:
     reports: dict[tuple[int, int], list[Event]] = {}
     for event in record.of("maintenance"):
         reports.setdefault((event.fields["step"], event.fields["layer"]), []).append(event)
-    shares = [(events[-1].time, layer, _share(name, events)) for (_, layer), events in reports.items()]
+    shares = [(events[-1].time, layer, _share(name, events)) for (_, layer), events in sorted(reports.items())]
     return [{"time": at, "layer": f"layer {layer}", name: share} for at, layer, share in shares if share is not None]
 
 
@@ -71,9 +71,11 @@ def _rearrangements(record: Record) -> list[dict[str, Any]]:
 
 
 def _credibility(record: Record) -> list[dict[str, Any]]:
+    """Return it device by device in their usual order, so that they have the same colours as elsewhere."""
+    order = [spec.name for spec in record.experiment.devices]
     return [
         {"time": event.time, "device": event.fields["of"], "credibility": event.fields["value"]}
-        for event in record.of("credibility")
+        for event in sorted(record.of("credibility"), key=lambda event: (event.time, order.index(event.fields["of"])))
     ]
 
 
