@@ -147,7 +147,7 @@ def jitters(
 def losses(lab: NamespaceLab, points: Sequence[float] = LOSSES, packets: int = PACKETS) -> Iterator[Measurement]:
     """The packets lost of links of all these losses at once."""
     with lab.links([Link(loss=loss) for loss in points]) as links:
-        found = flows(lab.net, list(links), packets, 0.0)
+        found = flows(lab.net, list(links), packets, 0.0, read_every=50)
     for pair, link in links.items():
         yield _counted(f"loss {100 * link.loss:g} %", found[pair].lost, packets, link.loss)
 
@@ -160,7 +160,7 @@ def bursts(lab: NamespaceLab, packets: int = 2 * PACKETS) -> Iterator[Measuremen
         Link(loss=0.1, loss_correlation=0.4),
     ]
     with lab.links(wanted) as links:
-        found = flows(lab.net, list(links), packets, 0.0)
+        found = flows(lab.net, list(links), packets, 0.0, read_every=50)
     for pair, link in links.items():
         states = chain(link)
         assert states is not None

@@ -97,10 +97,9 @@ class Agent:
             except requests.RequestException as error:
                 raise AgentGone(f"{self._name}: its events ended before its program did: {error}") from error
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights that the program exposes right now."""
-        response = self._request("GET", "/weights", seconds=WORK_SECONDS)
-        return tensors.to_torch(tensors.read(bytearray(response.content))[0])
+    def weights(self) -> bytes:
+        """Return the weights that the program exposes right now, as safetensors."""
+        return self._request("GET", "/weights", seconds=WORK_SECONDS).content
 
     def metrics(self) -> dict[str, float]:
         """Return the agent's metrics: name, with its labels in braces, to value."""

@@ -95,15 +95,15 @@ class Recorder:
         """Write how the run ended and everything that is computed from its events; return it."""
         facts = finished(self._manifest, outcome)
         # As the file has them, so that the figures are those that will be computed from it.
-        kept = replace(outcome, events=[event.rounded() for event in outcome.events], weights=None)
+        kept = replace(outcome, events=[event.rounded() for event in outcome.events], weights_file=None)
         figures = metrics(kept, self._trial.experiment, self._plan, declared_by(self._trial))
         run = Run(self.path, self._trial, self._plan, kept, facts, figures)
         with self._writing():
             self._events.close()
             if not self._ordered or self._written != len(outcome.events):
                 _replace(self.path / "events.jsonl", (event.to_json() + "\n" for event in outcome.events))
-            if outcome.weights:
-                _write_weights(self.path / "weights.safetensors", outcome.weights)
+            if outcome.weights_file is not None:
+                (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
             rebuild(run)
             self._manifest_file(facts)
         return run
@@ -205,13 +205,6 @@ def _replace(path: Path, lines: Iterable[str]) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(finite(value), indent=2, default=str) + "\n", encoding="utf-8")
-
-
-def _write_weights(path: Path, weights: dict[str, Any]) -> None:
-    from safetensors.torch import save
-
-    # safetensors refuses tensors that share memory or are not contiguous; a file it makes is its owner's alone.
-    path.write_bytes(save({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}))
 
 
 def _fidelity(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:

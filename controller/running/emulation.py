@@ -212,7 +212,7 @@ class _Execution:
         self._stop_all()
         self._events.sort(key=lambda event: event.time)
         return Outcome(
-            runtime="emulate", status=status, error=error, events=self._events, weights=weights, fidelity=fidelity
+            runtime="emulate", status=status, error=error, events=self._events, weights_file=weights, fidelity=fidelity
         )
 
     # Programs
@@ -391,11 +391,11 @@ class _Execution:
 
     # The end
 
-    def _final_weights(self) -> dict[str, torch.Tensor] | None:
-        weights: dict[str, torch.Tensor] | None = None
-        with suppress(TestbedError):  # the lead need not expose any
-            weights = self._lab.agent(self._lead).weights()
-        return weights
+    def _final_weights(self) -> bytes | None:
+        try:
+            return self._lab.agent(self._lead).weights()
+        except TestbedError:  # the lead need not expose any
+            return None
 
     def _stop_all(self) -> None:
         """End the programs that still run and take in what they recorded to the last."""

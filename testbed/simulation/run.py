@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
+from testbed import tensors
 from testbed.errors import InputError, TestbedError
 from testbed.experiment import Experiment
 from testbed.faults.replay import TraceScript
@@ -79,7 +80,7 @@ def simulate(
         status=status,
         events=world.events,
         error=error,
-        weights=final,
+        weights_file=final,
         wall_seconds=time.perf_counter() - began,
     )
 
@@ -105,11 +106,11 @@ def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
     return "finished", None
 
 
-def _weights(device: Guest | None) -> dict[str, torch.Tensor] | None:
-    """Return a copy of what a device exposes; None where it is down or exposes nothing."""
+def _weights(device: Guest | None) -> bytes | None:
+    """Return what a device exposes, as safetensors; None where it is down or exposes nothing."""
     if device is None or device.exposed is None:
         return None
-    return {name: tensor.detach().clone() for name, tensor in device.exposed().items()}
+    return b"".join(tensors.write(tensors.from_torch(device.exposed())))
 
 
 def _message(error: BaseException | None) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from testbed import tensors
 from testbed.network.link import Link
 from testbed.trace.events import Event
 
@@ -62,6 +64,11 @@ class Outcome:
     """Kernel, processor, link backend, engine, image digests: whatever the manifest should hold."""
     fidelity: dict[str, Any] = field(default_factory=dict)
     """Figures that bear on trust: processor saturation, queue overflows, delay-line lateness; bytes that left."""
-    weights: dict[str, torch.Tensor] | None = None
-    """Of the whole model at the end, where the method exposed them on its lead."""
+    weights_file: bytes | None = None
+    """Weights of the whole model at the end as safetensors, where the method exposed them on its lead."""
     wall_seconds: float = 0.0
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        """The weights as tensors: what only writes them into a file need not load torch."""
+        return None if self.weights_file is None else tensors.to_torch(tensors.read(bytearray(self.weights_file))[0])

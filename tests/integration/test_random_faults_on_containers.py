@@ -35,7 +35,7 @@ def test_random_faults_on_containers(seed: int, tmp_path: Path, monkeypatch: pyt
     tree["workload"]["method"]["patience"] = "1s"  # devices that share a machine are late now and then
     YAML().dump(json.loads(json.dumps(tree)), tmp_path / "scenario.yaml")
     results = tmp_path / "results"
-    command = [TESTBED, "run", tmp_path / "scenario.yaml", "--out", results]
+    command = [TESTBED, "run", tmp_path / "scenario.yaml", "--out", results, "--accept-links"]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     figures = json.loads((results / "metrics.json").read_text())
     if "not enough devices" in str(figures["error"]):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 
 from testbed.data import DATASETS, describe, load
 from testbed.data.batches import batch, micro_batches, steps_per_epoch
@@ -57,8 +58,14 @@ def test_large_digits_are_the_small_ones_three_times_as_large_in_a_frame() -> No
     assert np.array_equal(large.test_labels, small.test_labels)
 
 
-def test_digits_come_with_scikit_learn() -> None:
+def test_digits_are_those_of_scikit_learn() -> None:
     digits = load(part("digits"))
+    theirs = load_digits()
+    pixels = np.concatenate([digits.train_images, digits.test_images]).reshape(-1, 64)
+    labels = np.concatenate([digits.train_labels, digits.test_labels])
+    assert sorted(zip(map(tuple, np.round(pixels * 16)), labels, strict=True)) == sorted(
+        zip(map(tuple, theirs.data), theirs.target, strict=True)
+    )
     assert (digits.name, digits.classes, digits.shape) == ("digits", 10, (1, 8, 8))
     assert (len(digits.train_labels), len(digits.test_labels)) == (1438, 359)
     assert digits.train_images.dtype == np.float32

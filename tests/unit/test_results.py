@@ -12,6 +12,7 @@ from ruamel.yaml import YAML
 from controller.results import files, recorder
 from controller.results.progress import progress
 from controller.results.run import run_name
+from testbed import tensors
 from testbed.errors import HostError, InputError
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
@@ -146,7 +147,8 @@ def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     weight = torch.arange(6.0).reshape(2, 3)
-    outcome = recorded.outcome(weights={"0.weight": weight, "1.weight": weight.t()})
+    shared = tensors.write(tensors.from_torch({"0.weight": weight, "1.weight": weight.t()}))
+    outcome = recorded.outcome(weights_file=b"".join(shared))
     place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert torch.equal(load_file(place / "weights.safetensors")["1.weight"], weight.t())
 
