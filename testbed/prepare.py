@@ -20,7 +20,7 @@ from testbed.data import catalog as data
 from testbed.data import synthetic
 from testbed.data.batches import Indices, steps_per_epoch
 from testbed.data.dataset import Dataset
-from testbed.data.files import find
+from testbed.data.files import check_images, find
 from testbed.data.pictures import is_picture
 from testbed.data.split import split
 from testbed.errors import Diagnostic, InputError, Key
@@ -375,6 +375,11 @@ def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         yield Diagnostic((*key, "path"), f"there is no file {folder}: name a picture, relative to the scenario file")
     elif kind.files and not any(find(folder, file) for file in kind.files):
         yield Diagnostic((*key, "folder"), f"{folder} holds none of the files of {name}: {download}")
+    for images in filter(None, (find(folder, file) for file in kind.files if "-images-" in file)):
+        try:
+            check_images(images, kind.shape[1:])
+        except InputError as error:
+            yield Diagnostic((*key, "folder"), str(error))
     part = scenario.workload.data
     if name in DIGITS and part.train is not None and part.train > DIGITS_TRAIN:
         yield Diagnostic((*key, "train"), f"{name} has {DIGITS_TRAIN} training samples, not {part.train}: use fewer")

@@ -64,8 +64,10 @@ def _print_options(console: Console, options: Sequence[dict[str, Any]]) -> None:
         if isinstance(default, tuple | list):
             default = "[" + ", ".join(map(str, default)) + "]"
         notes = ["one of " + ", ".join(map(str, option["choices"]))] if option["choices"] else []
-        notes.append("required" if option["required"] else f"default {'none' if default is None else default}")
-        text = " ".join([escape(option["description"]), f"[dim]({escape('; '.join(notes))})[/dim]"]).strip()
+        if option["required"] or default is not None:
+            notes.append("required" if option["required"] else f"default {default}")
+        noted = [f"[dim]({escape('; '.join(notes))})[/dim]"] if notes else []
+        text = " ".join([escape(option["description"]), *noted]).strip()
         grid.add_row(f"[cyan]{option['name']}[/cyan]", text)
     console.print(Padding(grid, (0, 0, 0, 2)) if options else "  [dim]no options[/dim]")
 

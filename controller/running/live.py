@@ -108,7 +108,7 @@ class LiveProgress:
         if len(self._ends) > 1 and self._ends[-1] > self._ends[0]:
             parts.append(f"{(len(self._ends) - 1) / (self._ends[-1] - self._ends[0]):.1f} {self._unit}/s")
         if self._loss is not None:
-            parts.append(f"loss {self._loss:.4f}")
+            parts.append(f"loss {self._loss:.4g}")
         if self._accuracy is not None:
             parts.append(f"accuracy {self._accuracy:.1%}")
         return "  ".join(parts)

@@ -43,20 +43,38 @@ def _content(path: Path) -> bytes:
 def read_idx(path: Path, axes: int) -> Bytes:
     """Read an IDX file of unsigned bytes with this number of axes."""
     content = _content(path)
+    shape = _sizes(path, content, axes)
+    found, announced = len(content) - 4 - 4 * axes, math.prod(shape)
+    if found != announced:
+        sizes = "x".join(map(str, shape))
+        raise InputError(f"{path}: {_off(found, announced)}: its header announces {sizes} bytes, {found} follow")
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
+
+
+def check_images(path: Path, pixels: tuple[int, ...]) -> None:
+    """Raise `InputError` where the header of an IDX file of images says that they have other sizes."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            _check_pixels(path, _sizes(path, file.read(16), 3), pixels)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def _check_pixels(path: Path, shape: tuple[int, ...], pixels: tuple[int, ...]) -> None:
+    if shape[1:] != pixels:
+        found, wanted = ("x".join(map(str, size)) for size in (shape[1:], pixels))
+        raise InputError(f"{path}: has images of {found} pixels, not of {wanted}")
+
+
+def _sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
+    """Return what the header of an IDX file announces."""
     header = 4 + 4 * axes
     magic = bytes([0, 0, _UNSIGNED_BYTE, axes])
     if content[:4] != magic:
         raise InputError(f"{path}: wrong magic number {content[:4].hex()}: an IDX file of this kind has {magic.hex()}")
     if len(content) < header:
         raise InputError(f"{path}: truncated: {len(content)} bytes are less than the header of {header}")
-    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", axes, offset=4))
-    if len(content) - header != math.prod(shape):
-        sizes = "x".join(map(str, shape))
-        raise InputError(
-            f"{path}: {_off(len(content) - header, math.prod(shape))}: its header announces {sizes} bytes, "
-            f"{len(content) - header} follow"
-        )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    return tuple(int(size) for size in np.frombuffer(content, ">u4", axes, offset=4))
 
 
 def _off(found: int, expected: int) -> str:
@@ -66,8 +84,7 @@ def _off(found: int, expected: int) -> str:
 def read_idx_pair(images: Path, labels: Path, shape: tuple[int, int], classes: int) -> tuple[Bytes, Bytes]:
     """Read images (samples, 1, height, width) and their labels."""
     pixels, targets = read_idx(images, 3), read_idx(labels, 1)
-    if pixels.shape[1:] != shape:
-        raise InputError(f"{images}: images of {pixels.shape[1:]} pixels, not of {shape}")
+    _check_pixels(images, pixels.shape, shape)
     if len(pixels) != len(targets):
         raise InputError(f"{labels}: {len(targets)} labels for the {len(pixels)} images of {images.name}")
     if len(targets) == 0:

@@ -13,21 +13,25 @@ from testbed.models import imagenet, mobilenet, resnet
 from testbed.models import yolov2 as yolo
 from testbed.models.chain import Model, chain
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU
-from testbed.models.options import ModelOptions, Width
+from testbed.models.options import MOST_LAYERS, ModelOptions, Width
 from testbed.models.shapes import Shape
 
 
 class MlpOptions(ModelOptions):
     """Options of the multilayer perceptron."""
 
-    hidden: tuple[Width, ...] = Field((128, 128, 128, 128), description="sizes of the hidden layers")
+    hidden: tuple[Width, ...] = Field(
+        (128, 128, 128, 128), max_length=MOST_LAYERS, description="sizes of the hidden layers"
+    )
 
 
 class CnnOptions(ModelOptions):
     """Options of the small convolutional network."""
 
     channels: tuple[Width, Width, Width] = Field((16, 32, 64), description="of the three convolutions")
-    hidden: tuple[Width, ...] = Field((120, 84), description="sizes of the fully connected layers before the last")
+    hidden: tuple[Width, ...] = Field(
+        (120, 84), max_length=MOST_LAYERS, description="sizes of the fully connected layers before the last"
+    )
 
 
 class Vgg5Options(ModelOptions):

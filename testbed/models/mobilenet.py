@@ -27,7 +27,7 @@ class MobileNetV2Options(ModelOptions):
     width: float = Field(1.0, ge=0.1, le=4.0, description="multiplier of the channels")
     dropout: float = Field(0.2, ge=0.0, lt=1.0, description="before the classifier, in training")
     stem: Literal["small", "imagenet"] | None = Field(
-        None, description="small: strides of 1 at the begin; None: small below 64 pixels"
+        None, description="small: strides of 1 at the beginning; default: small below 64 pixels"
     )
 
 

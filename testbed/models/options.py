@@ -8,6 +8,8 @@ from pydantic import Field
 
 from testbed.part import Part
 
+MOST_LAYERS = 1000
+"""Of one list: plans of more take longer than anybody waits."""
 Width = Annotated[int, Field(ge=1, le=100_000)]
 
 

@@ -11,6 +11,9 @@ from testbed.network.link import GilbertElliott, Link
 MIN_RATE = 8e3
 """bit/s. A full packet takes 1.5 s at this rate; below it kernels count in units too coarse to hold a rate."""
 
+MAX_RATE = 1e12
+"""bit/s, more than any backend keeps up with; no rate at all is as fast as the host."""
+
 SHAPER = "shaper"
 """Name of the container that shapes the links."""
 RESERVED_NAMES = (SHAPER, "control", "data")
@@ -35,8 +38,8 @@ def problems(link: Link) -> list[Impossible]:
     for name in ("delay", "jitter"):
         if not 0 <= getattr(link, name) < math.inf:
             found.append(Impossible(name, f"a {name} of {_ms(getattr(link, name))} cannot be: use 0 or more"))
-    if link.rate is not None and not link.rate >= MIN_RATE:
-        found.append(Impossible("rate", rate_problem(link.rate)))
+    if link.rate is not None and (wrong := rate_problem(link.rate)):
+        found.append(Impossible("rate", wrong))
     for name in ("loss", "message_loss", "duplicate", "reorder", "corrupt"):
         found += _fraction(name, getattr(link, name))
     for name in ("jitter_correlation", "loss_correlation"):
@@ -66,9 +69,13 @@ def no_room(subnet: str, devices: int) -> str:
     return f"'{subnet}' has no room for {devices} devices: write a range of /{prefix_for(devices)} or larger"
 
 
-def rate_problem(rate: float) -> str:
-    """Say what is wrong with a rate that is too low."""
-    return f"{rate:g}bit is below the lowest rate that can be shaped: use at least {MIN_RATE / 1e3:g}kbit"
+def rate_problem(rate: float) -> str | None:
+    """Say what is wrong with a rate that is too low or too high."""
+    if not rate >= MIN_RATE:
+        return f"{rate:g}bit is below the lowest rate that can be shaped: use at least {MIN_RATE / 1e3:g}kbit"
+    if rate > MAX_RATE:
+        return f"{rate:g}bit is beyond every link: use at most {MAX_RATE / 1e9:g}gbit, or leave the rate out"
+    return None
 
 
 def no_jitter(distribution: str) -> str:

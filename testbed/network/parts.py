@@ -22,6 +22,9 @@ class BurstsPart(Part):
     good_loss: Fraction = Field(0.0, description="lost in the good state (1-k)")
 
 
+_THIS_HOST = IPv4Network("0.0.0.0/8")
+
+
 class LinkPart(Part):
     """The properties of a link, one direction. What is not given stays as the level above says."""
 
@@ -132,6 +135,7 @@ class NetworkPart(Part):
             raise ValueError(
                 f"'{value}' is not a range of addresses ({error}): write one such as 10.20.0.0/16"
             ) from None
-        if network.is_global or network.is_loopback or network.is_link_local or network.is_multicast:
+        others = (network.is_global, network.is_loopback, network.is_link_local, network.is_multicast)
+        if any(others) or network.overlaps(_THIS_HOST):
             raise ValueError(f"'{value}' belongs to others: write a private range such as 10.20.0.0/16")
         return str(network)

@@ -15,7 +15,7 @@ from testbed.faults.replay import Change
 from testbed.hardware import PROFILES, DeviceSpec, Profile
 from testbed.network import checks
 from testbed.network.cell import Cell
-from testbed.network.checks import MIN_RATE, rate_problem
+from testbed.network.checks import rate_problem
 from testbed.network.link import Link, Pair
 from testbed.network.overlay import overlay
 from testbed.network.parts import LinkPart
@@ -222,8 +222,8 @@ def _device_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
     yield from _preset_problems(part.access, (*key, "access"))
     for access in ("uplink", "downlink"):
         rate = getattr(part, access)
-        if rate is not None and rate < MIN_RATE:
-            yield Diagnostic((*key, access), rate_problem(rate))
+        if rate is not None and (wrong := rate_problem(rate)):
+            yield Diagnostic((*key, access), wrong)
     if part.slowdown is not None and part.speed is None:
         text = "the host's own speed is not known when plans are made: give the speed to reckon with as well"
         yield Diagnostic((*key, "slowdown"), text)
@@ -308,8 +308,8 @@ def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
         members = list(dict.fromkeys(members if part.devices else names))
         if len(members) < 2 and not problems:
             problems.append(Diagnostic((*key, "devices"), "a cell of one device carries nothing: name at least two"))
-        if part.rate < MIN_RATE:
-            problems.append(Diagnostic((*key, "rate"), rate_problem(part.rate)))
+        if wrong := rate_problem(part.rate):
+            problems.append(Diagnostic((*key, "rate"), wrong))
         for other, cell in enumerate(cells):
             shared = [name for name in members if name in cell.devices]
             if len(shared) > 1:

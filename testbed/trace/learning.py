@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from testbed.trace.figures import Figure, Row
@@ -11,6 +12,11 @@ from testbed.trace.record import Record
 def _last_evaluation(record: Record) -> dict[str, Any]:
     evaluations = record.of("evaluate")
     return dict(evaluations[-1].fields) if evaluations else {}
+
+
+def _diverged(record: Record) -> bool | None:
+    """Return True where the last test loss is infinite or no number, None elsewhere."""
+    return None if math.isfinite(_last_evaluation(record).get("loss") or 0.0) else True
 
 
 FIGURES = (
@@ -29,6 +35,7 @@ FIGURES = (
         lambda record: _last_evaluation(record).get("loss"),
         compared=True,
     ),
+    Figure("diverged", "bool", "the test loss is infinite or no number at the end", _diverged),
     Figure(
         "loss",
         "number",
@@ -47,5 +54,6 @@ FIGURES = (
 
 ROWS = (
     Row("Accuracy", "{accuracy}", "on the test data"),
+    Row("Diverged", "{diverged}", "the loss is no number any more: try a smaller learning_rate"),
     Row("Loss", "{loss}", "at first {loss_first}"),
 )

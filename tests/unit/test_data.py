@@ -162,7 +162,7 @@ TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte
         (TRAIN_LABELS, lambda content: idx(images(6)), "wrong magic number 00000803: .* has 00000801"),
         (TRAIN_LABELS, lambda content: idx(np.arange(5)), "5 labels for the 6 images of train-images-idx3-ubyte"),
         (TRAIN_LABELS, lambda content: idx(np.arange(6) + 9), "label 14, but there are 10 classes"),
-        (TRAIN_IMAGES, lambda content: idx(np.zeros((6, 8, 8))), r"images of \(8, 8\) pixels, not of \(28, 28\)"),
+        (TRAIN_IMAGES, lambda content: idx(np.zeros((6, 8, 8))), "has images of 8x8 pixels, not of 28x28"),
     ],
 )
 def test_damaged_idx_files(tmp_path: Path, name: str, spoil: Callable[[bytes], bytes], message: str) -> None:

@@ -25,6 +25,15 @@ def calm(**changes: Any) -> dict[str, Any]:
     return metrics(outcome, recorded.trial(faults=()).experiment, recorded.plan())
 
 
+def test_a_loss_that_is_no_number_is_told_as_diverged() -> None:
+    assert "diverged" not in figures() or figures()["diverged"] is None
+    found = recorded.events(faulty=False)
+    last = max(index for index, event in enumerate(found) if event.event == "evaluate")
+    event = found[last]
+    found[last] = Event(event.time, event.device, event.event, {**event.fields, "loss": float("nan")})
+    assert calm(events=found)["diverged"] is True
+
+
 def test_learning_and_pace_of_the_recorded_run() -> None:
     found = figures()
     assert found["accuracy"] == 0.95

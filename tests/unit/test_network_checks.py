@@ -41,6 +41,7 @@ def refusal(**parts) -> str:
     ("link", "figure", "said"),
     [
         (Link(rate=7999), "rate", "7999bit is below the lowest rate that can be shaped: use at least 8kbit"),
+        (Link(rate=1e21), "rate", "1e+21bit is beyond every link: use at most 1000gbit"),
         (Link(loss=1.5), "loss", "150% is more than 100%: use at most 100%"),
         (Link(message_loss=-0.1), "message_loss", "is not a fraction"),
         (Link(corrupt=float("nan")), "corrupt", "is not a fraction"),
@@ -144,6 +145,8 @@ def test_without_jitter_what_described_it_goes():
         ),
         ({"link": {"rate": "1kbit"}}, "network.link.rate: 1000bit is below the lowest rate"),
         ({"link": {"rate": 0}}, "network.link.rate: 0bit is below the lowest rate"),
+        ({"link": {"rate": "1e12gbit"}}, "network.link.rate: 1e+21bit is beyond every link"),
+        ({"cells": [{"rate": "1e12gbit"}]}, "network.cells.0.rate: 1e+21bit is beyond every link"),
         ({"link": {"loss": "101%"}}, "network.link.loss: '101%' is more than 100%: write at most 100%"),
         ({"link": {"distribution": "normal"}}, "network.link.distribution: 'normal' describes a jitter"),
         ({"link": {"bursts": {"p": 0, "r": 0}}}, "network.link.bursts.r: with p and r both 0"),

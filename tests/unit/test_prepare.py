@@ -126,10 +126,17 @@ def test_prepares_method_problem_and_plan(file):
         ("link: {", "topology: star\n  link: {", 9, "network.topology: worker1 and worker2 hold neighbouring stages"),
         ("name: digits", "name: synthetic-3x2", 13, "workload.data.name: 'synthetic-3x2' is not synthetic-CxHxW"),
         ("model: {name: mlp}", "model: {name: mlp, hidden: [9]}", 14, "workload.method"),
+        (
+            "model: {name: mlp}",
+            f"model: {{name: mlp, hidden: {[8] * 1001}}}",
+            12,
+            "workload.model.hidden: is too long: at most 1000 are possible",
+        ),
         ("  source:", "  shaper: {}\n  source:", 3, "devices.shaper: no device can have this name"),
         ("link: {", "subnet: 10.0.0.0/30\n  link: {", 9, "network.subnet: '10.0.0.0/30' has no room for 4 devices"),
         ("link: {", "subnet: 127.0.0.0/16\n  link: {", 9, "network.subnet: '127.0.0.0/16' belongs to others"),
         ("link: {", "subnet: 8.8.8.0/24\n  link: {", 9, "network.subnet: '8.8.8.0/24' belongs to others"),
+        ("link: {", "subnet: 0.0.0.0/24\n  link: {", 9, "network.subnet: '0.0.0.0/24' belongs to others"),
         ("link: {", "subnet: 198.18.0.1/15\n  link: {", 9, "network.subnet: '198.18.0.1/15' is not a range"),
         ("64MiB", "1kB", 7, "devices.worker.memory: "),
         ("kill: worker1", "kill: worker9", 18, "faults.0.kill: there is no device 'worker9': did you mean 'worker3'?"),
@@ -251,6 +258,17 @@ def test_data_lies_beside_the_scenario_or_where_fetch_puts_it(file):
     other = Path("sub/small.yaml")
     text = GOOD.replace("name: digits", "name: digits, folder: ../images")
     assert data_folder(prepared(other, text).trial.scenario) == Path("sub/../images")
+
+
+def test_images_of_another_size_are_found_before_the_run(file):
+    for part in ("train", "t10k"):
+        Path(f"{part}-images-idx3-ubyte").write_bytes(
+            bytes([0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 32, 0, 0, 0, 32, *[0] * 1024])
+        )
+    text = GOOD.replace("name: digits", "name: mnist, folder: .")
+    assert refusal(file, text)[0] == (
+        "small.yaml:13: workload.data.folder: train-images-idx3-ubyte: has images of 32x32 pixels, not of 28x28"
+    )
 
 
 def test_imports_no_torch(file):

@@ -25,13 +25,13 @@ class AsynchronousOptions(StagesOptions):
     """Options of every method that trains asynchronously."""
 
     in_flight: int | None = Field(
-        None, ge=1, description="batches under way at once, at most. None, and never more than: one a stage"
+        None, ge=1, description="batches under way at once, at most; default, and never more than: one a stage"
     )
     vertical_sync: bool = Field(True, description="one version of the weights for a batch on all stages")
     aggregate: int = Field(
         0, ge=0, description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never"
     )
-    evaluate_every: int | None = Field(None, ge=1, description="steps; None: at the end only")
+    evaluate_every: int | None = Field(None, ge=1, description="in steps; default: at the end only")
     return_window: Duration = Field(0.0, description="how long a lost device may take to come back")
     selection: Duration = Field(5.0, description="how long devices may take to answer before training begins without")
     chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")

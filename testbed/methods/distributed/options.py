@@ -22,7 +22,7 @@ class DistributedOptions(Options):
         "communication of all three; sequential: layers in a row; single: the source alone",
     )
     fused: tuple[tuple[int, int], ...] | None = Field(
-        None, description="pairs of layers, by index, for the scheme fuse; none: those with the least communication"
+        None, description="pairs of layers, by index, for the scheme fuse; default: those with the least communication"
     )
     program: Literal["dynamic", "integer"] = Field(
         "dynamic", description="which finds the least communication, for the schemes fuse and optimal"
@@ -39,7 +39,7 @@ class DistributedOptions(Options):
         description="number of first layers that are done by fused tiles, in all schemes but sequential and single; "
         "none: those dominated by features",
     )
-    grid: tuple[int, int] | None = Field(None, description="rows and columns of tiles; none: what is done soonest")
+    grid: tuple[int, int] | None = Field(None, description="rows and columns of tiles; default: what is done soonest")
     overlap: OverlapMode = Field(
         Execution.overlap,
         description="what neighbouring tiles both need within the early layers: computed by each, or reused "
@@ -50,7 +50,7 @@ class DistributedOptions(Options):
         description="whether idle devices take tiles that wait for others (DeepThings); each device has one tile at a "
         "time, and the early layers' weights",
     )
-    source: str | None = Field(None, description="the device that has the images; none: the first of the scenario")
+    source: str | None = Field(None, description="the device that has the images; default: the first of the scenario")
     exchange: ExchangeMode = Field(
         Execution.exchange,
         description="source: everything passes the source, as in the paper; direct: between all devices",

@@ -18,7 +18,9 @@ from testbed.quantities import Duration
 class StagesOptions(Options):
     """Options of every method that has its devices in a row."""
 
-    stages: int | None = Field(None, ge=1, description="use only the first N devices; the others stand by. None: all")
+    stages: int | None = Field(
+        None, ge=1, description="use only the first N devices; the others stand by; default: all"
+    )
     patience: Duration = Field(
         2.0,
         gt=0,

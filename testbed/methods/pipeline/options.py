@@ -25,7 +25,7 @@ class PipelineOptions(StagesOptions):
         description="all stages but the last keep no activations and compute them again before backward, as in GPipe",
     )
     checkpoint_every: int = Field(20, ge=1, description="steps after which the first device gathers all weights")
-    evaluate_every: int | None = Field(None, ge=1, description="steps; None: at the end only")
+    evaluate_every: int | None = Field(None, ge=1, description="in steps; default: at the end only")
 
     @property
     def pieces(self) -> int:

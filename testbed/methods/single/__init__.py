@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class SingleOptions(Options):
     """Options of `Single`."""
 
-    device: str | None = Field(None, description="which one; None: the first of the scenario")
+    device: str | None = Field(None, description="which one; default: the first of the scenario")
 
 
 class Single(Method[SingleOptions]):
