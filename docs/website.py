@@ -164,7 +164,19 @@ def _printed(each: Shipped) -> str:
     if part is None:
         return text
     rows = [(row.name, "" if row.value is None else row.value, row.expect or "", row.note) for row in part.rows]
-    return text + f"{part.source}:\n\n" + table(("", "paper", "expected here", "note"), rows)
+    text += f"{part.source}:\n\n" + table(("", "paper", "expected here", "note"), rows)
+    return text + (plots(each.scenario.name, ROOT) if part.charts else "")
+
+
+def plots(name: str, root: Path) -> str:
+    """Return the plots that a paper's scenario has left in ``results/`` there, as images of a paper's page."""
+    found = sorted((root / "results" / name).glob("[0-9]*.svg"))
+    shown = [file for file in found if not file.stem.endswith("-wide")]
+    images = [f"![{file.stem.partition('-')[2].replace('-', ' ')}](../../{file.relative_to(root)})" for file in shown]
+    return (
+        "\n\n".join(images or ["Its plots stand here once it has run in this folder and the site is built again."])
+        + "\n\n"
+    )
 
 
 def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -77,6 +78,12 @@ def main() -> None:
         # The reader of our output has left (`testbed ps | head`): not an error worth a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        text = "the disk is full; what a run had written is kept, and `testbed report` makes its page of it again"
+        click.echo(f"testbed: {text}", err=True)
+        sys.exit(HostError.exit_code)
     except Exception as error:
         # The engine's client is imported only by commands that need it; whatever it raises is about this host.
         if not type(error).__module__.startswith("docker."):

@@ -70,9 +70,16 @@ def group_links(rows: Sequence[Mapping[str, Any]]) -> list[LinkGroup]:
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         alone = f"{row['source']} {row['destination']}" if row["problem"] else ""
-        groups.setdefault(f"{alone}|{describe(row['requested'])}", []).append(row)
+        groups.setdefault(f"{alone}|{_requested(row)}", []).append(row)
     found = [_group(members) for members in groups.values()]
     return sorted(found, key=lambda group: group.problem is None)
+
+
+def _requested(row: Mapping[str, Any]) -> str:
+    """Write what is asked of a link; without a rate of its own it has that of its devices' access, or of its cell."""
+    link = row["requested"]
+    own = link is None or link["rate"] is not None or row.get("rate_at_best") is None
+    return describe(link if own else {**link, "rate": row["rate_at_best"]})
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
@@ -80,7 +87,7 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
     return LinkGroup(
         name=_name(rows),
         count=len(rows),
-        requested=describe(rows[0]["requested"]),
+        requested=_requested(rows[0]),
         measured=measured([row["measured"] for row in rows if row["measured"]]),
         traffic=formats.size(sum(row["bytes"] for row in rows)),
         used=formats.whole_share(max(used)) if used else formats.NONE,

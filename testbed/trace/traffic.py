@@ -84,6 +84,7 @@ def links(record: Record) -> list[dict[str, Any]]:
                 casts[event.device, peer] += event.event == "cast"
     known = record.experiment.links
     measured = {(item.source, item.destination): item for item in record.outcome.links}
+    bounded = record.experiment.bounded_links()
     order = [pair for pair in known if pair in count or pair in measured]
     order += [pair for pair in count if pair not in known]
     rows = []
@@ -99,6 +100,7 @@ def links(record: Record) -> list[dict[str, Any]]:
                 "casts": casts[pair],
                 "casts_heard": heard[pair],
                 "requested": None if requested is None else asdict(requested),
+                "rate_at_best": bounded[pair].rate if pair in bounded else None,
                 "measured": _measured(found),
                 "problem": found.problem if found else None,
                 "used_share": _used(requested, carried[pair], record.end),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -101,6 +102,17 @@ def test_bad_input_ends_with_2_and_one_line(monkeypatch, capsys):
     error = capsys.readouterr().err.strip()
     assert error.startswith("testbed: --set network.link.rate=50Mbps: network.link.rate: 'Mbps' is not a unit of rate")
     assert "\n" not in error
+
+
+def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(command_line, "main", full)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3
+    assert capsys.readouterr().err.startswith("testbed: the disk is full; what a run had written is kept")
 
 
 @pytest.mark.parametrize(

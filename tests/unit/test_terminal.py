@@ -80,6 +80,13 @@ def test_brackets_of_a_partition_are_not_taken_for_markup(tmp_path: Path) -> Non
     assert "kill [a] [b]" in printed(run(tmp_path, events=events), 80)
 
 
+def test_a_link_without_a_rate_of_its_own_has_that_of_its_devices() -> None:
+    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())["links"][0]
+    link = {**found, "requested": {**found["requested"], "rate": None}, "rate_at_best": 10e6}
+    assert group_links([link])[0].requested.startswith("10 mbit")
+    assert group_links([{**link, "rate_at_best": None}])[0].requested.startswith("unlimited")
+
+
 def test_alike_links_stand_together_and_a_bad_one_alone() -> None:
     found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())["links"]
     assert [(group.name, group.count) for group in group_links(found)] == [("a ↔ b", 2)]
