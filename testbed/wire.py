@@ -120,11 +120,17 @@ def delivered(message: Message, sender: str) -> tuple[Message, int]:
     `encode` does.
     """
     fields, length = _read_back(message)
-    tensors = message.tensors
-    if tensors:
-        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    sent = Message(message.kind, fields, tensors, sender, message.padding)
-    return sent, _content_size(message, sender, length)
+    return _copied(message, fields, sender), _content_size(message, sender, length)
+
+
+def as_cast(message: Message, sender: str) -> Message:
+    """Return the message as `delivered` does; its size is for `testbed.cast` to say."""
+    return _copied(message, _read_back(message)[0], sender)
+
+
+def _copied(message: Message, fields: Mapping[str, Any], sender: str) -> Message:
+    tensors = {name: tensor.detach().clone() for name, tensor in message.tensors.items()}
+    return Message(message.kind, fields, tensors, sender, message.padding)
 
 
 def _content_size(message: Message, sender: str, fields: int) -> int:

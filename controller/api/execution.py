@@ -18,6 +18,7 @@ from testbed import formats
 from testbed.prepare import Prepared, batches, prepare, weights_file
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed.simulation.world import rare_collection
 
 if TYPE_CHECKING:
     from controller.results.run import Run
@@ -29,6 +30,7 @@ Done = Callable[[int, "Run"], None]
 """Takes the number of a run and the run when it is over."""
 
 
+@rare_collection()
 def run_recorded(
     prepared: Prepared,
     runtime: Literal["emulate", "simulate"],

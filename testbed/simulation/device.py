@@ -16,7 +16,7 @@ from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium, occupy
 from testbed.trace.events import Event
-from testbed.wire import Message, delivered
+from testbed.wire import Message, as_cast, delivered
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,7 @@ class SimulatedDevice:
         if not self.alive:
             self._stop()
         channels = [self._channels.get(peer) or self._channel(peer) for peer in peers]
-        sent, _ = delivered(message, self.name)
+        sent = as_cast(message, self.name)
         values = sum(tensor.nbytes for tensor in message.tensors.values())
         header = len(self._form.header(message, peers))
         size = header + values + message.padding

@@ -155,7 +155,7 @@ class World:
 
         `ProgramError`, `LeadGoneError`, `Stillness` or `TimeLimit`.
         """
-        with _rare_collection():
+        with rare_collection():
             self.loop.run_until_complete(self._end)
 
     def close(self) -> None:
@@ -330,8 +330,8 @@ class World:
 
 
 @contextmanager
-def _rare_collection() -> Iterator[None]:
-    """Look for garbage less often: nearly all that a simulation makes is kept, as events, or freed at once."""
+def rare_collection() -> Iterator[None]:
+    """Look for garbage less often: nearly all that is made of a simulation is kept, as events, or freed at once."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:

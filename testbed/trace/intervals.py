@@ -34,13 +34,12 @@ def subtract(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[I
     for start, end in union(intervals):
         while first < len(gaps) and gaps[first][1] <= start:
             first += 1
-        position = start
-        for left, right in gaps[first:]:
-            if left >= end:
-                break
-            if position < left:
-                rest.append((position, left))
-            position = max(position, right)
+        position, gap = start, first
+        while gap < len(gaps) and gaps[gap][0] < end:
+            if position < gaps[gap][0]:
+                rest.append((position, gaps[gap][0]))
+            position = max(position, gaps[gap][1])
+            gap += 1
         if position < end:
             rest.append((position, end))
     return rest
