@@ -55,6 +55,8 @@ class Plan(BaseModel, Generic[PlanDetails]):
     pieces: tuple[Piece, ...]
     step_time: float | None = None
     """Predicted seconds per training step or inference, where the planner can tell."""
+    steps: int | None = None
+    """Training steps at most, where the planner bounds them; the workload may have fewer."""
     # Without details the type's own default holds, which mypy does not follow.
     details: SerializeAsAny[PlanDetails] = Field(default_factory=Details)  # type: ignore[assignment]
 
@@ -78,5 +80,6 @@ class Plan(BaseModel, Generic[PlanDetails]):
             lead=self.lead,
             pieces=self.pieces,
             step_time=self.step_time,
+            steps=self.steps,
             details=kind.model_validate(self.details.model_dump(mode="json")),
         )

@@ -239,8 +239,13 @@ def weights_file(scenario: Scenario) -> Path | None:
     return None if named is None else scenario.source.folder / named
 
 
-def batches(scenario: Scenario) -> int | None:
-    """Return how many batches the workload has; None where only the data's files can tell, or who owns how many."""
+def batches(scenario: Scenario, plan: Plan) -> int | None:
+    """Return how many batches a run has; None where only the data's files can tell, or who owns how many."""
+    known = [count for count in (_workload_batches(scenario), plan.steps) if count is not None]
+    return min(known, default=None)
+
+
+def _workload_batches(scenario: Scenario) -> int | None:
     workload = scenario.workload
     if workload.task != "train":
         return workload.requests
@@ -497,7 +502,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
         Setting(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
         lambda device: method.spans(plan, device),
         events_of(method.declared),
-        batches(trial.scenario),
+        batches(trial.scenario, plan),
     )
     for index, fault in enumerate(experiment.faults):
         if fault.retire is not None and not method.retires:

@@ -108,7 +108,7 @@ def _follow(
     scenario = prepared.scenario
     weights, dataset = initial.of(prepared), load_data(prepared)
     unit = "steps" if scenario.workload.task == "train" else "requests"
-    with LiveProgress(console, scenario.name, batches(scenario), unit) as live:
+    with LiveProgress(console, scenario.name, batches(scenario, prepared.plan), unit) as live:
 
         def see(event: Event) -> None:
             on_event(event)

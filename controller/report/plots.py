@@ -121,6 +121,11 @@ class Axis:
     name: str
     kind: FigureKind = "number"
 
+    @property
+    def most(self) -> float:
+        """What a value, and the interval around one, can be at most: a share is no more than all."""
+        return 1.0 if self.kind == "share" else math.inf
+
     def scale(self, highest: float) -> tuple[float, str]:
         """Return what values are divided by where this is the highest, and the title with its unit."""
         factor, unit = formats.unit(self.kind, highest)
@@ -188,13 +193,12 @@ def line_plot(
             for line, points in drawn
             for (_, value), half in zip(points, line.half_widths, strict=False)
         ]
-        # A share is at most one, whatever its interval.
-        highest = min(max([*most, *values, 0.0]), 1.0 if y.kind == "share" else math.inf)
+        highest = min(max([*most, *values, 0.0]), y.most)
         axes.set_ylim(0.0, highest / factor * 1.06 or 1.0)
     several = sum(bool(points) for line, points in drawn if not line.printed) > 1
     for line, points in drawn:
         if points:
-            _draw_line(axes, line, points, factor, several)
+            _draw_line(axes, line, points, factor, several, y.most)
     if at is not None:
         if low > 0 and high >= low * LOG_X_FROM:
             axes.set_xscale("log")
@@ -219,17 +223,32 @@ def _apart(at: Sequence[float], axes: Axes, width: float) -> list[float]:
     return kept
 
 
-def _draw_line(axes: Axes, line: Line, points: Sequence[tuple[float, float]], factor: float, several: bool) -> None:
+def _intervals(bars: Sequence[tuple[float, float, float]], most: float) -> list[list[float]]:
+    """Return how far the intervals of (place, value, half width) go down and up."""
+    return [[half for _, _, half in bars], [_upward(value, half, most) for _, value, half in bars]]
+
+
+def _upward(value: float, half: float, most: float) -> float:
+    """Return how far up the interval around a value goes: no further than ``most``; NaN where there is none."""
+    return half if math.isnan(half) or value > most else min(half, most - value)
+
+
+def _draw_line(
+    axes: Axes, line: Line, points: Sequence[tuple[float, float]], factor: float, several: bool, most: float
+) -> None:
     """Draw one line; among several it gets a few of its own marks where it has none at its points."""
     xs, ys = [x for x, _ in points], [y / factor for _, y in points]
     number = SERIES.index(line.colour) if line.colour in SERIES else 0
     marked = line.marks or not line.joined or len(points) == 1
     colour = COLOURS[line.colour]
     halves = [math.nan if half is None else half / factor for half in line.half_widths]
+    if halves:
+        upward = [_upward(y, half, most / factor) for y, half in zip(ys, halves, strict=True)]
     if halves and marked:
-        axes.errorbar(xs, ys, halves, fmt="none", ecolor=colour, elinewidth=1, capsize=2.5)
+        axes.errorbar(xs, ys, [halves, upward], fmt="none", ecolor=colour, elinewidth=1, capsize=2.5)
     elif halves:
-        low, high = ([y + sign * half for y, half in zip(ys, halves, strict=True)] for sign in (-1, 1))
+        low = [y - half for y, half in zip(ys, halves, strict=True)]
+        high = [y + up for y, up in zip(ys, upward, strict=True)]
         axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.plot(
         xs,
@@ -302,7 +321,7 @@ def bar_plot(groups: Sequence[str], kinds: Sequence[Bars], *, y: Axis, x: str = 
             [place for place, _, _ in found],
             [value for _, value, _ in found],
             bar * 0.94,
-            yerr=[half for _, _, half in found] if any(half > 0 for _, _, half in found) else None,
+            yerr=_intervals(found, y.most / factor) if any(half > 0 for _, _, half in found) else None,
             color=COLOURS[kind.colour],
             alpha=PRINTED if kind.printed else 1.0,
             error_kw={"ecolor": COLOURS["ink"], "elinewidth": 1, "capsize": 3},

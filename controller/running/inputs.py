@@ -65,7 +65,7 @@ class InitialWeights:
 
         scenario = first.scenario
         begun = InitialWeights(self._console).of(first)
-        with LiveProgress(self._console, scenario.name, batches(scenario), "steps") as live:
+        with LiveProgress(self._console, scenario.name, batches(scenario, first.plan), "steps") as live:
             live.stage("training the weights to begin with")
             outcome = simulate(first, load_data(first), live.event, begun)
         if outcome.status != "finished" or outcome.weights is None:

@@ -26,10 +26,17 @@ class DenseStep:
     """(samples, neurons)."""
     rectified: bool
 
-    def gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of inputs, weight and bias from that of the outputs, (samples, neurons)."""
-        sums = gradient * (self.outputs > 0) if self.rectified else gradient
-        return sums @ self.weight, sums.T @ self.inputs, sums.sum(dim=0)
+    def of_sums(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of what the ReLU gets from that of the outputs, both (samples, neurons)."""
+        return gradient * (self.outputs > 0) if self.rectified else gradient
+
+    def of_inputs(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the inputs from `of_sums`."""
+        return sums @ self.weight
+
+    def of_parameters(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of weight and bias from `of_sums`."""
+        return sums.T @ self.inputs, sums.sum(dim=0)
 
 
 def is_dense(layer: GraphLayer) -> bool:

@@ -103,6 +103,24 @@ def in_order(parts: list[Channels], values: list[torch.Tensor], each: int) -> to
     return torch.cat(values, dim=1)[:, places]
 
 
+@settings(max_examples=20, deadline=None)
+@given(layers())
+def test_a_first_layer_learns_the_same_without_the_gradient_of_its_inputs(case: tuple[Model, int]) -> None:
+    model, index = case
+    layer = graph_of(model).layers[index]
+    whole = Whole(model, layer, OPTIMIZERS[0])
+    state = cut(layer, layer.whole, whole.state())
+    inputs, gradient = torch.randn(SAMPLES, layer.inputs), torch.randn(SAMPLES, layer.outputs)
+    found = []
+    for learn in (LayerShard.backward, LayerShard.learn):
+        shard = LayerShard(layer, layer.whole, state, OPTIMIZERS[0])
+        shard.forward(0, inputs)
+        learn(shard, 0, gradient)
+        found.append(shard.gradients())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+
+
 @settings(max_examples=40, deadline=None)
 @given(layers(), st.sampled_from(OPTIMIZERS), st.data())
 def test_neurons_divided_by_outputs_train_as_the_undivided_layer_does(

@@ -301,6 +301,20 @@ def test_repetitions_are_a_mean_with_its_interval() -> None:
     assert mean_line("a", [[(0, 1.0)]], "blue").half_widths == ()
 
 
+@pytest.mark.parametrize("marks", [True, False])
+def test_intervals_around_shares_end_at_all(marks: bool) -> None:
+    line = Line("a", [(0, 0.5), (1, 0.9)], "blue", marks=marks, half_widths=[0.2, 0.3])
+    axes = line_plot([line], range_=(0, 1), y=Axis("accuracy", "share")).axes[0]
+    assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(100)
+    axes = line_plot([line], range_=(0, 1), y=Axis("loss")).axes[0]
+    assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(1.2)
+
+
+def test_intervals_around_bars_of_shares_end_at_all() -> None:
+    axes = bar_plot(["a"], [Bars("b", [0.9], "blue", [0.3])], y=Axis("accuracy", "share")).axes[0]
+    assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(100)
+
+
 @pytest.mark.parametrize("palette", ["light", "dark"])
 def test_colour_blind_readers_can_tell_series_apart(palette: str) -> None:
     style = (Path(html.__file__).parent / "templates" / "style.css").read_text()

@@ -247,9 +247,11 @@ def test_a_swept_value_that_does_not_fit_names_the_sweep(file):
 def test_counts_batches_without_reading_the_data(file):
     from testbed.data import load as load_data
 
-    scenario = prepared(file).scenario
-    part = scenario.workload.data
-    assert batches(scenario) == 2 * (len(load_data(part).train_labels) // 64)
+    found = prepared(file)
+    whole = 2 * (len(load_data(found.scenario.workload.data).train_labels) // 64)
+    assert batches(found.scenario, found.plan) == whole
+    assert batches(found.scenario, found.plan.model_copy(update={"steps": 7})) == 7
+    assert batches(found.scenario, found.plan.model_copy(update={"steps": 20_000})) == whole
 
 
 def test_data_lies_beside_the_scenario_or_where_fetch_puts_it(file):

@@ -75,6 +75,7 @@ class Member:
         self._device = device
         self._details = job.plan.details
         self._leads = job.plan.lead == device.name
+        self._most = job.plan.steps
         self._every = problem.options.evaluate_every
         training = Training(job.dataset, problem.workload, problem.seed)
         self._training = MicroBatches(training, timetable_of(job.plan.details).micro)
@@ -95,8 +96,7 @@ class Member:
     def slots(self, group: int, table: Timetable) -> AsyncGenerator[tuple[SlotSegment, LayerAction | None], None]:
         """Yield the work of a group's device, slot by slot, from the slot that it is."""
         slot, test_slot = self._details.slot, self._details.test_slot
-        fitting, steps = self._details.fitting, self._training.steps
-        steps = steps if fitting is None else min(steps, fitting)
+        steps = self._training.steps if self._most is None else min(self._training.steps, self._most)
         ahead = segments(table, slot, steps, test_slot, len(self._tests), self._every)
         return slots(self._device, group, ahead)
 

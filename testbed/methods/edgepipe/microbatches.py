@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from testbed.data.batches import micro_batches
-from testbed.methods.edgepipe.missing import Learn, at_once
+from testbed.methods.edgepipe.missing import Learn, at_once, back
 from testbed.methods.parts.feed import Training
 from testbed.methods.parts.layer_shard import LayerShard
 
@@ -51,7 +51,7 @@ def update_after(parts: int) -> Learn:
             return None
 
         def work() -> torch.Tensor | None:
-            before = None if gradient is None else shard.backward(batch, gradient)
+            before = None if gradient is None else back(shard, layer, batch, gradient)
             if last:
                 shard.update()
             return before

@@ -160,6 +160,14 @@ def all_of(losses: Arrived) -> torch.Tensor | None:
     return losses.added() if losses.complete else None
 
 
+def back(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Add to the gradients; return that of the inputs, or None: the first layer's are the samples."""
+    if layer > 1:
+        return shard.backward(batch, gradient)
+    shard.learn(batch, gradient)
+    return None
+
+
 def at_once(
     shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None
 ) -> Callable[[], torch.Tensor | None] | None:
@@ -167,8 +175,8 @@ def at_once(
     if gradient is None:
         return None
 
-    def work() -> torch.Tensor:
-        before = shard.backward(batch, gradient)
+    def work() -> torch.Tensor | None:
+        before = back(shard, layer, batch, gradient)
         shard.update()
         return before
 

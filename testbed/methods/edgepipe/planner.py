@@ -81,8 +81,6 @@ class EdgePipeDetails(Details):
     """Seconds."""
     test_slot: float
     """Seconds of a timeslot of tests, whose batches may be larger."""
-    fitting: int | None = None
-    """Steps that fit into the option `time`; None where it is not given."""
     forward: tuple[float, ...]
     """By layer, the seconds of a batch's forward on the device that takes longest."""
     backward: tuple[float, ...]
@@ -175,6 +173,7 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
             for part, name in zip(division.super_neurons, devices, strict=True)
         ),
         step_time=table.period * slot,
+        steps=_steps(problem, table, slot),
         details=EdgePipeDetails(
             groups=tuple((group.start, group.stop) for group in division.groups),
             devices=devices,
@@ -185,7 +184,6 @@ def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
             micro_batches=problem.options.micro_batches,
             slot=slot,
             test_slot=max(slot, sum(_needed(problem, division, devices, test_batch(problem)))),
-            fitting=_fitting(problem, table, slot),
             forward=tuple(each[0] for each in times),
             backward=tuple(each[1] for each in times),
         ),
@@ -256,7 +254,7 @@ def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple
     return given
 
 
-def _fitting(problem: Problem[EdgePipeOptions], table: Timetable, slot: float) -> int | None:
+def _steps(problem: Problem[EdgePipeOptions], table: Timetable, slot: float) -> int | None:
     """Return how many steps fit into the time for training. Raises `InputError` where not one does."""
     time = problem.options.time
     if time is None:

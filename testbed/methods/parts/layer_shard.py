@@ -11,7 +11,7 @@ neurons are here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,9 @@ class _Step(Protocol):
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
         """Return the gradients of what entered and of the parameters, as they were."""
 
+    def learn(self, gradient: torch.Tensor) -> Gradients:
+        """Return those of the parameters alone."""
+
 
 @dataclass(frozen=True)
 class _Recorded:
@@ -52,13 +55,19 @@ class _Recorded:
     """That it was computed with: an update makes new ones."""
 
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        inputs, *others = self._of(gradient, [self.inputs, *self.parameters.values()])
+        assert inputs is not None
+        return inputs, self._named(others)
+
+    def learn(self, gradient: torch.Tensor) -> Gradients:
+        return self._named(self._of(gradient, [*self.parameters.values()]))
+
+    def _of(self, gradient: torch.Tensor, wanted: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         # As in `Shard.backward`: the gradient of this sum is the one given, to the bit, and imports less.
-        wanted = torch.autograd.grad(
-            (self.outputs * gradient).sum(), [self.inputs, *self.parameters.values()], allow_unused=True
-        )
-        assert wanted[0] is not None
-        added = zip(self.parameters, wanted[1:], strict=True)
-        return wanted[0], {name: each for name, each in added if each is not None}
+        return torch.autograd.grad((self.outputs * gradient).sum(), wanted, allow_unused=True)
+
+    def _named(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
+        return {name: each for name, each in zip(self.parameters, gradients, strict=True) if each is not None}
 
 
 @dataclass(frozen=True)
@@ -70,8 +79,14 @@ class _Dense:
     bias: str
 
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-        inputs, weight, bias = self.step.gradients(gradient)
-        return inputs, {self.weight: weight, self.bias: bias}
+        sums = self.step.of_sums(gradient)
+        return self.step.of_inputs(sums), self._named(sums)
+
+    def learn(self, gradient: torch.Tensor) -> Gradients:
+        return self._named(self.step.of_sums(gradient))
+
+    def _named(self, sums: torch.Tensor) -> Gradients:
+        return dict(zip((self.weight, self.bias), self.step.of_parameters(sums), strict=True))
 
 
 class LayerShard:
@@ -148,6 +163,10 @@ class LayerShard:
         ``gradient`` is that of the outputs. Of an input that other shards take too, the gradients of all add up.
         """
         return self._back("forward", key, gradient)
+
+    def learn(self, key: Hashable, gradient: torch.Tensor) -> None:
+        """Add to the gradients as `backward` does, where nobody wants that of the inputs: those of the network."""
+        self.add_gradients(self._steps.pop(("forward", key)).learn(gradient))
 
     def sums(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return what the inputs add to the neurons of the layer, (samples, elements of the rows held)."""

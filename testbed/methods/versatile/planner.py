@@ -93,8 +93,14 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
         grace=grace,
         scattered=scattered,
     )
-    pieces, time = planned.pieces, planned.step_time
-    return Plan(method="versatile", lead=planned.lead, pieces=pieces, step_time=time, details=details)
+    return Plan(
+        method="versatile",
+        lead=planned.lead,
+        pieces=planned.pieces,
+        step_time=planned.step_time,
+        steps=planned.steps,
+        details=details,
+    )
 
 
 def arrangement(problem: Problem[VersatileOptions], details: VersatileDetails) -> Arrangement:

@@ -39,11 +39,15 @@ def test_learning_is_an_update_at_once_or_nothing():
     shard = LayerShard(layer, part, state, OptimizerPart(learning_rate=0.5))
     outputs = shard.forward(7, torch.ones(1, 4))
     before = shard.state()
-    assert EDGEPIPE.learn(shard, 1, 7, None) is None
-    learning = EDGEPIPE.learn(shard, 1, 7, torch.ones_like(outputs))
+    assert EDGEPIPE.learn(shard, 2, 7, None) is None
+    learning = EDGEPIPE.learn(shard, 2, 7, torch.ones_like(outputs))
     inputs = learning()
     assert inputs.shape == (1, 4)
     active = (outputs[0] > 0).float()
     for name, tensor in shard.state().items():
         lowered = 0.5 * active if tensor.dim() == 1 else 0.5 * active[:, None].expand(2, 4)
         assert torch.equal(tensor, before[name] - lowered)
+    shard.forward(8, torch.ones(1, 4))
+    learning = EDGEPIPE.learn(shard, 1, 8, torch.ones_like(outputs))
+    assert learning is not None
+    assert learning() is None, "the first layer's inputs are the samples, to which nobody passes a loss"
