@@ -52,8 +52,10 @@ def opened(address: str) -> Iterator[Page]:
     ours_in, theirs_out = os.pipe()
 
     def attach() -> None:
-        os.dup2(theirs_in, 3)
-        os.dup2(theirs_out, 4)
+        # Copies first: a pipe that has the number 3 or 4 already would be closed, or not be handed on.
+        read, write = os.dup(theirs_in), os.dup(theirs_out)
+        os.dup2(read, 3)
+        os.dup2(write, 4)
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]

@@ -22,7 +22,7 @@ from testbed import formats
 
 HEAD = 24
 """Letters of a column's name in a row of its head."""
-MOST_COLUMNS = 5
+MOST_COLUMNS = 6
 """Side by side on a page."""
 AROUND = 20
 """Steps drawn after the one resumed with; half as many before it."""
@@ -96,12 +96,14 @@ def clocks_text(clocks: Mapping[str, Any]) -> str:
 def render(runs: Sequence[Run], compared: Mapping[str, Any]) -> str:
     """Return a comparison as one self-contained HTML page."""
     number = len(compared["runs"])
+    heads = [run["label"].replace(",", "\n") for run in compared["runs"]]
+    blocks = tables.blocks([1] * number, -(-number // -(-number // MOST_COLUMNS)))
     return (
         environment()
         .get_template("compare.html")
         .render(
             runs=compared["runs"],
-            blocks=tables.blocks([1] * number, -(-number // -(-number // MOST_COLUMNS))),
+            blocks=[(block, [heads[index] for index in block]) for block in blocks],
             made_of=_made_of(compared),
             figures=[
                 (row["name"].replace("_", " "), row["about"], [_cell(row, index) for index in range(number)])
@@ -128,11 +130,11 @@ def plots(runs: Sequence[Run], compared: Mapping[str, Any]) -> Iterator[tuple[st
     note = BAND if any(len(group) > 1 for group, *_ in grouped) else ""
     end = max(run.metrics["duration"] for run in runs)
     for title, what, y in (
-        ("Loss", "loss", Axis("training loss")),
+        ("Loss over time", "loss", Axis("training loss")),
         # Disturbed steps would flatten the rest; their time is the recovery time above.
         ("Time per undisturbed step", "steps", Axis("time per step", "seconds")),
-        ("Accuracy", "accuracy", Axis("accuracy", "share")),
-        ("Latency", "latency", Axis("latency", "seconds")),
+        ("Accuracy over time", "accuracy", Axis("accuracy", "share")),
+        ("Latency over time", "latency", Axis("latency", "seconds")),
     ):
         drawn = lines(what, over="seconds", steady=what == "steps")
         # One evaluation at the end is a figure and no curve.

@@ -12,7 +12,7 @@ from controller.report import comparison
 from controller.report.html import environment
 from controller.report.plots import SERIES, Axis, Bars, Draw, Line, bar_plot, inline, line_plot
 from controller.results.comparison import compare
-from controller.results.run import Run, point_text, value_text
+from controller.results.run import Run, point_text, short_keys, value_text
 from testbed import formats
 from testbed.formats import FigureKind
 from testbed.quantities import RATE_UNITS, on_one_scale
@@ -49,7 +49,7 @@ def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
                 *(f"{name}d" for name in runtimes),
             ],
             charts=[(title, note, inline(plot, title)) for title, note, plot in charts(summary, runs)],
-            keys=[_short(key) for key in keys],
+            keys=list(short_keys(keys).values()),
             figures=[name.replace("_", " ") for name in figures],
             rows=[_row(point, order, keys, figures) for point, *order in zip(points, *orders, strict=True)],
             version=runs[0].manifest["versions"]["testbed"],
@@ -155,4 +155,4 @@ def _text(point: Point, key: str) -> str:
 
 
 def _short(key: str) -> str:
-    return key.rpartition(".")[2].replace("_", " ")
+    return short_keys([key])[key]

@@ -17,7 +17,7 @@ from rich.text import Text
 from controller.report import declared, tables
 from controller.report.grouping import group_links
 from controller.results.reproduction import ReproducedRow
-from controller.results.run import Run, value_text
+from controller.results.run import Run, short_keys, value_text
 from testbed import formats
 from testbed.formats import FigureKind
 from testbed.scenario.expect import Expectation
@@ -77,7 +77,7 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     shown = {name: about["kind"] for name, about in summary["figures"].items() if about["brief"]}
     columns = [[_runs(point) for point in points]]
     columns += [[_mean(kind, point["figures"].get(name)) for point in points] for name, kind in shown.items()]
-    heads, figures = [key.rpartition(".")[2] for key in keys], ["Runs", *map(_heading, shown)]
+    heads, figures = list(short_keys(keys).values()), ["Runs", *map(_heading, shown)]
     note = f"{len(points)} points, " if keys else ""
     note += "mean ± half width of the 95 % confidence interval (Student)"
     points_width = sum(min(width, WIDEST_KEY) for width in map(_width, heads, swept))

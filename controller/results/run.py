@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,4 +103,20 @@ def value_text(value: object) -> str:
 
 def point_text(point: Mapping[str, object]) -> str:
     """Write a point of a sweep for a reader."""
-    return ", ".join(f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in point.items())
+    names = short_keys(list(point))
+    return ", ".join(f"{names[key]} {value_text(value)}" for key, value in point.items())
+
+
+def short_keys(keys: Sequence[str]) -> dict[str, str]:
+    """Return what a reader calls each of some dotted keys: as many of its last parts as tell it from the others.
+
+    The name of a part is called as the part is: ``workload.method.name`` is the method.
+    """
+    parts = {key: key.removesuffix(".name").split(".") for key in keys}
+    found = {}
+    for key, own in parts.items():
+        taken = 1
+        while any(other[-taken:] == own[-taken:] for each, other in parts.items() if each != key) and taken < len(own):
+            taken += 1
+        found[key] = " ".join(own[-taken:]).replace("_", " ")
+    return found

@@ -227,6 +227,8 @@ def kill_from_the_page(address: str, device: str) -> None:
         return
     with opened(address) as page:
         assert eventually(lambda: "step" in page.evaluate("document.getElementById('status')?.textContent ?? ''"), 20)
+        top = page.evaluate("[names.source, circles.source].map(each => each.getBoundingClientRect().y)")
+        assert top[0] < top[1], "on the circle's upper half names lie outside, where no link goes"
         click = "dispatchEvent(new MouseEvent('click'))"
         page.evaluate(f"document.getElementById('device-{device}').{click}")
         page.evaluate(f"[...document.querySelectorAll('button')].find(each => each.textContent === 'kill').{click}")

@@ -124,14 +124,14 @@ def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> N
     page = render(runs, compare(runs))
     drawn = {title: plot().axes[0] for title, _, plot in plots(runs, compare(runs))}
     assert all(f'aria-label="{title}"' in page for title in drawn)
-    assert drawn["Accuracy"].lines[0].get_xydata().tolist() == [[1.5, 50.0], [8.5, 95.0]]
+    assert drawn["Accuracy over time"].lines[0].get_xydata().tolist() == [[1.5, 50.0], [8.5, 95.0]]
     around = drawn["Time per step around the fault"]
     assert around.get_xlabel() == "step"
     # Step 1 is done again after the outage: 3 s from the step before it.
     assert around.lines[1].get_xydata().tolist()[:2] == [[0.0, 1.0], [1.0, 3.0]]
     calm = [written(tmp_path / name, {"faults": ()}, events=recorded.events(faulty=False)) for name in ("c", "d")]
     assert "around the fault" not in render(calm, compare(calm))
-    assert 'aria-label="Accuracy"' not in render(calm, compare(calm))
+    assert 'aria-label="Accuracy over time"' not in render(calm, compare(calm))
 
 
 def test_runs_of_a_sweep_are_called_by_what_differs(tmp_path: Path) -> None:

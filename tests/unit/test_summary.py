@@ -9,7 +9,7 @@ import pytest
 import recorded
 
 from controller.results import files, recorder
-from controller.results.run import run_name
+from controller.results.run import run_name, short_keys
 from controller.results.summary import interval, summarize
 
 
@@ -41,3 +41,8 @@ def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None
         rows = list(csv.DictReader(file))
     assert [row["network.link.rate"] for row in rows] == ["8mbit", "16mbit"]
     assert float(rows[0]["step_time"]) == pytest.approx(1.0)
+
+
+def test_keys_are_as_short_as_they_can_be_told_apart() -> None:
+    keys = ["workload.method.name", "network.link.rate", "devices.a.speed", "devices.b.speed", "workload.batch_size"]
+    assert list(short_keys(keys).values()) == ["method", "rate", "a speed", "b speed", "batch size"]

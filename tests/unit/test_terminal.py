@@ -113,7 +113,7 @@ def test_a_summary_of_runs_that_are_not_trusted_tears_no_word(tmp_path: Path) ->
     point = {**summary["points"][0], "point": {"workload.method.name": "federated"}, "trusted": 0}
     terminal.show_summary(console, {**summary, "points": [point]}, tmp_path)
     assert isinstance(console.file, io.StringIO)
-    assert {"name", "federated", "Runs"} <= set(console.file.getvalue().split())
+    assert {"method", "federated", "Runs"} <= set(console.file.getvalue().split())
 
 
 def test_a_summary_with_many_figures_goes_on_below(tmp_path: Path) -> None:
