@@ -38,7 +38,7 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def scenario(name: str, **changes: Any) -> Prepared:
+def scenario(name: str, steps: int = 40, **changes: Any) -> Prepared:
     """Return a small training scenario: a stage each on three devices, steps of some 150 ms."""
     tree: dict[str, Any] = {
         "name": name,
@@ -49,7 +49,7 @@ def scenario(name: str, **changes: Any) -> Prepared:
             "model": {"name": "cnn"},
             "method": {"name": "pipeline", "micro_batches": 2, "patience": "1s", "return_window": "2s"},
             "batch_size": 32,
-            "steps": 40,
+            "steps": steps,
         },
         "time_limit": "90s",
     }
@@ -136,10 +136,10 @@ def test_what_a_paused_device_computes_stands_still_too() -> None:
 
 
 def test_a_device_down_before_the_start_is_the_methods_business() -> None:
-    prepared = scenario("emu-absent")
+    prepared = scenario("emu-absent", steps=10)
     outcome, figures = run(prepared, killing("worker2", "handing out the work", "emu-absent"))
     assert outcome.status == "finished", outcome.error
-    assert figures["steps"] == 40
+    assert figures["steps"] == 10
     assert "worker2 is down as the run starts" in [each["text"] for each in events(outcome, "log")]
 
 
@@ -250,10 +250,10 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
 
 @pytest.mark.timed
 def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> None:
-    _, idle = run(scenario("emu-idle"))
+    _, idle = run(scenario("emu-idle", steps=25))
     assert idle["trusted"], idle["verdict"]["summary"]
     with loaded():
-        _, busy = run(scenario("emu-busy"))
+        _, busy = run(scenario("emu-busy", steps=25))
     same = abs(busy["step_time"] / idle["step_time"] - 1) <= 0.03
     assert same or not busy["trusted"], (idle["step_time"], busy["step_time"], busy["verdict"])
 
