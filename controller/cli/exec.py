@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 import sys
+import threading
+from collections.abc import Iterator
+from typing import IO, TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+ERRORS = 2
+"""Number of the stream of standard error, in the engine's frames."""
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("device")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("-i", "--input", "pass_input", is_flag=True, help="Pass the standard input on, such as a file.")
 @click.option("--run", help="Which run; may be left out when there is only one.")
-def execute(device: str, command: tuple[str, ...], run: str | None) -> None:
+def execute(device: str, command: tuple[str, ...], run: str | None, pass_input: bool) -> None:
     """Run COMMAND in the container of DEVICE, and end with its status.
 
     Other devices are known by their names, over the shaped links.
@@ -19,6 +31,8 @@ def execute(device: str, command: tuple[str, ...], run: str | None) -> None:
     \b
     Examples:
       testbed exec worker1 -- python3 -c "import socket; print(socket.gethostbyname('source'))"
+      testbed exec -i worker1 -- sh -c "cat > /tmp/in.csv" < in.csv
+      testbed exec worker1 -- cat /tmp/out.csv > out.csv
       testbed exec --run quickstart-1a2b3c4d worker1 -- cat /etc/hosts
     """
     from docker.errors import APIError, NotFound
@@ -28,15 +42,35 @@ def execute(device: str, command: tuple[str, ...], run: str | None) -> None:
     from controller.lab.engine import connect
     from testbed.errors import InputError, TestbedError
 
+    # What stands behind DEVICE is not click's to read, the sign that says so included.
+    words = list(command[1:] if command[0] == "--" else command)
     client, chosen = connect(), runstate.choose(run)
     try:
-        started = client.api.exec_create(container_name(chosen, device), list(command))["Id"]
+        started = client.api.exec_create(container_name(chosen, device), words, stdin=pass_input)["Id"]
     except NotFound:
         raise InputError(f"there is no device '{device}' in {chosen}: see 'testbed ps'") from None
     except APIError as error:
         raise TestbedError(f"{device}: {error.explanation}") from None
-    for output, errors in client.api.exec_start(started, stream=True, demux=True):
-        for part, stream in ((output, sys.stdout), (errors, sys.stderr)):
-            stream.buffer.write(part or b"")
-            stream.flush()
+    for number, part in _frames(client, started, sys.stdin.buffer if pass_input else None):
+        stream = sys.stderr if number == ERRORS else sys.stdout
+        stream.buffer.write(part)
+        stream.flush()
     sys.exit(client.api.exec_inspect(started)["ExitCode"])
+
+
+def _frames(client: DockerClient, started: str, given: IO[bytes] | None) -> Iterator[tuple[int, bytes]]:
+    """Start a command, give it its input meanwhile, and yield (stream, bytes) of what it writes."""
+    from docker.utils import socket as frames
+
+    # The engine's client wraps the connection as a file to be read; what is written goes past that.
+    connection: Any = client.api.exec_start(started, socket=True)
+
+    def feed(source: IO[bytes]) -> None:
+        with connection._sock.makefile("wb") as sink:
+            shutil.copyfileobj(source, sink)
+        connection._sock.shutdown(socket.SHUT_WR)
+
+    if given is not None:
+        threading.Thread(target=feed, args=(given,), daemon=True).start()
+    read: Any = frames.frames_iter
+    yield from read(connection, tty=False)

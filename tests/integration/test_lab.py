@@ -72,14 +72,21 @@ def left_of(client: docker.DockerClient, run: str) -> list[str]:
     return [str(each.get("Names") or each["Name"]) for each in things if each["Labels"][RUN].startswith(run)]
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([TESTBED, *arguments], capture_output=True, text=True, timeout=60)
+def command(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([TESTBED, *arguments], input=given, capture_output=True, text=True, timeout=60)
 
 
 def inside(client: docker.DockerClient, lab: Lab, name: str, program: str) -> tuple[int, str]:
     """Run Python in a device, as its own user."""
     done = client.containers.get(container_name(lab.run_id, name)).exec_run(["python3", "-c", program])
     return int(done.exit_code or 0), done.output.decode()
+
+
+def test_a_command_runs_in_a_device_with_its_input_and_status(lab: Lab) -> None:
+    given = "line\n" * 100_000
+    program = "cat > /tmp/in; wc -l < /tmp/in; echo bad >&2; exit 7"
+    done = command("exec", "-i", "--run", lab.run_id, "source", "--", "sh", "-c", program, given=given)
+    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (7, "100000", "bad")
 
 
 def test_devices_are_locked_down(lab: Lab, client: docker.DockerClient) -> None:
