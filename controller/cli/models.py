@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -46,9 +47,7 @@ def models(name: str | None, function: str | None, data: str, measure: int | Non
       testbed models vgg5 --data synthetic-3x32x32 --measure 100
       testbed models my_net.py build --data synthetic-3x32x32
     """
-    from controller.report import tables
-    from testbed.data.catalog import describe as describe_data
-    from testbed.models.catalog import CATALOG, create, describe
+    from testbed.models.catalog import CATALOG, describe
 
     if name is None:
         entries = [
@@ -60,15 +59,7 @@ def models(name: str | None, function: str | None, data: str, measure: int | Non
         else:
             print_catalogue(entries, lambda entry: entry["summary"])
         return
-    source = describe_data(data)
-    if name.endswith(".py"):
-        from testbed import usercode
-        from testbed.models.making import KEY
-        from testbed.models.own import create_own
-
-        model = create_own(usercode.read(Path(name), function or "", KEY), {}, source.shape, source.classes)
-    else:
-        model = create(name, {}, source.shape, source.classes)
+    model = _model(name, function, data)
     if measure is not None:
         if model.builder is not None:
             raise InputError("--measure times layers, and of a network of your own only units are known: leave it out")
@@ -78,6 +69,27 @@ def models(name: str | None, function: str | None, data: str, measure: int | Non
     if as_json:
         dump(figures)
         return
+    _print_units(figures, data)
+
+
+def _model(name: str, function: str | None, data: str) -> Model:
+    """Return the model of that name, or that a function in the file of that name returns, for a data set."""
+    from testbed.data.catalog import describe
+    from testbed.models.catalog import create
+
+    source = describe(data)
+    if not name.endswith(".py"):
+        return create(name, {}, source.shape, source.classes)
+    from testbed import usercode
+    from testbed.models.making import KEY
+    from testbed.models.own import create_own
+
+    return create_own(usercode.read(Path(name), function or "", KEY), {}, source.shape, source.classes)
+
+
+def _print_units(figures: Mapping[str, Any], data: str) -> None:
+    from controller.report import tables
+
     size = "x".join(map(str, figures["input"]))
     console = make_console()
     console.print(

@@ -100,11 +100,7 @@ def run(
       testbed run my.yaml --repetitions 5 --out results/five
       testbed run my.yaml --repetitions 5 --resume results/five
     """
-    extra = [f"{key}={value}" for key, value in (("seed", seed), ("repetitions", repetitions)) if value is not None]
-    if weights is not None:
-        # In quotes: whatever the path holds is text.
-        extra.append(f"workload.model.weights={json.dumps(str(weights.absolute()))}")
-    changes = [*overrides, *extra]
+    changes = [*overrides, *_changes(seed, repetitions, weights)]
     loaded = load(scenario, changes)
     prepared = [prepare(trial) for trial in trials(loaded)]
     console = Console(stderr=as_json, highlight=False)
@@ -137,6 +133,15 @@ def run(
         shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
         click.echo(json.dumps(shown[0] if len(prepared) == 1 else shown, indent=2, default=str))
     judge(runs, table)
+
+
+def _changes(seed: int | None, repetitions: int | None, weights: Path | None) -> list[str]:
+    """Return what options of their own change of the scenario, as --set has it."""
+    given: dict[str, object] = {"seed": seed, "repetitions": repetitions}
+    if weights is not None:
+        # In quotes: whatever the path holds is text.
+        given["workload.model.weights"] = json.dumps(str(weights.absolute()))
+    return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
 def _places(prepared: Sequence[Prepared], runtime: str, out: Path | None, resume: Path | None, jobs: int) -> list[Path]:

@@ -7,7 +7,6 @@ which is the same where N divides B.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from testbed.device import Cost
@@ -142,42 +141,6 @@ def profile(
         up=up,
         down=down,
     )
-
-
-@dataclass(frozen=True)
-class EpochShare:
-    """A device as the estimates of a whole epoch see it."""
-
-    profile: PairProfile
-    samples: int
-    """|D^k|, of its share of the data."""
-
-
-def federated_epoch(members: Sequence[EpochShare], batch_size: int, aggregation: float) -> float:
-    """Return the seconds of an epoch of federated learning, with its exchange of models; ``aggregation`` of FedAvg."""
-    return aggregation + max(
-        member.profile.local_training(member.samples, batch_size) + member.profile.exchange(member.profile.depth)
-        for member in members
-    )
-
-
-def pipelined_epoch(
-    members: Sequence[EpochShare], choices: Sequence[Choice], batch_size: int, aggregation: float
-) -> float:
-    """Return the seconds of an epoch of PipeLearn; with N = 1 everywhere, of split-federated learning."""
-    return aggregation + max(_epochs(members, choices, batch_size))
-
-
-def split_epoch(members: Sequence[EpochShare], choices: Sequence[Choice], batch_size: int) -> float:
-    """Return the seconds of an epoch of split learning: one device after the other."""
-    return sum(_epochs(members, choices, batch_size))
-
-
-def _epochs(members: Sequence[EpochShare], choices: Sequence[Choice], batch_size: int) -> list[float]:
-    return [
-        member.profile.training(choice, member.samples, batch_size) + member.profile.exchange(choice.split)
-        for member, choice in zip(members, choices, strict=True)
-    ]
 
 
 def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:

@@ -50,11 +50,6 @@ def optimise(profile: PairProfile, samples: int, batch_size: int, choices: Itera
     return min(among, key=lambda choice: epoch(profile, choice, samples, batch_size))
 
 
-def best_split(profile: PairProfile, samples: int, batch_size: int) -> Choice:
-    """Return the split point with the shortest epoch where N is 1: split-federated learning's."""
-    return optimise(profile, samples, batch_size, (Choice(split) for split in range(1, profile.depth + 1)))
-
-
 def exhaustive(profile: PairProfile, samples: int, batch_size: int) -> Choice:
     """Return the best of all P and N by formula: what `optimise` is scored against."""
     counts = range(1, batch_size + 1)

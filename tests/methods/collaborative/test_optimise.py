@@ -8,19 +8,14 @@ from hypothesis import strategies as st
 from testbed.hardware import DeviceSpec
 from testbed.methods.collaborative.estimate import (
     Choice,
-    EpochShare,
     LayerTimes,
     PairProfile,
     aggregation_time,
-    federated_epoch,
     iterations,
     mini_batch,
-    pipelined_epoch,
     profile,
-    split_epoch,
 )
 from testbed.methods.collaborative.optimise import (
-    best_split,
     candidates,
     epoch,
     exhaustive,
@@ -133,6 +128,11 @@ def test_nothing_is_better_than_the_exhaustive_choice_and_the_optimiser_takes_it
     assert epoch(found, best_split(found, samples, batch), samples, batch) <= min(times[::batch])
 
 
+def best_split(found: PairProfile, samples: int, batch: int) -> Choice:
+    """Return split-federated learning's: N is 1."""
+    return optimise(found, samples, batch, [Choice(split) for split in range(1, found.depth + 1)])
+
+
 def test_the_shortlist_has_one_number_of_mini_batches_for_each_split_point() -> None:
     found = cell("vgg5", "4g")
     assert [choice.split for choice in shortlist(found, BATCH)] == [1, 2, 3, 4, 5]
@@ -158,14 +158,13 @@ def test_the_choice_scores_at_least_96_percent_in_the_papers_cells(name: str, ne
 @pytest.mark.parametrize(("name", "network"), CELLS)
 def test_methods_rank_as_in_figure_4(name: str, network: str) -> None:
     found = cell(name, network)
-    members = [EpochShare(found, SAMPLES)] * DEVICES
-    server = DeviceSpec("server", 2e10, 1e9)
-    aggregation = aggregation_time(create(name, {}, (3, 32, 32), 10), server, DEVICES)
-    sfl_choice, choice = best_split(found, SAMPLES, BATCH), optimise(found, SAMPLES, BATCH)
-    fl = federated_epoch(members, BATCH, aggregation)
-    sfl = pipelined_epoch(members, [sfl_choice] * DEVICES, BATCH, aggregation)
-    pipelearn = pipelined_epoch(members, [choice] * DEVICES, BATCH, aggregation)
-    sl = split_epoch(members, [sfl_choice] * DEVICES, BATCH)
+    # Devices are alike; split learning has them train one after the other, the others average their models.
+    aggregation = aggregation_time(create(name, {}, (3, 32, 32), 10), DeviceSpec("server", 2e10, 1e9), DEVICES)
+    split, choice = best_split(found, SAMPLES, BATCH), optimise(found, SAMPLES, BATCH)
+    fl = found.local_training(SAMPLES, BATCH) + found.exchange(found.depth) + aggregation
+    sfl = epoch(found, split, SAMPLES, BATCH) + aggregation
+    pipelearn = epoch(found, choice, SAMPLES, BATCH) + aggregation
+    sl = epoch(found, split, SAMPLES, BATCH) * DEVICES
     assert pipelearn < min(fl, sfl)
     assert sl > sfl
     if name == "vgg5":
