@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controller.cli.options import as_json
+from controller.cli.options import CommandGroup, as_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +26,7 @@ def _place(name: str, folder: Path | None) -> Path:
     return folder or DATA_FOLDER / name
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def data() -> None:
     """List, download and look at data sets.
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from controller.cli.options import overrides
+from controller.cli.options import CommandGroup, overrides
 
 
-class _OfRuns(click.Group):
+class _OfRuns(CommandGroup):
     """Takes what names no other kind of export for a run."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from contextlib import suppress
 import click
 
 from controller.cli.linkoptions import link_options, read
+from controller.cli.options import CommandGroup
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.running.byhand import carry_out_by_hand, checked, strike, summary
@@ -24,7 +25,7 @@ def _apply(run_id: str | None, given: dict[str, object]) -> None:
     click.echo(strike(runstate.choose(run_id), given))
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def fault() -> None:
     """Break and mend the devices and links of a lab that is up.
 

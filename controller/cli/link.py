@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from controller.cli.linkoptions import link_options, read
-from controller.cli.options import as_json
+from controller.cli.options import CommandGroup, as_json
 from controller.cli.printing import print_table
 from controller.lab import runstate
 from controller.lab.lab import Lab
@@ -30,7 +30,7 @@ from testbed.scenario.loading import parse
 _run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def link() -> None:
     """Look at, change and measure the links of a lab that is up.
 

@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from controller.cli.options import CommandGroup
 from testbed import __version__
 from testbed.errors import HostError, TestbedError
 
@@ -40,7 +41,7 @@ COMMANDS = {
 }
 
 
-class _LazyGroup(click.Group):
+class _LazyGroup(CommandGroup):
     """A group whose subcommands live in modules that are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

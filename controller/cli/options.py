@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands have, and how groups of commands list them."""
 
 from __future__ import annotations
 
@@ -21,3 +21,17 @@ links = click.option(
     show_envvar=True,
     help="What shapes the links; auto takes netem where the kernel has it.",
 )
+
+
+_LONGEST = 300
+"""Letters of a command's first sentence, at most."""
+
+
+class CommandGroup(click.Group):
+    """Lists its commands with their first sentences whole; click cuts them at the width."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, each with its sentence."""
+        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(_LONGEST)) for name, each in found.items() if each])

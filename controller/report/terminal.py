@@ -131,8 +131,12 @@ def _mean(kind: FigureKind, found: Mapping[str, Any] | None) -> Text:
 
 
 def _titled(title: str, note: str, *parts: RenderableType) -> Group:
-    """Put a heading over a table; a table's own title would wrap at the table's width."""
-    return Group(Text(f" {title}", style="bold").append(f"  {note}", style="not bold dim"), *parts, Text())
+    """Put a heading over a table; a table's own title would wrap at the table's width.
+
+    What is too long for one line of 80 columns goes on at the note.
+    """
+    gap = "  " if len(title) + len(note) < 77 else "\n "
+    return Group(Text(f" {title}", style="bold").append(f"{gap}{note}", style="not bold dim"), *parts, Text())
 
 
 def _title(run: Run) -> Text:

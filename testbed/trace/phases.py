@@ -93,7 +93,7 @@ def _timed(metrics: Metrics) -> list[dict[str, Any]]:
 
 TABLE = Table(
     "Phases",
-    "Steps or requests that lie whole between the beginning and the end of disturbances; medians",
+    "Steps or requests with no beginning or end of a disturbance in them; medians",
     _timed,
     (
         Column("Phase", "text", "name"),

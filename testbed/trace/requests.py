@@ -173,5 +173,5 @@ ROWS = (
         "{path_compute}",
         "of what a request waited for was computing, {path_network} messages; mean",
     ),
-    Row("Predicted", "{predicted_step_time}", "a request, by the plan; took {over_predicted} times that"),
+    Row("Predicted", "{predicted_step_time}", "a request, by the plan; measured over predicted: {over_predicted}"),
 )

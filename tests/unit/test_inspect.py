@@ -104,6 +104,13 @@ def test_bad_input_ends_with_2_and_one_line(monkeypatch, capsys):
     assert "\n" not in error
 
 
+@pytest.mark.parametrize("group", [(), ("link",), ("fault",), ("data",), ("export",)])
+def test_help_shows_whole_sentences(call, group):
+    shown = call(*group, "--help")
+    assert not any(line.endswith("...") for line in shown.splitlines())
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
     def full(**_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

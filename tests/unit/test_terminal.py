@@ -142,7 +142,7 @@ def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) ->
     shown = run(tmp_path, {"workload": inferring}, events=events)
     text = " ".join(printed(shown, 120).split())
     assert ", 1 failed" in text
-    assert "Predicted 900 ms a request, by the plan; took 1.1 times that" in text
+    assert "Predicted 900 ms a request, by the plan; measured over predicted: 1.1" in text
     assert "of what a request waited for was computing" in text
     assert "Memory 6 MB at most, on a: 4 MB weights, 2 MB activations" in text
 
