@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -11,7 +11,7 @@ from typing import Any
 
 from testbed.trace.figures import Column, Metrics, Table
 from testbed.trace.intervals import Interval
-from testbed.trace.record import Record
+from testbed.trace.record import Record, Step
 
 BEFORE, BETWEEN, AFTER = "before", "between", "after"
 """Phases without a disturbance: up to the first one, between two, after the last one."""
@@ -22,16 +22,26 @@ class _Phase:
     name: str
     start: float
     seconds: float = 0.0
-    steps: list[float] = field(default_factory=list)
+    whole: list[Step] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
 
+    def _steps(self) -> list[float]:
+        """Return the seconds of steps of one size: the usual one, or where there is none that of most of these."""
+        usual = [step.seconds for step in self.whole if step.usual]
+        if usual or not self.whole:
+            return usual
+        # A device that is out takes its samples along; a single step of another size is but the end of an epoch.
+        size, number = Counter(step.samples for step in self.whole).most_common(1)[0]
+        return [step.seconds for step in self.whole if step.samples == size] if number > 1 else []
+
     def to_json(self) -> dict[str, Any]:
+        steps = self._steps()
         return {
             "name": self.name,
             "start": self.start,
             "seconds": self.seconds,
-            "steps": len(self.steps),
-            "step_time": median(self.steps) if self.steps else None,
+            "steps": len(steps),
+            "step_time": median(steps) if steps else None,
             "requests": len(self.latencies),
             "latency": median(self.latencies) if self.latencies else None,
         }
@@ -42,7 +52,8 @@ def phases(record: Record) -> list[dict[str, Any]]:
 
     The run is cut where a disturbance (a fault until it is undone and outlived, a recovery, a pause) begins or ends. A
     phase is all pieces with the same disturbances. A step or a request counts for the piece that holds all of it, a
-    device's first step and one of an unusual number of samples for none; ``step_time`` and ``latency`` are medians.
+    device's first step for none, and one of an unusual number of samples only where a phase has no others, as rounds do
+    that a device is missing from; ``step_time`` and ``latency`` are medians.
     """
     cuts = sorted({0.0, record.end, *(moment for _, (a, b) in record.disturbances for moment in (a, b))})
     cuts = [cut for cut in cuts if 0.0 <= cut <= record.end]
@@ -54,8 +65,8 @@ def phases(record: Record) -> list[dict[str, Any]]:
         phase = found.setdefault(name, _Phase(name, start))
         phase.seconds += end - start
     for step in record.steps:
-        if step.usual and (piece := _piece(step.window, cuts)) is not None:
-            found[names[piece]].steps.append(step.seconds)
+        if step.comparable and (piece := _piece(step.window, cuts)) is not None:
+            found[names[piece]].whole.append(step)
     for window in record.served:
         if (piece := _piece(window, cuts)) is not None:
             found[names[piece]].latencies.append(window[1] - window[0])

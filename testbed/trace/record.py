@@ -34,9 +34,10 @@ class Step:
     """Since the step before it of the same device, or the start of the workload."""
     loss: float | None
     samples: int | None
+    comparable: bool
+    """Whether it is not the device's first and has no evaluation in its time, unless there is one in that of most."""
     usual: bool
-    """Whether it can be compared: not the device's first, as many samples as most, and no evaluation in its time,
-    unless there is one in the time of most."""
+    """Whether it is comparable and has as many samples as most."""
     steady: bool
     """Whether it is usual and nothing disturbed it: no fault, no recovery and no pause in its time."""
 
@@ -161,7 +162,8 @@ class Record:
         for event in done:
             windows.append((before.get(event.device, 0.0), event.time))
             before[event.device] = event.time
-        usual = self._usual(done, windows)
+        comparable = self._comparable(done, windows)
+        sized = [event.fields.get("samples") == self._samples for event in done]
         disturbed = [interval for _, interval in self.disturbances]
         return [
             Step(
@@ -171,24 +173,31 @@ class Record:
                 window[1] - window[0],
                 event.fields.get("loss"),
                 event.fields.get("samples"),
-                comparable,
-                comparable and not overlaps(window, disturbed),
+                one,
+                one and alike,
+                one and alike and not overlaps(window, disturbed),
             )
-            for event, window, comparable in zip(done, windows, usual, strict=True)
+            for event, window, one, alike in zip(done, windows, comparable, sized, strict=True)
         ]
 
-    def _usual(self, done: Sequence[Event], windows: Sequence[Interval]) -> list[bool]:
-        """Return of each step whether it is `Step.usual`."""
-        samples = Counter(event.fields.get("samples") for event in done).most_common(1)
+    @cached_property
+    def _samples(self) -> int | None:
+        """The number of samples that most steps have."""
+        counted = Counter(event.fields.get("samples") for event in self.of("step"))
+        return counted.most_common(1)[0][0] if counted else None
+
+    def _comparable(self, done: Sequence[Event], windows: Sequence[Interval]) -> list[bool]:
+        """Return of each step whether it is `Step.comparable`."""
         met: set[str] = set()
-        alike = []
+        later = []
         for event in done:
-            alike.append(event.device in met and event.fields.get("samples") == samples[0][0])
+            later.append(event.device in met)
             met.add(event.device)
+        alike = [one and event.fields.get("samples") == self._samples for one, event in zip(later, done, strict=True)]
         evaluated = [event.time for event in self.of("evaluate")]
         alone = [bisect_right(evaluated, start) == bisect_right(evaluated, end) for start, end in windows]
         mostly_alone = 2 * sum(one and other for one, other in zip(alike, alone, strict=True)) >= sum(alike)
-        return [one and (other or not mostly_alone) for one, other in zip(alike, alone, strict=True)]
+        return [one and (other or not mostly_alone) for one, other in zip(later, alone, strict=True)]
 
     @cached_property
     def steady(self) -> list[Step]:

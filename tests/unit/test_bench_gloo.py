@@ -41,7 +41,7 @@ def test_only_the_models_last_layer_has_no_relu() -> None:
 
 def test_our_steps_are_whole_and_warm() -> None:
     def step(number: int, seconds: float, steady: bool = True) -> Step:
-        return Step("device1", number, 1.0 * number, seconds, 0.1, 256, True, steady)
+        return Step("device1", number, 1.0 * number, seconds, 0.1, 256, True, True, steady)
 
     steps = [step(number, 9.0) for number in range(gloo.WARM_UP)]
     steps += [step(gloo.WARM_UP, 0.3), step(gloo.WARM_UP + 1, 0.1, steady=False)]

@@ -77,3 +77,16 @@ def test_where_every_round_ends_with_an_evaluation_it_belongs_to_the_step() -> N
     assert found["steady_steps"] == 3
     assert found["step_time"] == pytest.approx(1.0)
     assert found["phase_list"] == []
+
+
+def test_rounds_without_a_device_that_is_out_are_a_phase() -> None:
+    def sized(event: Event) -> Event:
+        return event._replace(fields={**event.fields, "samples": 6}) if 4.0 < event.time <= 10.0 else event
+
+    strikes = [fault(4.0, "kill", "worker1"), fault(10.0, "kill", "worker1", "undo")]
+    found = measured([*map(sized, steps(SLOW, evaluate=True)), *strikes], 13.0)
+    assert [(each["name"], each["steps"], each["step_time"]) for each in found["phase_list"]] == [
+        ("before", 3, 1.0),
+        ("kill worker1", 3, 2.0),
+        ("after", 3, 1.0),
+    ]
