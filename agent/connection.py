@@ -108,7 +108,7 @@ class Connection:
                 loop.remove_writer(link)
 
     def wake(self) -> None:
-        """Let whoever waits look for something else to do."""
+        """Let the waiting task look for something else to do."""
         self._settle(True)
 
     def _settle(self, value: bool) -> None:

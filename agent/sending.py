@@ -193,7 +193,7 @@ class Lane:
         return pieces, None
 
     def _advance(self, taken: int) -> None:
-        """Note that the kernel took so many bytes more."""
+        """Note that the kernel took this many more bytes."""
         while taken:
             outgoing = self._messages[self._written]
             if not self._offset:

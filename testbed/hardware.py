@@ -34,7 +34,7 @@ class DeviceSpec:
     """Drawn while idle, and while it computes; None: not known, and no energy is reckoned."""
 
     def joules(self, up: float, computing: float) -> float | None:
-        """Return the energy of so many seconds up, so many of them computing: idle * up + (busy - idle) * computing."""
+        """Return the energy of ``up`` seconds, ``computing`` of them busy: idle * up + (busy - idle) * computing."""
         if self.watts is None:
             return None
         idle, busy = self.watts

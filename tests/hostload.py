@@ -25,7 +25,7 @@ def load_by_others(seconds: float = 1.0) -> float:
 
 
 def await_quiet(seconds: float) -> bool:
-    """Wait until others leave the host alone; say whether they did within so many seconds."""
+    """Wait until others leave the host alone; say whether they did within this many seconds."""
     deadline = time.monotonic() + seconds
     while disturbance({}) is not None:
         if time.monotonic() > deadline:

@@ -149,7 +149,7 @@ def run_one_by_one(
 def simulate_side_by_side(
     scenario: str, changes: Sequence[str], todo: Mapping[int, Path], jobs: int, console: Console, done: Done
 ) -> None:
-    """Simulate the trials of these numbers, so many at once as ``jobs`` says, each in a process of its own.
+    """Simulate the trials of these numbers, ``jobs`` at a time, each in a process of its own.
 
     ``scenario`` and ``changes`` are what `testbed.scenario.loading.load` takes. A trial that cannot be run ends all.
     """

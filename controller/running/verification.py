@@ -66,7 +66,7 @@ def _outside(measurements: Iterable[LinkMeasurement]) -> list[Pair]:
 
 
 def nearest_rate(carried: float) -> float:
-    """Return a rate that a host carries which was measured to carry so much, as two digits."""
+    """Return a rate that this host carries, given the rate it was measured to carry, as two digits."""
     advised = carried * _MARGIN
     unit: float = 10.0 ** (math.floor(math.log10(advised)) - 1)
     return math.floor(advised / unit) * unit

@@ -1,6 +1,6 @@
 """NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h), as bytes; and whether there are any queues.
 
-Packets are asked for without their content, or with so much of it as is needed; a message then names a queue, a
+Packets are asked for without their content, or with as much of it as is needed; a message then names a queue, a
 packet, and perhaps when it arrived.
 """
 

@@ -29,7 +29,7 @@ class FaultOperation:
     """The name by which it is undone; unique among all that happens to a run."""
     phase: FaultPhase = "strike"
     intended: float | None = None
-    """Seconds since the workload started; None for what nobody has planned."""
+    """Seconds since the workload started; None for what was not planned."""
 
     def __str__(self) -> str:
         """Return what is to be done."""

@@ -121,7 +121,7 @@ class NetworkPart(Part):
     frame: Size | None = Field(
         None,
         ge=16,
-        description="casts are lost by frames of so many bytes, of which `message_loss` then is the fraction, and "
+        description="casts are lost by frames of this many bytes, of which `message_loss` then is the fraction, and "
         "arrive in part; default: each is lost whole",
     )
     subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")

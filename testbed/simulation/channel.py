@@ -20,7 +20,7 @@ from testbed.simulation.loop import VirtualLoop
 from testbed.wire import Message
 
 STALL_SECONDS = 2.0
-"""Without an answer for so long the sender gives the connection up and tries to connect anew, as the agent does."""
+"""Without an answer for this long the sender gives the connection up and connects again, as the agent does."""
 CONNECT_SECONDS = 1.0
 """Between attempts to connect across a link that drops everything: the kernel repeats a lost SYN after a second."""
 REFUSED_SECONDS = 0.25

@@ -15,11 +15,11 @@ from testbed.network.link import Link
 RETRANSMISSION_TIMEOUT = 0.2
 """Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum); doubles each time."""
 LONGEST_TIMEOUT = 2.0
-"""Where the doubling ends: the agent gives a connection up that is silent for so long, and connects anew."""
+"""Where the doubling ends: the agent gives a connection up that is silent for so long, and connects again."""
 PACKET = SEGMENT + TCP_HEADERS + ETHERNET_HEADER
 """Bytes on the wire of a full segment."""
 _ROUNDS = 10_000
-"""After so many it gets through: nobody waits longer for a link that loses nearly everything."""
+"""Attempts after which it gets through: so that a link that loses nearly everything delays nobody for ever."""
 _LATEST = 1000
 """Packets of a message whose delays are drawn: those before its last thousand are there long before it is."""
 
@@ -43,7 +43,7 @@ class Crossing:
         return self._delay if self._delays is None else self._delays()
 
     def message(self, wire: float, spacing: float, round_trip: float) -> tuple[float, float]:
-        """Draw what becomes of a message of so many bytes on the wire, whose packets leave ``spacing`` seconds apart.
+        """Draw what becomes of a message of this many bytes on the wire, whose packets leave ``spacing`` seconds apart.
 
         Returns the bytes sent in all, and by how much it arrives later than its last byte's departure and the link's
         delay say: negative where that byte skips the delay. Each round repeats what the one before lost. Where others

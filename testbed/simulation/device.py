@@ -262,7 +262,7 @@ class SimulatedDevice:
             self._go_on(work)
 
     def change_speed(self, factor: float) -> None:
-        """Do what is left of the work under way at so many times the speed so far."""
+        """Do what is left of the work under way at ``factor`` times the speed so far."""
         for work in self._under_way:
             if self.host.paused:
                 work.remaining /= factor

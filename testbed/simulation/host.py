@@ -40,7 +40,7 @@ class Guest(Protocol):
         """Let the processor and the program go on."""
 
     def change_speed(self, factor: float) -> None:
-        """Do what is left of the work under way at so many times the speed so far."""
+        """Do what is left of the work under way at ``factor`` times the speed so far."""
 
     def kill(self) -> None:
         """End the program wherever it is."""

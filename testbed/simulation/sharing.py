@@ -2,7 +2,7 @@
 
 Packets of those who transmit at the same time alternate, as in the shaper, so each gets the same rate unless its own
 link gives it less, in which case the others have what it leaves: the rates are fair in the sense of max and min. They
-are computed anew at each instant at which a transmission begins or ends, for those that it can concern.
+are computed again at each instant at which a transmission begins or ends, for those that it can concern.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Sharing:
         self.touch(shared)
 
     def touch(self, shared: Shared) -> None:
-        """Compute the rates around something anew, once all that happens at this instant has happened."""
+        """Compute the rates around something again, once all that happens at this instant has happened."""
         if not self._touched:
             self._loop.at(self._loop.now, self._settle, None)
         self._touched[shared] = None

@@ -32,7 +32,7 @@ def lab() -> Iterator[NamespaceLab]:
 
 
 def transmit(lab: NamespaceLab, count: int, size: int) -> tuple[list[Delivery], list[Arrival]]:
-    """Send so many messages at once from the first device to the second; return when each was acknowledged."""
+    """Send ``count`` messages at once from the first device to the second; return when each was acknowledged."""
     arrivals: list[Arrival] = []
     here, there = lab.names
     address = (lab.net.endpoints[there].address, PORT)

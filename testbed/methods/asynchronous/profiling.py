@@ -81,7 +81,7 @@ class MeasuredLink:
     """Seconds until a message of `SMALL` bytes is acknowledged."""
 
     def seconds(self, size: float) -> float:
-        """Return how long a message of so many bytes on the wire should take until it is acknowledged."""
+        """Return how long a message of this many bytes on the wire should take until it is acknowledged."""
         return max(0.0, self.latency + 8 * (size - wire_bytes(SMALL)) / self.rate)
 
 
@@ -99,7 +99,7 @@ class LinkWatch:
         """When the message before was acknowledged."""
 
     def deviates(self, size: float, posted: float, acknowledged: float) -> bool:
-        """Take in a message of so many bytes on the wire; say whether all recent ones took longer, or all less long.
+        """Note a message of this many bytes on the wire; say whether all recent ones took longer, or all took less.
 
         A message waits for the one before it, whose bytes have left one latency before its acknowledgement.
         """

@@ -269,7 +269,7 @@ def _steps(problem: Problem[EdgePipeOptions], table: Timetable, slot: float) -> 
 def _needed(
     problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...], samples: int
 ) -> tuple[float, float]:
-    """Return the longest computation and the longest transmission of any device for so many samples, in seconds."""
+    """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
     parts = zip(division.super_neurons, devices, strict=True)
     layers = range(len(division.neurons))
     return (

@@ -1,4 +1,4 @@
-"""Test runs: all test samples pass so many times, each time over the links as they are then."""
+"""Test runs: all test samples pass ``runs`` times, each time over the links as they are then."""
 
 from __future__ import annotations
 

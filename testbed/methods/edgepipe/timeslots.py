@@ -145,7 +145,7 @@ class SlotSegment:
 def segments(
     table: Timetable, slot: float, steps: int, test_slot: float, tests: int, every: int | None = None
 ) -> Iterator[SlotSegment]:
-    """Yield training and the test batches after ``every`` so many steps, or after all; the last steps are tested too.
+    """Yield training, and the test batches after each ``every`` steps (None: after all) and after the last step.
 
     The pipeline drains before tests and fills again after them. Slots are in seconds.
     """

@@ -76,7 +76,7 @@ class Move:
     layer: int
     neurons: Channels
     giver: str | None
-    """None: whoever held them is gone, and they start anew."""
+    """None: the device that held them is gone, and they begin with new weights."""
     taker: str
 
 
@@ -90,7 +90,7 @@ def arrangement_of(division: Partition, devices: Sequence[str]) -> Arrangement:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Return ``neuronNum``: so many neurons in proportion to weights, those left over where most is lacking.
+    """Return ``neuronNum``: neurons shared in proportion to weights, those left over to the largest remainders.
 
     At least one each: a device that had nothing to send would never be heard again. Evenly where all weights are 0.
     Raises ValueError where there are more devices than neurons.
@@ -117,7 +117,7 @@ def rearranged(now: Arrangement, group: int, credibility: Mapping[str, float], s
 def left(now: Arrangement, device: str, credibility: Mapping[str, float], seed: int) -> Arrangement:
     """Return the arrangement without a device: the others of its group share all neurons by their credibility.
 
-    A group of which nobody is left has nobody; its neurons wait for one who joins.
+    A group without devices keeps none; its neurons wait for a device that joins.
     """
     group = now.group(device)
     if group is None:
@@ -151,7 +151,7 @@ def joined(now: Arrangement, device: str, seed: int) -> Arrangement:
 
 
 def moves(before: Arrangement, after: Arrangement, gone: Collection[str] = ()) -> list[Move]:
-    """Return what changes hands; the neurons of devices that are ``gone``, and those that nobody held, start anew."""
+    """Return what changes hands; neurons that nobody held, or devices that are ``gone``, begin with new weights."""
     found = []
     for layer, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
         held = {neuron: name for name, neurons in old.items() if name not in gone for neuron in neurons}

@@ -43,7 +43,7 @@ class Course:
         self._newcomers: set[str] = set()
         """Who has joined since the last judgement."""
         self._silent: Collection[str] = ()
-        """Whom nobody heard any more at the end of the last window."""
+        """Devices that nobody heard any more at the end of the last window."""
         self._averages: dict[str, float] = {}
         """Credibility of each device in the last window."""
         mailbox.on(Join, self._joins)

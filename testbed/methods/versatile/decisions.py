@@ -25,7 +25,7 @@ class Decision:
     devices: tuple[str, ...]
     """Those that failed, retired or joined, or that are no longer credible."""
     gone: frozenset[str] = frozenset()
-    """Those whose neurons start anew."""
+    """Those whose neurons begin with new weights."""
 
 
 @dataclass(frozen=True)

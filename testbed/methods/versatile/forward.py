@@ -14,7 +14,7 @@ def valid(rates: Iterable[float], threshold: float) -> bool:
 
 
 def merged(heard: Sequence[Rates], layers: int) -> Rates:
-    """Return the rates into so many layers, as the devices of the last of them tell them.
+    """Return the rates into this many layers, as the devices of the last of them tell them.
 
     Each device knows only what it received itself; the rate of a layer is the mean over those that were heard, 0 where
     nobody was.

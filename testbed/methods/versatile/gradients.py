@@ -12,7 +12,7 @@ from testbed.methods.versatile.planner import Granularity
 
 
 def fresh(granularity: Granularity, arrived: int, due: int, others: bool) -> bool:
-    """Return whether new gradients are computed from so many parts that arrived of those due.
+    """Return whether new gradients are computed, given the parts that arrived and those due.
 
     ``others`` is whether all other devices of the layer received all of theirs. All neurons of a device hear the same.
     """

@@ -1,4 +1,4 @@
-"""How one device carries out arrangements: neurons given to whoever holds them now, and taken as they come."""
+"""How one device carries out arrangements: neurons given to the devices that hold them now, and taken as they come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Handover:
     """The neurons of one device as arrangements change.
 
     What a device holds is at every moment what its arrangement says: neurons that are still on their way have their
-    first weights until then, and keep them if they never come, since whoever had them is dead.
+    first weights until then, and keep them if they never come, since the device that had them is dead.
     """
 
     def __init__(

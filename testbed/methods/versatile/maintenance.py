@@ -129,6 +129,6 @@ class Maintenance:
 
 
 def _told(arrived: Arrived, layers: int) -> Rates:
-    """Return the rates into so many layers, as those tell whose values have arrived."""
+    """Return the rates into this many layers, as the devices tell whose values have arrived."""
     notes = [part.note or {} for part in arrived.parts if part.tensor is not None]
     return merged([tuple(note["rates"]) for note in notes], layers)
