@@ -164,6 +164,7 @@ def _printed(each: Shipped) -> str:
     if part is None:
         return text
     rows = [(row.name, "" if row.value is None else row.value, row.expect or "", row.note) for row in part.rows]
+    rows = [row for row in rows if any(row[1:])]  # the others are drawn, and the paper prints no figure
     text += f"{part.source}:\n\n" + table(("", "paper", "expected here", "note"), rows)
     return text + (plots(each.scenario.name, ROOT) if part.charts else "")
 

@@ -58,7 +58,10 @@ class DevicePart(Part):
         "its keys",
     )
     count: int | None = Field(
-        None, ge=1, le=1000, description="make this number of alike devices, named <name>1 to <name>N"
+        None,
+        ge=1,
+        le=1000,
+        description="make this number of alike devices, named <name>1 to <name>N; more under further names",
     )
     speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed")
     memory_rate: ByteRate | None = Field(
