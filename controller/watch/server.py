@@ -17,6 +17,7 @@ from cheroot import wsgi
 from jinja2 import Environment, PackageLoader
 
 from controller.results.files import begun
+from controller.results.run import declared_by
 from controller.watch.feed import batches
 from testbed.errors import TestbedError
 from testbed.scenario.trial import Trial
@@ -77,6 +78,7 @@ def described(trial: Trial) -> dict[str, Any]:
         "steps": trial.scenario.workload.steps,
         "devices": [device.name for device in experiment.devices],
         "positions": {} if radio is None else {name: list(radio.positions[name]) for name in radio.positions},
+        "pauses": [each.name for each in declared_by(trial).events if each.pause],
         "links": [{"source": a, "destination": b, "rate": link.rate, "delay": link.delay} for (a, b), link in links],
     }
 

@@ -13,7 +13,9 @@ from flask.testing import FlaskClient
 from controller.lab.tail import Tail
 from controller.results.recorder import Recorder, write
 from controller.watch.feed import batches, shown
-from controller.watch.server import application
+from controller.watch.server import application, described
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
 
 ORIGIN = "http://127.0.0.1:4000"
 
@@ -45,6 +47,11 @@ def test_the_page_knows_devices_and_links_and_loads_nothing(folder: Path) -> Non
         assert device.name in page
     assert "src=" not in page
     assert "href=" not in page
+
+
+def test_the_page_knows_which_events_of_the_method_were_pauses() -> None:
+    drill = Path(__file__).parents[2] / "scenarios" / "demo" / "adaptation.yaml"
+    assert described(trials(load(drill))[0])["pauses"] == ["repartition"]
 
 
 def test_who_has_no_token_learns_nothing(folder: Path) -> None:
