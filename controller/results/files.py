@@ -30,6 +30,9 @@ from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
 
+ALWAYS = {"status", "trusted", "duration", "series", "devices", "recovery_list", "verdict"}
+"""Of the figures of every run, those that pages of several runs take for granted; an older run may lack some."""
+
 
 def begun(folder: Path) -> Trial:
     """Return what is run in a folder, whether or not it is over; raise `InputError` where it holds no run."""
@@ -61,7 +64,7 @@ def load_figures(folder: Path) -> Run:
         return load(folder).alone()
     figures = _read_json(folder / "metrics.json")
     figures.pop("expectations", None)
-    return _load(folder, [], figures)
+    return _load(folder, [], figures) if figures.keys() >= ALWAYS else load(folder).alone()
 
 
 def is_written(folder: Path) -> bool:

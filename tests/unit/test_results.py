@@ -175,6 +175,9 @@ def test_figures_are_read_without_the_events_where_they_were_written(tmp_path: P
     run = files.load(place)
     (place / "events.jsonl").write_text("damaged\n")
     assert files.load_figures(place) == run.alone()
+    (place / "metrics.json").write_text('{"status": "finished"}')
+    with pytest.raises(InputError, match=r"events\.jsonl:1"):
+        files.load_figures(place)  # figures of an older version are computed again
 
 
 def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
