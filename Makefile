@@ -11,6 +11,9 @@ READY := $(VENV)/ready-$(firstword $(shell sha256sum requirements.lock))
 TESTBED := $(VENV)/bin/testbed
 SCENARIO = $(firstword $(wildcard $(NAME) scenarios/$(NAME) scenarios/$(NAME).yaml scenarios/$(NAME).yml) $(NAME))
 
+# Files are compiled once, and not again by each of the many processes of a test run.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help scenario test smoke bench lint site format images environment lock clean distclean
 

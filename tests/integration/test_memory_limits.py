@@ -36,6 +36,8 @@ def run(folder: Path, name: str, scheme: str, **memory: str) -> tuple[int, str, 
         "source": {"speed": "20gflops", "memory": memory.get("source", LIMIT)},
         "worker": {"speed": "20gflops", "memory": memory.get("worker", LIMIT), "count": 2},
     }
+    if scheme == "single":
+        del devices["worker"]  # which would have nothing to do
     path = scenario(folder, name, devices=devices, workload=workload(scheme), time_limit="60s")
     done = command("run", path, "--out", folder / name, "--accept-links")
     events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 
 from testbed.data import DATASETS, describe, load
 from testbed.data.batches import batch, micro_batches, steps_per_epoch
@@ -59,8 +58,9 @@ def test_large_digits_are_the_small_ones_three_times_as_large_in_a_frame() -> No
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
-    digits = load(part("digits"))
-    theirs = load_digits()
+    from sklearn.datasets import load_digits  # here, since it takes a second
+
+    digits, theirs = load(part("digits")), load_digits()
     pixels = np.concatenate([digits.train_images, digits.test_images]).reshape(-1, 64)
     labels = np.concatenate([digits.train_labels, digits.test_labels])
     assert sorted(zip(map(tuple, np.round(pixels * 16)), labels, strict=True)) == sorted(
