@@ -80,7 +80,7 @@ def _cell(row: Mapping[str, Any], index: int) -> tuple[str, str, str]:
 def _made_of(compared: Mapping[str, Any]) -> str:
     """Say what a figure of several runs is."""
     repeated = any(run["count"] > 1 for run in compared["runs"])
-    return "mean ± half width of the 95 % confidence interval (Student)" if repeated else ""
+    return "mean ± half width of the 95% confidence interval (Student)" if repeated else ""
 
 
 def clocks_text(clocks: Mapping[str, Any]) -> str:

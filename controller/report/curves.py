@@ -9,7 +9,7 @@ from controller.report.plots import Line
 from controller.results.run import Run
 from controller.results.summary import interval
 
-BAND = "Mean of the repetitions; pale band: 95 % confidence interval."
+BAND = "Mean of the repetitions; pale band: 95% confidence interval."
 MOST_PLACES = 200
 """At which a mean is taken: more than that are not told apart in a band."""
 FEW = 60
@@ -40,7 +40,7 @@ def curve(
 
 
 def mean_line(name: str, curves: Sequence[Points], colour: str) -> Line:
-    """Return the mean of some curves over the x that all of them reach, with its 95 % confidence interval (Student).
+    """Return the mean of some curves over the x that all of them reach, with its 95% confidence interval (Student).
 
     Curves that do not stand at the same x are read in between, linearly. Those without a point do not count.
     """

@@ -167,7 +167,7 @@ def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, 
     plot = partial(line_plot, lines, range_=(begin, end), x=chart.axis, y=_axis(chart, found), at=at)
     note = "Dashed and pale: as printed." if any(line.printed and line.points for line in lines) else ""
     if any(line.half_widths for line in lines):
-        note = f"{note} Whiskers: 95 % confidence interval.".strip()
+        note = f"{note} Whiskers: 95% confidence interval.".strip()
     return chart.title, note, plot
 
 
@@ -184,7 +184,7 @@ def _bars(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, s
         kinds += _pair(series, [found[name] for name in series.rows], colour)
     note = "Pale: as printed." if any(bars.printed for bars in kinds) else ""
     if any(half is not None for bars in kinds for half in bars.half_widths):
-        note = f"{note} Whiskers: 95 % confidence interval.".strip()
+        note = f"{note} Whiskers: 95% confidence interval.".strip()
     groups = [value_text(x) if isinstance(x, str) else f"{x:g}" for x in chart.x]
     return chart.title, note, partial(bar_plot, groups, kinds, x=chart.axis, y=_axis(chart, found))
 

@@ -100,7 +100,7 @@ def _over(name: str, kind: FigureKind, points: Sequence[Point], keys: Sequence[s
         label = point_text({key: point["point"].get(key) for key in others})
         series.setdefault(label or name.replace("_", " "), []).append(point)
     left_out = max(0, len(series) - len(SERIES))
-    note = "Mean; whiskers: 95 % confidence interval." if any(len(point["runs"]) > 1 for point in points) else ""
+    note = "Mean; whiskers: 95% confidence interval." if any(len(point["runs"]) > 1 for point in points) else ""
     note += f" Along with it: {', '.join(map(_short, along))}." if along else ""
     note += f" {left_out} more lines are in the table." if left_out else ""
     title = name.replace("_", " ")

@@ -79,7 +79,7 @@ def show_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     columns += [[_mean(kind, point["figures"].get(name)) for point in points] for name, kind in shown.items()]
     heads, figures = list(short_keys(keys).values()), ["Runs", *map(_heading, shown)]
     note = f"{len(points)} points, " if keys else ""
-    note += "mean ± half width of the 95 % confidence interval (Student)"
+    note += "mean ± half width of the 95% confidence interval (Student)"
     points_width = sum(min(width, WIDEST_KEY) for width in map(_width, heads, swept))
     parts: list[RenderableType] = []
     for block in tables.blocks(list(map(_width, figures, columns)), console.width - points_width):
@@ -116,7 +116,7 @@ def show_reproduction(console: Console, source: str, rows: Sequence[ReproducedRo
         paper = formats.of_kind(row.kind, row.paper)
         table.add_row(Text(row.name), paper, ours, formats.ratio(row.ratio), runs, expected)
     notes = [Text(f" {row.name}: {row.note}", style="dim") for row in rows if row.note]
-    note = "mean ± half width of the 95 % confidence interval (Student)"
+    note = "mean ± half width of the 95% confidence interval (Student)"
     console.print(Text(), _titled(source, note, table, *notes))
     console.print(_where(folder, "paper.html"))
 

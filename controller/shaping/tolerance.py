@@ -76,10 +76,10 @@ def problem(link: Link, rate: float | None, delay: float | None, sent: int, lost
     lowest, highest = loss_interval(link, sent)
     if delay is not None and not lowest <= lost <= highest:
         share = expected_loss(link) * 100
-        found.append(f"loses {lost} of {sent} packets, {lowest} to {highest} would be {share:g} %")
+        found.append(f"loses {lost} of {sent} packets, {lowest} to {highest} would be {share:g}%")
     if rate is not None and link.rate and not RATE_LOWEST <= rate / link.rate <= RATE_HIGHEST:
         found.append(
             f"carries {rate / 1e6:.4g} mbit instead of {link.rate / 1e6:g} mbit "
-            f"({RATE_LOWEST * 100:.0f} to {RATE_HIGHEST * 100:.0f} % are tolerated)"
+            f"({RATE_LOWEST * 100:.0f} to {RATE_HIGHEST * 100:.0f}% are tolerated)"
         )
     return "; ".join(found) or None

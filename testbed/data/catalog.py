@@ -5,7 +5,6 @@ Nothing here downloads; `testbed.data.fetch` does, when its command is called.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,16 +118,14 @@ def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Sampl
 
 
 def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
-    # As `load_digits` of scikit-learn does, which takes a second to load: rows of 64 pixels and a label.
-    place = importlib.util.find_spec("sklearn")
-    assert place is not None
-    assert place.origin is not None
-    table = np.loadtxt(Path(place.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
     # 16 grey levels and black, stretched to the range of a byte like every other set.
-    images = np.round(table[:, :-1].reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.uint8)
+    images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]
     if source.name == LARGE_DIGITS:
         images = np.pad(images.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2)))
-    return source.name, *_split((images, table[:, -1].astype(np.uint8)))
+    return source.name, *_split((images, digits.target.astype(np.uint8)))
 
 
 def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:

@@ -167,7 +167,7 @@ ROWS = (
     Row("Weights", _weights, _weights_note, when=_has_model),
     Row("Requests", "{requests}", _requests_note),
     Row("Objects", "{objects}", "found in all requests together; boxes.json has them"),
-    Row("Latency", "{latency}", "median; 95 % within {latency_p95}"),
+    Row("Latency", "{latency}", "median; 95% within {latency_p95}"),
     Row(
         "Path",
         "{path_compute}",

@@ -274,5 +274,5 @@ def _delays(fidelity: Mapping[str, Any], experiment: Experiment) -> list[Check]:
         return []
     shortest = min((link.delay for link in experiment.links.values() if link.delay > 0), default=0.0)
     limit = max(DELAY_LATENESS, DELAY_LATENESS_SHARE * shortest)
-    detail = f"1 % of the packets were delayed by {lateness * 1e3:.2f} ms more than asked, or later"
+    detail = f"1% of the packets were delayed by {lateness * 1e3:.2f} ms more than asked, or later"
     return [_bounded("delays", lateness, limit, detail, f"{limit * 1e3:g} ms")]

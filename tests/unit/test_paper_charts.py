@@ -142,7 +142,7 @@ def test_accuracy_is_drawn_as_it_was_evaluated(tmp_path: Path) -> None:
     assert list(points(plot()).values()) == [[(2, 25.0), (4, 50.0)]] * 2
     axes = plot().axes[0]
     assert axes.get_ylabel() == "accuracy (%)"
-    assert note == "On the test data. Mean of the repetitions; pale band: 95 % confidence interval."
+    assert note == "On the test data. Mean of the repetitions; pale band: 95% confidence interval."
 
 
 def test_the_page_has_all_and_loads_nothing(tmp_path: Path) -> None:
