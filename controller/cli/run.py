@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from controller.lab.lab import LinkBackend
     from controller.results.reproduction import ReproducedRow
     from controller.results.run import Run
-    from testbed.scenario.schema import PaperPart
+    from testbed.scenario.schema import PaperPart, Scenario
 
 
 @click.command()
@@ -125,13 +125,17 @@ def run(
     except TestbedError as error:
         explain(console, error)
         raise
-    runs = [kept[number] for number in sorted(kept)]
-    if len(prepared) > 1:
+    _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=as_json)
+
+
+def _show_all(runs: list[Run], loaded: Scenario, console: Console, *, as_json: bool) -> None:
+    """Print what came of all runs together; end with 1 where one failed or missed what was expected."""
+    if len(runs) > 1:
         _summarize(runs, console)
     table = _reproduce(loaded.paper, runs, console) if loaded.paper else []
     if as_json:
         shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
-        click.echo(json.dumps(shown[0] if len(prepared) == 1 else shown, indent=2, default=str))
+        click.echo(json.dumps(shown[0] if len(runs) == 1 else shown, indent=2, default=str))
     judge(runs, table)
 
 
