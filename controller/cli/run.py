@@ -220,6 +220,8 @@ def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[Repro
 
 def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
     """Raise what decides the exit status: a run that failed, or an expectation that does not hold."""
+    from controller.report.terminal import found_text
+
     for finished in runs:
         if finished.outcome.status != "finished":
             error: Any = (finished.outcome.error or "").strip().splitlines() or ["no reason known"]
@@ -227,7 +229,8 @@ def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
                 raise StoppedError(f"the run was interrupted: {error[-1]}; its events are in {finished.path}")
             raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; its events are in {finished.path}")
     missed = [
-        f"{expectation.key} is {expectation.value}, expected {expectation.condition}"
+        (f"{finished.path.name}: " if len(runs) > 1 else "")
+        + f"{expectation.key} is {found_text(expectation, finished)}, expected {expectation.condition}"
         for finished in runs
         for expectation in finished.expectations
         if not expectation.holds
