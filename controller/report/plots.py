@@ -55,6 +55,8 @@ LOG_X_FROM = 20.0
 """The same of the places of points on the x axis."""
 LETTER, ROW = 0.075, 0.17
 """Inches: about the width of a letter and the height of a row of text."""
+_STEPS = (1, 2, 2.5, 5, 10)
+"""Between the ticks of an axis, times a power of ten."""
 MOST_POINTS = 1500
 """Points drawn of a line: more than pixels across add weight, not detail."""
 MOST_LETTERS = 60
@@ -195,7 +197,7 @@ def line_plot(
         ]
         highest = min(max([*most, *values, 0.0]), y.most)
         axes.set_ylim(0.0, highest / factor * 1.06 or 1.0)
-    several = sum(bool(points) for line, points in drawn if not line.printed) > 1
+    several = sum(bool(points) and not (line.printed or _marked(line, points)) for line, points in drawn) > 1
     for line, points in drawn:
         if points:
             _draw_line(axes, line, points, factor, several, y.most)
@@ -233,13 +235,18 @@ def _upward(value: float, half: float, most: float) -> float:
     return half if math.isnan(half) or value > most else min(half, most - value)
 
 
+def _marked(line: Line, points: Sequence[tuple[float, float]]) -> bool:
+    """Say whether a line has a mark at each of its points."""
+    return line.marks or not line.joined or len(points) == 1
+
+
 def _draw_line(
     axes: Axes, line: Line, points: Sequence[tuple[float, float]], factor: float, several: bool, most: float
 ) -> None:
-    """Draw one line; among several it gets a few of its own marks where it has none at its points."""
+    """Draw one line; among several without marks at their points it gets a few of its own."""
     xs, ys = [x for x, _ in points], [y / factor for _, y in points]
     number = SERIES.index(line.colour) if line.colour in SERIES else 0
-    marked = line.marks or not line.joined or len(points) == 1
+    marked = _marked(line, points)
     colour = COLOURS[line.colour]
     halves = [math.nan if half is None else half / factor for half in line.half_widths]
     if halves:
@@ -351,7 +358,7 @@ def _axes(width: float, x: str) -> tuple[Figure, Axes]:
 
 
 def _round_numbers(width: float, *, whole: bool = False) -> MaxNLocator:
-    return MaxNLocator(max(4, int(width * 1.4)), integer=whole)
+    return MaxNLocator(max(4, int(width * 1.4)), steps=_STEPS, integer=whole)
 
 
 def _measure(axes: Axes, y: Axis, values: Sequence[float], log_from: float) -> float:
@@ -366,7 +373,7 @@ def _measure(axes: Axes, y: Axis, values: Sequence[float], log_from: float) -> f
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylim(lowest / factor / 1.2, highest / factor * 1.2)
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.number(float(value))))
     return factor
 
