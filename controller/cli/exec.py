@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -66,9 +67,10 @@ def _frames(client: DockerClient, started: str, given: IO[bytes] | None) -> Iter
     connection: Any = client.api.exec_start(started, socket=True)
 
     def feed(source: IO[bytes]) -> None:
-        with connection._sock.makefile("wb") as sink:
-            shutil.copyfileobj(source, sink)
-        connection._sock.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # the command has ended, and left the rest unread
+            with connection._sock.makefile("wb") as sink:
+                shutil.copyfileobj(source, sink)
+            connection._sock.shutdown(socket.SHUT_WR)
 
     if given is not None:
         threading.Thread(target=feed, args=(given,), daemon=True).start()

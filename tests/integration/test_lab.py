@@ -87,6 +87,8 @@ def test_a_command_runs_in_a_device_with_its_input_and_status(lab: Lab) -> None:
     program = "cat > /tmp/in; wc -l < /tmp/in; echo bad >&2; exit 7"
     done = command("exec", "-i", "--run", lab.run_id, "source", "--", "sh", "-c", program, given=given)
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (7, "100000", "bad")
+    unread = command("exec", "-i", "--run", lab.run_id, "source", "--", "true", given=20 * given)
+    assert (unread.returncode, unread.stderr) == (0, "")
 
 
 def test_devices_are_locked_down(lab: Lab, client: docker.DockerClient) -> None:

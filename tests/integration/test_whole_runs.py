@@ -88,6 +88,7 @@ def eventually(condition: Callable[[], bool], seconds: float) -> bool:
     return False
 
 
+@pytest.mark.timed  # a fault strikes while a device holds the token
 def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(tmp_path: Path) -> None:
     ring = Path(__file__).parents[2] / "scenarios" / "examples" / "ring.yaml"
     out = tmp_path / "ring"
