@@ -162,8 +162,8 @@ class Record:
         for event in done:
             windows.append((before.get(event.device, 0.0), event.time))
             before[event.device] = event.time
-        comparable = self._comparable(done, windows)
         sized = [event.fields.get("samples") == self._samples for event in done]
+        comparable = self._comparable(done, windows, sized)
         disturbed = [interval for _, interval in self.disturbances]
         return [
             Step(
@@ -186,14 +186,14 @@ class Record:
         counted = Counter(event.fields.get("samples") for event in self.of("step"))
         return counted.most_common(1)[0][0] if counted else None
 
-    def _comparable(self, done: Sequence[Event], windows: Sequence[Interval]) -> list[bool]:
+    def _comparable(self, done: Sequence[Event], windows: Sequence[Interval], sized: Sequence[bool]) -> list[bool]:
         """Return of each step whether it is `Step.comparable`."""
         met: set[str] = set()
         later = []
         for event in done:
             later.append(event.device in met)
             met.add(event.device)
-        alike = [one and event.fields.get("samples") == self._samples for one, event in zip(later, done, strict=True)]
+        alike = [one and other for one, other in zip(later, sized, strict=True)]
         evaluated = [event.time for event in self.of("evaluate")]
         alone = [bisect_right(evaluated, start) == bisect_right(evaluated, end) for start, end in windows]
         mostly_alone = 2 * sum(one and other for one, other in zip(alike, alone, strict=True)) >= sum(alike)
