@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 
+from testbed.methods.edgepipe.missing import back
 from testbed.methods.parts.layer_shard import LayerShard
 from testbed.methods.parts.shard import State
 from testbed.methods.versatile.planner import Granularity
@@ -28,9 +27,9 @@ class Saved:
         self._gradients: State = {}
         self._used = 0
 
-    def learn(self, shard: LayerShard, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
-        """Update with new gradients and save them; return the gradient of the inputs, as `LayerShard.backward` does."""
-        before = shard.backward(key, gradient)
+    def learn(self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Update with new gradients and save them; return the gradient of the inputs, as `edgepipe.missing.back` does."""
+        before = back(shard, layer, batch, gradient)
         self._gradients, self._used = shard.gradients(), 0
         shard.update()
         return before
@@ -46,8 +45,10 @@ class Saved:
         shard.update()
 
 
-def pass_on(shard: LayerShard, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the inputs (equation 2), and learn nothing from it."""
-    before = shard.backward(key, gradient)
+def pass_on(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of the inputs (equation 2), if anyone wants it, and learn nothing from it."""
+    if layer == 1:
+        return None
+    before = shard.backward(batch, gradient)
     shard.drop_gradients()
     return before

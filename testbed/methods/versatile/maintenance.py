@@ -102,7 +102,7 @@ class Maintenance:
             return None
         if gradient is not None and self._fresh:
             counts["fresh"] += 1
-            return partial(saved.learn, shard, batch, gradient)
+            return partial(saved.learn, shard, layer, batch, gradient)
         limit = self._options.grad_reuse
         most = reuse_limit(self._knowledge.stage) if limit is None else limit
         reuses = self._options.reuse and saved.usable(most)
@@ -111,7 +111,7 @@ class Maintenance:
             return None
 
         def work() -> torch.Tensor | None:
-            before = None if gradient is None else pass_on(shard, batch, gradient)
+            before = None if gradient is None else pass_on(shard, layer, batch, gradient)
             if reuses:
                 saved.reuse(shard)
             return before
