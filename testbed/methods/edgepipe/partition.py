@@ -50,10 +50,13 @@ class Partition:
         """Return the indices of the super neurons that have neurons of a layer."""
         return tuple(index for index, each in enumerate(self.super_neurons) if layer in each.layers)
 
-    @property
-    def largest_message(self) -> int:
-        """M_pkt of equation (4): the most neurons of one layer on one device."""
-        return max(len(part) for each in self.super_neurons for part in each.neurons)
+    def largest_message(self, part: SuperNeuron, values: Sequence[int]) -> int:
+        """Return M_pkt of equation (4): the most values of a sample that a super neuron sends at once.
+
+        Its own outputs of a layer, or losses for all of the layer before. ``values``: of each layer, those of a neuron.
+        """
+        outputs = [len(part.of(layer)) * values[layer] for layer in part.layers]
+        return max(outputs + [self.neurons[layer - 1] * values[layer - 1] for layer in part.layers if layer > 1])
 
 
 def partition(neurons: Sequence[int], devices: int, allocation: Allocation | int = "hybrid") -> Partition:

@@ -240,7 +240,7 @@ def test_batch(problem: Problem[EdgePipeOptions]) -> int:
 
 
 def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...]) -> float:
-    """Return the seconds of a timeslot, as given or as they follow. Raises `InputError` for one that is too short."""
+    """Return the seconds of a timeslot, as given or by equation (4). Raises `InputError` for one that is too short."""
     samples = math.ceil(problem.workload.batch_size / problem.options.micro_batches)
     computing, transmitting = _needed(problem, division, devices, samples)
     needed = computing + transmitting
@@ -300,11 +300,8 @@ def _longest_transmission(
 
     With ``ack`` until it was acknowledged once.
     """
-    each = neuron_values(problem)
-    outputs = [len(part.of(layer)) * each[layer] for layer in part.layers]
-    losses = [division.neurons[layer - 1] * each[layer - 1] for layer in part.layers if layer > 1]
     rate, delay = _leaving(problem, name)
-    values, options = max(outputs + losses) * samples, problem.options
+    values, options = division.largest_message(part, neuron_values(problem)) * samples, problem.options
     size = cast.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
     answered = answering_time(problem, name) if options.recovery == "ack" else 0.0
     return delay + answered + (0.0 if rate is None else 8 * size / rate)

@@ -1,4 +1,4 @@
-"""Equation (2): what each group of layers does in every timeslot, how stale its weights are, how long a slot lasts.
+"""Equation (2): what each group of layers does in every timeslot, and how stale its weights are.
 
 All groups work in one rhythm of ``period`` slots a batch. Batch b is forwarded through layer l in slot ``forward[l]`` +
 b * period, and sent backward in slot ``backward[l]`` + b * period. In other slots a device stalls.
@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 
 from testbed.schedule.actions import Action
 
-BITS_PER_SIGNAL = 32
 MARGIN = 0.1
 """Seconds; the paper's."""
 
@@ -183,14 +182,6 @@ def _learning(group: range) -> range:
 def naive_slots(layers: int, batches: int) -> int:
     """Return the slots of one device, and of any division without a pipeline: one batch after the other."""
     return (2 * layers - 1) * batches
-
-
-def slot_length(computation: float, signals: int, rate: float, margin: float = MARGIN) -> float:
-    """Return the seconds of a slot: the longest computation, the longest transmission (equation 4), and a margin.
-
-    ``computation`` is in seconds, ``signals`` is how many values the longest message has, ``rate`` is in bit/s.
-    """
-    return computation + signals * BITS_PER_SIGNAL / rate + margin
 
 
 def draw(timetable: Timetable, batches: int = 3, widest: int = 24) -> str:

@@ -28,7 +28,7 @@ class Saved:
         self._used = 0
 
     def learn(self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Update with new gradients and save them; return the gradient of the inputs, as `edgepipe.missing.back` does."""
+        """Update with new gradients and save them; return the gradient of the inputs, as `missing.back` does."""
         before = back(shard, layer, batch, gradient)
         self._gradients, self._used = shard.gradients(), 0
         shard.update()

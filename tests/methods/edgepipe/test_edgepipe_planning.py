@@ -7,11 +7,14 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import problem_of, scenario
 
+from testbed.cast import size_around
 from testbed.errors import InputError
 from testbed.methods.edgepipe.mapping import by_chance, exhaustive, generations, genetic, matrix, score
 from testbed.methods.edgepipe.partition import devices_of, layer_groups, partition
-from testbed.methods.edgepipe.timeslots import draw, naive_slots, segments, slot_length, timetable
+from testbed.methods.edgepipe.planner import plan
+from testbed.methods.edgepipe.timeslots import MARGIN, draw, naive_slots, segments, timetable
 from testbed.methods.edgepipe.topology import connectivity, coordinator, passes
 from testbed.network.radio import Propagation, Radio, draw_positions
 
@@ -269,12 +272,23 @@ def test_the_timeslots_of_table_iii(allocation, batches, slots):
     [("vertical", 0.34142, 784, 541.77), ("hybrid", 0.16115, 392, 311.33), ("horizontal", 0.05609, 131, 172.86)],
 )
 def test_the_slot_lengths_of_table_iii(allocation, computation, signals, milliseconds):
-    assert partition(EVALUATED, 6, allocation).largest_message == signals
-    assert 1e3 * slot_length(computation, signals, RATE) == pytest.approx(milliseconds, abs=0.005)
+    """Equation (4), with 32 bits a signal and nothing around them; the paper's computation is measured."""
+    division = partition(EVALUATED, 6, allocation)
+    assert max(division.largest_message(part, (1,) * 6) for part in division.super_neurons) == signals
+    assert 1e3 * (computation + 32 * signals / RATE + MARGIN) == pytest.approx(milliseconds, abs=0.005)
 
 
-def test_the_slot_length_of_the_single_device_has_no_transmission():
-    assert 1e3 * slot_length(0.34142, 0, RATE) == pytest.approx(441.42)
+@pytest.mark.parametrize(
+    ("workers", "allocation", "signals"),
+    [(5, "vertical", 784), (5, "hybrid", 392), (5, "horizontal", 131), (0, "hybrid", None)],
+)
+def test_a_planned_slot_has_room_for_the_message_of_table_iii_and_what_is_around_it(workers, allocation, signals):
+    """A single device transmits nothing."""
+    workload = {"model": {"name": "mlp", "hidden": [128] * 4}, "data": {"name": "digits-28"}, "batch_size": 1}
+    method, network = {"name": "edgepipe", "allocation": allocation}, {"link": {"rate": "250kbit"}}
+    details = plan(problem_of(scenario(workers, workload=workload, method=method, network=network))[0]).details
+    transmission = 0 if signals is None else 8 * size_around(4 * signals) / RATE
+    assert details.slot == pytest.approx(max(details.forward + details.backward) + transmission + MARGIN)
 
 
 @pytest.mark.parametrize(
