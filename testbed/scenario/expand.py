@@ -72,13 +72,13 @@ def _check_points(scenario: Scenario) -> None:
 
 def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
     source = scenario.source
-    plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
-    plain |= {"sweep": {}, "points": []}
+    plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"sweep", "points", "paper"})
     for written, point in swept(scenario):
         if not point:
             yield scenario, {}
             return
-        tree: dict[str, Any] = copy.deepcopy(plain)
+        # What a paper has is of no point, and may be long: neither copied nor checked again.
+        tree: dict[str, Any] = {**copy.deepcopy(plain), "paper": scenario.paper}
         places = {}
         for dotted, value in point.items():
             where = source.where(written[dotted])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from testbed.errors import Diagnostic, InputError, Key
@@ -27,11 +27,17 @@ class Source:
 
     def _closest(self, key: Key) -> Key | None:
         """Return the key whose place is known: the key itself, what was set inside it, or what is around it."""
-        if key in self.overrides or key in self.lines:
+        if self._known(key):
             return key
         inside = next((way for way in self.overrides if way[: len(key)] == key), None)
         around = (key[:end] for end in range(len(key) - 1, -1, -1))
-        return inside or next((way for way in around if way in self.overrides or way in self.lines), None)
+        return inside or next((way for way in around if self._known(way)), None)
+
+    def _known(self, key: Key) -> bool:
+        """Say whether the key's own place is known: what is in one that something else set is not in the file."""
+        return key in self.overrides or (
+            key in self.lines and not any(key[:end] in self.overrides for end in range(len(key)))
+        )
 
     def where(self, key: Key) -> str:
         """Return ``file:line`` of the key, or of the closest key around it."""
@@ -42,10 +48,7 @@ class Source:
 
     def override(self, values: Mapping[Key, str]) -> Source:
         """Return the source with these keys, and all that is in them, set by something else."""
-        lines = {
-            key: line for key, line in self.lines.items() if not any(key[:end] in values for end in range(len(key)))
-        }
-        return Source(self.file, lines, {**self.overrides, **values})
+        return replace(self, overrides={**self.overrides, **values})
 
     def error(self, problems: Iterable[Diagnostic]) -> InputError:
         """Return the error for these problems: one line each, in the order of the file."""
