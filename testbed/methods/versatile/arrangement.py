@@ -133,15 +133,16 @@ def left(now: Arrangement, device: str, credibility: Mapping[str, float], seed: 
 def joined(now: Arrangement, device: str, seed: int) -> Arrangement:
     """Return the arrangement with another device, in the group with the fewest; of equals the first.
 
-    It takes an even share of each layer, from the others in proportion to what they hold. Nothing changes where every
-    group has a layer with no neuron for one more. Raises ValueError for a member.
+    It takes an even share of each layer, from the others in proportion to what they hold. A group with a layer that has
+    no neuron for one more is full; all are not, for a device that the plan has: somewhere is the place that it left.
+    Raises ValueError for a member, and where all are full.
     """
     if now.group(device) is not None:
         raise ValueError(f"{device} is a member already")
     counts = [len(now.members(index)) for index in range(len(now.groups))]
     room = [index for index, count in enumerate(counts) if count < min(now.sizes[layer] for layer in now.groups[index])]
     if not room:
-        return now
+        raise ValueError(f"no group has a neuron for {device}")
     group = min(room, key=lambda index: counts[index])
     weights = []
     for layer in now.groups[group]:

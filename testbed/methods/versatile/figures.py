@@ -140,7 +140,12 @@ DECLARED = Declared(
             "devices that were given neurons after they had booted or were heard again",
             _changes("join"),
         ),
-        Figure("neurons_anew", "number", "neurons that began again with first weights", _anew),
+        Figure(
+            "neurons_anew",
+            "number",
+            "neurons that began again with first weights; of a device that lives, unheard, until it has sent its own",
+            _anew,
+        ),
         Figure(
             "accuracy_risen",
             "share",

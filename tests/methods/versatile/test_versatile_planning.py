@@ -99,6 +99,8 @@ def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
     assert [len(third.of(name, 0)) for name in ("d0", "d1", "third")] == [4, 4, 4]
     with pytest.raises(ValueError, match="is a member already"):
         joined(third, "third", seed=1)
+    with pytest.raises(ValueError, match="no group has a neuron for new"):
+        joined(arrangement_of(partition([2, 9], 2, "horizontal"), devices(2)), "new", seed=1)
 
 
 def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retires_travel():
@@ -129,6 +131,22 @@ def carried_out(held, found, now):
         assert not taken & set(move.neurons)
         taken |= set(move.neurons)
     return {place: neurons for place, neurons in held.items() if place[0] in now.devices}
+
+
+@pytest.mark.parametrize("kind", ["vertical", "hybrid", "horizontal"])
+def test_who_is_out_finds_room_again_however_few_neurons_there_are(kind):
+    for seed in range(100):
+        draws = random.Random(seed)
+        names = devices(draws.randint(4, 6))
+        sizes = [-(-len(names) // {"vertical": 4, "hybrid": 2, "horizontal": 1}[kind]) for _ in range(4)]
+        now, away = arrangement_of(partition(sizes, len(names), kind), names), []
+        for _ in range(20):
+            if away and draws.random() < 0.5:
+                now = joined(now, away.pop(), seed)
+            elif now.devices:
+                away.append(draws.choice(now.devices))
+                now = left(now, away[-1], {}, seed)
+        assert {*now.devices, *away} == set(names)
 
 
 @pytest.mark.parametrize("kind", ["vertical", "hybrid", "horizontal"])

@@ -176,6 +176,10 @@ def test_a_device_that_was_silent_for_long_joins_again_when_it_is_heard_again():
     changes = [(event.time, event.fields) for event in outcome.events if event.event == "rearrangement"]
     (lost, failure), (again, join) = [(at, each) for at, each in changes if each["cause"] in ("failure", "join")]
     assert (failure["devices"], join["devices"]) == ([victim], [victim])
+    # Nobody hears it, and yet it lives: what began anew without it has its weights one slot later.
+    sent = [event.time for event in outcome.events if event.event == "receive" and event.fields["message"] == "moved"]
+    assert failure["anew"] > 0
+    assert [at for at in sent if lost < at < lost + 2 * planned.details.slot]
     # Out for as long as nobody hears it, in within the window after.
     assert lost < 4.25 * window < again < 5.75 * window
     assert join["anew"] == 0
