@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from controller.cli.options import CommandGroup, as_json
+from controller.cli.printing import dump, make_console
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,10 +50,8 @@ def list_(as_json: bool) -> None:
 
     rows = [_describe(source) for source in DATASETS.values()]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        dump(rows)
         return
-    from rich.console import Console
-
     from controller.report import tables
 
     table = tables.table("name", "image", "classes", "files", "what it is")
@@ -62,7 +60,7 @@ def list_(as_json: bool) -> None:
         needed = "its path" if row["from_path"] else "none needed"
         files = needed if row["folder"] is None else row["folder"] if row["complete"] else "[dim]not here[/dim]"
         table.add_row(row["name"], size, str(row["classes"] or "-"), files, row["summary"])
-    Console(highlight=False).print(table)
+    make_console().print(table)
 
 
 def _describe(source: DataSource) -> dict[str, Any]:
@@ -143,7 +141,7 @@ def show(name: str, folder: Path | None, path: Path | None, count: int, as_json:
     if as_json:
         samples = {part: len(labels) for part, labels in parts.items()}
         facts = {"name": dataset.name, "shape": list(dataset.shape), "classes": dataset.classes, "samples": samples}
-        click.echo(json.dumps({**facts, "per_class": per_class}, indent=2))
+        dump({**facts, "per_class": per_class})
         return
     size = "x".join(map(str, dataset.shape))
     if not dataset.classes:

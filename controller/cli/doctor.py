@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import click
 
 from controller.cli.options import as_json
+from controller.cli.printing import dump
 from testbed.errors import HostError
 
 
@@ -32,7 +32,7 @@ def doctor(measure: bool, as_json: bool) -> None:
             helps = f"; {check.help}" if check.help and check.status != "ok" else ""
             click.echo(f"{check.status:8} {check.name:18} {check.detail}{helps}")
     if as_json:
-        click.echo(json.dumps([asdict(check) for check in checks], indent=2))
+        dump([asdict(check) for check in checks])
     fatal = [check.name for check in checks if check.needed and check.status == "missing"]
     if fatal:
         raise HostError(

@@ -12,6 +12,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from controller.cli.options import run_option
+
 if TYPE_CHECKING:
     from docker import DockerClient
 
@@ -23,8 +25,8 @@ ERRORS = 2
 @click.argument("device")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("-i", "--input", "pass_input", is_flag=True, help="Pass the standard input on, such as a file.")
-@click.option("--run", help="Which run; may be left out when there is only one.")
-def execute(device: str, command: tuple[str, ...], run: str | None, pass_input: bool) -> None:
+@run_option
+def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_input: bool) -> None:
     """Run COMMAND in the container of DEVICE, and end with its status.
 
     Other devices are known by their names, over the shaped links.
@@ -45,7 +47,7 @@ def execute(device: str, command: tuple[str, ...], run: str | None, pass_input: 
 
     # What stands behind DEVICE is not click's to read, the sign that says so included.
     words = list(command[1:] if command[0] == "--" else command)
-    client, chosen = connect(), runstate.choose(run)
+    client, chosen = connect(), runstate.choose(run_id)
     try:
         started = client.api.exec_create(container_name(chosen, device), words, stdin=pass_input)["Id"]
     except NotFound:

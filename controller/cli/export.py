@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from controller.cli.options import CommandGroup, overrides
+from controller.cli.printing import say
 
 
 class _OfRuns(CommandGroup):
@@ -100,9 +101,9 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
     trial = trials(load(scenario, overrides))[0]
     images: dict[str, str] = {}
     if any(part.image or part.packages for part in trial.scenario.workload.programs.values()):
-        client = ensure_engine(_say)
-        ours = ensure_images(client, _say)
-        found = device_images(client, trial.scenario.workload, trial.experiment, ours, _say)
+        client = ensure_engine(say)
+        ours = ensure_images(client, say)
+        found = device_images(client, trial.scenario.workload, trial.experiment, ours, say)
         images = {name: tag for name, tag in found.items() if tag != ours.device}
     place = out or Path(f"compose-{trial.scenario.name}")
     try:
@@ -113,7 +114,3 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
     except OSError as error:
         raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
     click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)

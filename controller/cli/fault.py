@@ -7,7 +7,7 @@ from contextlib import suppress
 import click
 
 from controller.cli.linkoptions import link_options, read
-from controller.cli.options import CommandGroup
+from controller.cli.options import CommandGroup, run_option
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.running.byhand import carry_out_by_hand, checked, strike, summary
@@ -17,8 +17,6 @@ from testbed.errors import InputError
 from testbed.faults.actions.flap import Flap
 from testbed.faults.script import FaultOperation
 from testbed.quantities import parse_duration
-
-_run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 
 
 def _apply(run_id: str | None, given: dict[str, object]) -> None:
@@ -45,7 +43,7 @@ def fault() -> None:
 def _device_command(action: str, text: str) -> None:
     @fault.command(action, help=text)
     @click.argument("device")
-    @_run_option
+    @run_option
     def command(device: str, run_id: str | None) -> None:
         _apply(run_id, {action: device})
 
@@ -61,7 +59,7 @@ _device_command("unthrottle", "Give a throttled device its own speed back.")
 
 @fault.command()
 @click.argument("groups", nargs=-1, required=True)
-@_run_option
+@run_option
 def partition(groups: tuple[str, ...], run_id: str | None) -> None:
     """Cut groups of devices off from each other: GROUPS are comma-separated names.
 
@@ -74,7 +72,7 @@ def partition(groups: tuple[str, ...], run_id: str | None) -> None:
 @click.argument("source")
 @click.argument("destination", required=False)
 @click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
-@_run_option
+@run_option
 @link_options
 def degrade(
     source: str,
@@ -92,7 +90,7 @@ def degrade(
 @click.argument("destination", required=False)
 @click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
 @click.option("--path-loss-exponent", type=float, required=True, help="Above the radio's own, e.g. 6")
-@_run_option
+@run_option
 def obstruct(
     source: str, destination: str | None, one_way: bool, path_loss_exponent: float, run_id: str | None
 ) -> None:
@@ -108,7 +106,7 @@ def obstruct(
 @click.option("--up", required=True, help="How long they are up in between, e.g. 2s")
 @click.option("--times", type=int, help="How often.  [default: until --for is over, or Ctrl-C]")
 @click.option("--for", "for_", help="How long in all, e.g. 30s")
-@_run_option
+@run_option
 def flap(
     source: str,
     destination: str | None,
@@ -154,7 +152,7 @@ def _links(source: str, destination: str | None, one_way: bool) -> dict[str, obj
 @click.argument("device")
 @click.option("--speed", help="e.g. 200mflops")
 @click.option("--slowdown", help="Factor by which work takes longer, e.g. 3")
-@_run_option
+@run_option
 def throttle(device: str, speed: str | None, slowdown: str | None, run_id: str | None) -> None:
     """Let DEVICE compute more slowly, also what it is computing right now."""
     given = {key: value for key, value in (("speed", speed), ("slowdown", slowdown)) if value is not None}
@@ -162,7 +160,7 @@ def throttle(device: str, speed: str | None, slowdown: str | None, run_id: str |
 
 
 @fault.command()
-@_run_option
+@run_option
 def heal(run_id: str | None) -> None:
     """Take back every partition, degradation and obstruction."""
     _apply(run_id, {"heal": "all"})
@@ -170,7 +168,7 @@ def heal(run_id: str | None) -> None:
 
 @fault.command()
 @click.argument("handle")
-@_run_option
+@run_option
 def undo(handle: str, run_id: str | None) -> None:
     """Take back one partition, degradation, obstruction or throttle by its handle."""
     containers = Containers(Lab.open(runstate.choose(run_id)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 
 import click
 
 from controller.cli.options import as_json
+from controller.cli.printing import dump, say
 from testbed import formats
 
 
@@ -25,8 +25,8 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
         for tag in remove_images(connect()):
             click.echo(f"removed {tag}")
         return
-    client = ensure_engine(lambda text: click.echo(text, err=True))
-    wanted = ensure_images(client, lambda text: click.echo(text, err=True))
+    client = ensure_engine(say)
+    wanted = ensure_images(client, say)
     if prune:
         for tag in remove_images(client, keep=wanted):
             click.echo(f"removed {tag}", err=True)
@@ -40,7 +40,7 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
         for kind, image in found.items()
     ]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        dump(rows)
         return
     for row in rows:
         click.echo(f"{row['image'].replace('_', ' '):16}{row['tag']:36}{formats.size(row['bytes']):>10}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from controller.cli.options import as_json, links, overrides
-from controller.cli.printing import print_table
+from controller.cli.options import as_json, links, overrides, run_option
+from controller.cli.printing import dump, print_table, say
 
 if TYPE_CHECKING:
     from controller.lab.lab import LinkBackend
@@ -33,10 +32,10 @@ def up(scenario: Path, overrides: tuple[str, ...], links: LinkBackend, as_json: 
     from testbed.scenario.loading import load
 
     trial = trials(load(scenario, overrides))[0]
-    lab = Lab.create(trial, links=links, progress=_say)
+    lab = Lab.create(trial, links=links, progress=say)
     if as_json:
         devices = [asdict(device) for device in lab.devices.values()]
-        click.echo(json.dumps({"run": lab.run_id, "subnet": str(lab.subnet), "devices": devices}, indent=2))
+        dump({"run": lab.run_id, "subnet": lab.subnet, "devices": devices})
         return
     click.echo(f"run {lab.run_id} is up on {lab.subnet}")
     rows = [[each.name, each.state, each.address, each.control_url] for each in lab.devices.values()]
@@ -84,9 +83,7 @@ def ps(as_json: bool) -> None:
 
     labs = running_labs(connect())
     if as_json:
-        click.echo(
-            json.dumps({run: [asdict(each) for each in containers] for run, containers in labs.items()}, indent=2)
-        )
+        dump({run: [asdict(each) for each in containers] for run, containers in labs.items()})
         return
     folders = {run: runstate.results_of(run) for run in labs}
     now = {run: Progress() if folder is None else progress(folder) for run, folder in folders.items()}
@@ -107,23 +104,18 @@ def ps(as_json: bool) -> None:
 
 @click.command()
 @click.argument("device")
-@click.option("--run", help="Which run; may be left out when there is only one.")
+@run_option
 @click.option("--follow", "-f", is_flag=True, help="Go on until the container ends.")
-def logs(device: str, run: str | None, follow: bool) -> None:
+def logs(device: str, run_id: str | None, follow: bool) -> None:
     """Print what the program of DEVICE has written (`shaper` for the one that shapes the links)."""
     from controller.lab import runstate
     from controller.lab.containers import container_logs
     from controller.lab.engine import connect
 
     wrote = False
-    for piece in container_logs(connect(), runstate.choose(run), device, follow=follow):
+    for piece in container_logs(connect(), runstate.choose(run_id), device, follow=follow):
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
         wrote = True
     if not wrote:
-        _say(f"{device} has written nothing")
-
-
-def _say(text: str) -> None:
-    """Report progress beside the output proper."""
-    click.echo(text, err=True)
+        say(f"{device} has written nothing")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import click
 
 from controller.cli.linkoptions import link_options, read
-from controller.cli.options import CommandGroup, as_json
-from controller.cli.printing import print_table
+from controller.cli.options import CommandGroup, as_json, run_option
+from controller.cli.printing import dump, print_table
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.report.grouping import describe
@@ -26,8 +25,6 @@ from testbed.network.overlay import overlay
 from testbed.network.parts import LinkPart
 from testbed.network.presets import PRESETS
 from testbed.scenario.loading import parse
-
-_run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 
 
 @click.group(cls=CommandGroup)
@@ -47,7 +44,7 @@ def link() -> None:
 @link.command()
 @click.argument("source", required=False)
 @click.argument("destination", required=False)
-@_run_option
+@run_option
 @as_json
 def show(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
     """Show the links in force, all or those from SOURCE to DESTINATION; exit 1 where the kernel holds another.
@@ -58,7 +55,7 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
     links = links_from_json(shown["links"])
     chosen = {pair: links[pair] for pair in _choose(links, source, destination)}
     if as_json:
-        click.echo(json.dumps({**shown, "links": links_to_json(chosen)}, indent=2))
+        dump({**shown, "links": links_to_json(chosen)})
     else:
         click.echo(f"backend {shown['backend']}")
         print_table(
@@ -76,7 +73,7 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
 @click.option("--unlimited", is_flag=True, help="Take the rate away: as fast as the host.")
 @click.option("--up/--down", "up", default=None, help="Let packets through again, or drop them all silently.")
 @click.option("--both", is_flag=True, help="Also from DESTINATION to SOURCE.")
-@_run_option
+@run_option
 @link_options
 def change(
     source: str,
@@ -140,7 +137,7 @@ def _part(figures: dict[str, Any]) -> LinkPart:
 @link.command()
 @click.argument("source", required=False)
 @click.argument("destination", required=False)
-@_run_option
+@run_option
 @as_json
 def probe(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
     """Measure the links as they are now, all or those from SOURCE to DESTINATION; exit 1 outside tolerance.
@@ -154,22 +151,21 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
     pairs = [pair for pair in _choose(links_from_json(shown["links"]), source, destination) if running >= set(pair)]
     measured = shaper.probe(pairs)
     if as_json:
-        click.echo(json.dumps([each.to_json() for each in measured], indent=2))
+        dump([each.to_json() for each in measured])
     else:
-        rows = []
-        for each in measured:
-            rows.append(
-                [
-                    each.source,
-                    each.destination,
-                    describe(each.requested.to_json()),
-                    formats.rate(each.rate) if each.rate is not None else formats.NONE,
-                    formats.seconds(each.delay),
-                    formats.share(each.loss),
-                    str(each.packets),
-                    each.problem or "",
-                ]
-            )
+        rows = [
+            [
+                each.source,
+                each.destination,
+                describe(each.requested.to_json()),
+                formats.rate(each.rate) if each.rate is not None else formats.NONE,
+                formats.seconds(each.delay),
+                formats.share(each.loss),
+                str(each.packets),
+                each.problem or "",
+            ]
+            for each in measured
+        ]
         header = ["source", "destination", "requested", "rate", "delay", "loss", "packets", "problem"]
         print_table(header, rows)
     problems = sum(each.problem is not None for each in measured)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -21,7 +23,21 @@ links = click.option(
     show_envvar=True,
     help="What shapes the links; auto takes netem where the kernel has it.",
 )
-
+run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
+out_option = click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Results folder, new or empty.  [default: results/<run>, with a number where that exists]",
+)
+accept_links_option = click.option(
+    "--accept-links", is_flag=True, help="Run even if a link is outside its tolerance (the verdict says so)."
+)
+watch_option = click.option(
+    "--watch", is_flag=True, help="Show the run in the browser while it goes on; see `testbed watch`."
+)
+metrics_as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output."
+)
 
 _LONGEST = 300
 """Letters of a command's first sentence, at most."""

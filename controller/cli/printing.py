@@ -25,6 +25,11 @@ def dump(value: object) -> None:
     click.echo(json.dumps(value, indent=2, default=str))
 
 
+def say(text: str) -> None:
+    """Report progress beside the output proper."""
+    click.echo(text, err=True)
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns as wide as they need to be, plain enough to cut up with awk."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]

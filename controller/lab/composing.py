@@ -11,9 +11,10 @@ from ruamel.yaml import YAML
 
 from controller.lab.addresses import device_addresses, free_subnets
 from controller.lab.containers import device_settings, shaper_settings
-from controller.lab.links import Endpoint, attachment
+from controller.lab.links import attachment
 from controller.lab.networks import CLOSED
 from controller.lab.runstate import RunState
+from controller.shaping.plan import Endpoint
 from testbed.network.checks import SHAPER
 from testbed.ports import CONTROL_PORT
 from testbed.scenario.trial import Trial
@@ -71,7 +72,7 @@ def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     # The last there is, as runs take the lowest that are free.
     *_, subnet = free_subnets(trial.scenario.network.subnet, len(specs), ())
     addresses = {name: str(each) for name, each in device_addresses(subnet, [spec.name for spec in specs]).items()}
-    state = RunState(run=name, token=TOKEN, controller=0, created=0.0)
+    state = RunState(run=name, token=TOKEN)
     services = {}
     for number, spec in enumerate(specs, 1):
         settings = device_settings(state, images.get(spec.name, IMAGE.format("DEVICE")), spec, addresses)

@@ -74,15 +74,20 @@ def _names(code: Mapping[str, Mapping[str, bytes]]) -> ImageTags:
 
 
 def _base_name() -> str:
-    return f"testbed/base:{digest(_base_parts())}"
+    packages, bootstrap = "\n".join(_base_packages()), "\n".join(_bootstrap_command("-"))
+    parts = {"packages": packages.encode(), "recipe": recipe("base"), "bootstrap": bootstrap.encode()}
+    return f"testbed/base:{digest(parts)}"
 
 
 def _runtime_name(kind: str) -> str:
-    return f"testbed/runtime:{digest(_runtime_parts(kind, _base_name()))}"
+    packages = "\n".join(f"{name}=={version}" for name, version in requirements(kind).items())
+    parts = {"base": _base_name().encode(), "recipe": recipe("runtime"), "packages": packages.encode()}
+    return f"testbed/runtime:{digest(parts)}"
 
 
 def _code_name(kind: str, code: Mapping[str, bytes]) -> str:
-    return f"testbed/{kind}:{digest(_code_parts(kind, _runtime_name(kind), code))}"
+    files = {f"code/{name}": content for name, content in code.items()}
+    return f"testbed/{kind}:{digest({'runtime': _runtime_name(kind).encode(), 'recipe': recipe(kind), **files})}"
 
 
 def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
@@ -181,30 +186,6 @@ def listed(path: Path) -> list[str]:
 
 def _base_packages() -> list[str]:
     return sorted({*listed(RECIPES / "base.packages"), *listed(RECIPES / "shaper.packages")})
-
-
-def _base_parts() -> dict[str, bytes]:
-    return {
-        "packages": "\n".join(_base_packages()).encode(),
-        "recipe": recipe("base"),
-        "bootstrap": "\n".join(_bootstrap_command("-")).encode(),
-    }
-
-
-def _runtime_parts(kind: str, base: str) -> dict[str, bytes]:
-    return {
-        "base": base.encode(),
-        "recipe": recipe("runtime"),
-        "packages": "\n".join(f"{name}=={version}" for name, version in requirements(kind).items()).encode(),
-    }
-
-
-def _code_parts(kind: str, runtime: str, code: Mapping[str, bytes]) -> dict[str, bytes]:
-    return {
-        "runtime": runtime.encode(),
-        "recipe": recipe(kind),
-        **{f"code/{name}": content for name, content in code.items()},
-    }
 
 
 def _code_files(kind: str) -> dict[str, bytes]:

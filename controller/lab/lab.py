@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -22,7 +21,6 @@ from controller.lab.addresses import device_addresses
 from controller.lab.agents import Agent
 from controller.lab.containers import (
     DeviceContainer,
-    container_logs,
     container_name,
     control_url,
     look,
@@ -32,10 +30,11 @@ from controller.lab.containers import (
 from controller.lab.engine import connect, ensure_engine, facts, is_local
 from controller.lab.health import Health
 from controller.lab.images import ensure_images
-from controller.lab.links import Endpoint, Shaper
+from controller.lab.links import Shaper
 from controller.lab.networks import make_networks, network_name
 from controller.lab.programimages import device_images
 from controller.lab.removal import DEVICE, RUN, remove_run
+from controller.shaping.plan import Endpoint
 from testbed.errors import HostError, InputError, TestbedError
 from testbed.experiment import Experiment
 from testbed.methods.program import by_device
@@ -108,8 +107,6 @@ class Lab:
         state = runstate.RunState(
             run=run_id or cls.new_run_id(scenario.name),
             token=secrets.token_urlsafe(24),
-            controller=os.getpid(),
-            created=time.time(),
             scenario=scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
             point=trial.point,
             repetition=trial.repetition,
@@ -199,10 +196,6 @@ class Lab:
         if known is None or known.url != url:
             known = self._agents[name] = Agent(url, self.token, name)
         return known
-
-    def logs(self, name: str, *, follow: bool = False) -> Iterator[bytes]:
-        """Yield what a device (or `shaper`) has written; see `container_logs`."""
-        return container_logs(self._client, self.run_id, name, follow=follow)
 
     @contextlib.contextmanager
     def watch_starts(self) -> Iterator[Iterator[str]]:

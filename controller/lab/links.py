@@ -15,8 +15,6 @@ from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
 
-__all__ = ["Endpoint", "Shaper"]
-
 
 def attachment(
     endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], seed: int, cells: Iterable[Cell]

@@ -19,10 +19,6 @@ class RunState:
 
     run: str
     token: str
-    controller: int
-    """Process id of the command that made it."""
-    created: float
-    """Seconds since the epoch."""
     scenario: dict[str, Any] = field(default_factory=dict)
     point: dict[str, Any] = field(default_factory=dict)
     repetition: int = 0

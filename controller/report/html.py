@@ -85,7 +85,7 @@ def render(run: Run) -> str:
             groups=group_links(metrics["links"]),
             objects=list(object_rows(metrics)),
             tables=list(tables(run)),
-            faults=[(fault, _recovery(fault, metrics)) for fault in metrics["fault_list"]],
+            faults=[(fault, recovery_from(fault, metrics)) for fault in metrics["fault_list"]],
             reproduce=_reproduce(run),
             scenario_text=scenario_yaml(scenario),
             plan_text=json.dumps(run.plan.model_dump(mode="json"), indent=2),
@@ -134,10 +134,6 @@ def _units(piece: Piece) -> str:
     units = f"unit {piece.first}" if piece.last - piece.first == 1 else f"units {piece.first}–{piece.last - 1}"
     part = f"{piece.part} of " if piece.part is not None else ""
     return part + units + (f" for {piece.copy_for}" if piece.copy_for is not None else "")
-
-
-def _recovery(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {"detected": None, "resumed": None, "seconds": None, **recovery_from(fault, metrics)}
 
 
 def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:

@@ -259,10 +259,10 @@ def _faults(metrics: Mapping[str, Any]) -> RenderableType:
         table.add_row(
             Text(f"{fault['action']} {fault['target']}"),
             formats.moment(fault["struck"]),
-            formats.moment(recovery.get("detected")),
+            formats.moment(recovery["detected"]),
             formats.moment(fault["undone"]),
-            formats.moment(recovery.get("resumed")),
-            formats.seconds(recovery.get("seconds")),
+            formats.moment(recovery["resumed"]),
+            formats.seconds(recovery["seconds"]),
         )
     return _titled("Faults", "time since the start of the workload", table)
 
@@ -281,13 +281,13 @@ def _declared(written: declared.Written) -> RenderableType:
 
 
 def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recovery that a fault led to, its seconds from this fault; empty when the method noticed none."""
+    """Return the recovery that a fault led to, its seconds from this fault; all None when the method noticed none."""
     for item in metrics["recovery_list"]:
         if fault["recovered"] is not None and item["resumed"] == fault["recovered"]:
             return {**item, "seconds": fault["recovered"] - fault["struck"]}
         if item["resumed"] is None and item["struck"] == fault["struck"]:
             return dict(item)
-    return {}
+    return {"detected": None, "resumed": None, "seconds": None}
 
 
 def _expectations(run: Run) -> RenderableType:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from controller.results.run import Run
-from controller.results.summary import all_figures, interval
+from controller.results.summary import all_figures, interval, is_number
 
 UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "paper", "network.subnet")
 """Keys of a scenario that change no figure."""
@@ -124,7 +124,7 @@ def _figures(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
 
 def _mean(values: Sequence[Any]) -> tuple[Any, float | None]:
     """Return the mean of numbers and the half width of its interval; of anything else what the first has."""
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    numbers = [value for value in values if is_number(value)]
     return interval(numbers) if numbers else (values[0], None)
 
 

@@ -23,10 +23,7 @@ RECORDED_PACKAGES = ("torch", "numpy", "flask", "cheroot", "requests", "pydantic
 
 
 def manifest(
-    trial: Trial,
-    runtime: Literal["emulate", "simulate"],
-    command: str | None = None,
-    weights: Mapping[str, Any] | None = None,
+    trial: Trial, runtime: Literal["emulate", "simulate"], weights: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return what is known as a run begins; its status is ``running``."""
     return {
@@ -40,7 +37,7 @@ def manifest(
         "wall_seconds": 0.0,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "weights": weights or "random, drawn from the seed",
-        "command": command if command is not None else shlex.join(["testbed", *sys.argv[1:]]),
+        "command": shlex.join(["testbed", *sys.argv[1:]]),
         "revision": _revision(),
         "versions": {
             "testbed": testbed.__version__,

@@ -40,8 +40,6 @@ class Recorder:
         trial: Trial,
         plan: Plan,
         runtime: Literal["emulate", "simulate"],
-        *,
-        command: str | None = None,
         weights: Mapping[str, Any] | None = None,
     ) -> None:
         """Make ``folder``, which must not exist or be empty.
@@ -51,7 +49,6 @@ class Recorder:
             trial: what is run.
             plan: who does what.
             runtime: on which clock.
-            command: what reproduces the run; the command line of this process unless given.
             weights: which file the first weights were read from, if any.
 
         Raises:
@@ -69,7 +66,7 @@ class Recorder:
             self.path.mkdir(parents=True, exist_ok=True)
             if any(self.path.iterdir()):
                 raise InputError(f"{folder}: holds something already: name another folder, or remove this one")
-            self._manifest = manifest(trial, runtime, command, weights)
+            self._manifest = manifest(trial, runtime, weights)
             self._manifest_file(self._manifest)
             scenario, sources = beside_its_code(trial.scenario)
             for name, text in {"scenario.yaml": scenario_yaml(scenario), **sources}.items():
@@ -131,20 +128,6 @@ class Recorder:
 
     def _unwritable(self, error: OSError) -> HostError:
         return HostError(f"{self.path}: cannot be written: {error.strerror or error}")
-
-
-def write(
-    folder: Path,
-    trial: Trial,
-    plan: Plan,
-    outcome: Outcome,
-    *,
-    command: str | None = None,
-    weights: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a run that is over; arguments and errors are those of `Recorder`."""
-    recorder = Recorder(folder, trial, plan, outcome.runtime, command=command, weights=weights)
-    return recorder.finish(outcome).path
 
 
 def rebuild(run: Run) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from controller.results.run import Run, point_text
-from controller.results.summary import CONFIDENCE, all_figures, interval
+from controller.results.summary import CONFIDENCE, all_figures, interval, is_number
 from testbed.formats import FigureKind
 from testbed.scenario.expect import look_up, parse_condition
 from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
@@ -116,7 +116,7 @@ def figure(run: Run, name: str) -> float | None:
     value = look_up(
         run.plan.details.model_dump(mode="json") if name.startswith(PLAN) else run.metrics, name.removeprefix(PLAN)
     )
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return float(value) if is_number(value) else None
 
 
 def write(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
+from controller.results.rows import Row, write_csv
 from controller.results.run import Run
 from testbed.trace.figures import Figure
 from testbed.trace.metrics import finite
@@ -35,7 +35,7 @@ def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
     """Write ``summary.json`` and ``summary.csv`` over the runs in a folder; return `summary_of` them."""
     summary = summary_of(runs)
     (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2, default=str) + "\n", encoding="utf-8")
-    _write_csv(folder / "summary.csv", summary)
+    write_csv(folder / "summary.csv", _rows(summary))
     return summary
 
 
@@ -70,7 +70,7 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
 def _figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     table = {}
     for name in all_figures(runs):
-        values = [run.metrics[name] for run in runs if _is_number(run.metrics.get(name))]
+        values = [run.metrics[name] for run in runs if is_number(run.metrics.get(name))]
         if values:
             mean, half = interval(values)
             table[name] = {"mean": mean, "ci95": half, "n": len(values)}
@@ -82,23 +82,18 @@ def all_figures(runs: Sequence[Run]) -> dict[str, Figure]:
     return {name: figure for run in runs for name, figure in run.figures.items()}
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a figure is a number, which truth is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _write_csv(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write one line a point: the swept keys, then mean and half width of each figure."""
+def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield a row for each point: the swept keys, then mean and half width of each figure."""
     points = summary["points"]
-    keys = list(dict.fromkeys(key for point in points for key in point["point"]))
-    names = list(dict.fromkeys(name for point in points for name in point["figures"]))
-    heads = [head for name in names for head in (name, f"{name}_ci95")]
-    with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file)
-        table.writerow([*keys, "runs", "trusted", *heads])
-        for point in points:
-            row = [point["point"].get(key, "") for key in keys]
-            row += [len(point["runs"]), point["trusted"]]
-            for name in names:
-                figure = point["figures"].get(name, {})
-                row += ["" if figure.get(part) is None else figure[part] for part in ("mean", "ci95")]
-            table.writerow(row)
+    keys = dict.fromkeys(key for point in points for key in point["point"])
+    for point in points:
+        row = {key: point["point"].get(key) for key in keys}
+        row |= {"runs": len(point["runs"]), "trusted": point["trusted"]}
+        for name, figure in point["figures"].items():
+            row |= {name: figure["mean"], f"{name}_ci95": figure["ci95"]}
+        yield row

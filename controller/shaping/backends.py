@@ -224,7 +224,7 @@ _TRIAL = InterfacePlan(
     "trial",
     None,
     None,
-    (SenderClass(0x11, ("198.18.0.1",), 1_000_000, 300),),
+    (SenderClass(0x11, "198.18.0.1", 1_000_000, 300),),
     (ReceiverLine(1, "198.18.0.1", Link(delay=0.001, loss=0.1), 1000, queued=True),),
     1,
 )

@@ -6,9 +6,7 @@ server's end). What happens to a packet is decided in `impairments.py`; here it 
 
 from __future__ import annotations
 
-import gc
 import heapq
-import json
 import math
 import os
 import select
@@ -21,7 +19,7 @@ from typing import Any
 
 from controller.shaping import nfqueue
 from controller.shaping.bottleneck import Bottleneck
-from controller.shaping.helper import prioritise, serve_request
+from controller.shaping.helper import serve_request
 from controller.shaping.lateness import LatenessHistogram
 from testbed.framing import ETHERNET_HEADER
 from testbed.network import impairments
@@ -396,12 +394,3 @@ class Loop:
                 for device, port in self._ports.items()
             },
         }
-
-
-def main(descriptor: int) -> None:
-    """Run the delay line on a control socket that was inherited."""
-    control = socket.socket(fileno=descriptor)
-    control.send(json.dumps({"priority": prioritise()}).encode())
-    # Nothing here makes cycles, and a collection in the wrong moment would make packets late.
-    gc.disable()
-    Loop(control).run()

@@ -5,8 +5,6 @@ Who transmits when is `Media`'s business; here it is carried out, in time.
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import select
 import socket
@@ -17,7 +15,7 @@ from typing import Any
 
 from controller.shaping import nfqueue
 from controller.shaping.gating import QUEUE
-from controller.shaping.helper import prioritise, serve_request
+from controller.shaping.helper import serve_request
 from controller.shaping.lateness import LatenessHistogram
 from controller.shaping.medium import Media, Route
 from testbed.framing import ETHERNET_HEADER
@@ -28,7 +26,7 @@ _IP_HEADER = 20
 _MOST_READ = 64
 
 
-class _GateLoop:
+class Loop:
     """Waits for packets, for the end of transmissions, and for the server."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -151,11 +149,3 @@ def _routes_from(written: Mapping[str, Any]) -> dict[Hashable, Route]:
     return {
         address: Route(tuple(route["channels"]), route["rate"], route["limit"]) for address, route in written.items()
     }
-
-
-def main(descriptor: int) -> None:
-    """Run the gate on a control socket that was inherited."""
-    control = socket.socket(fileno=descriptor)
-    control.send(json.dumps({"priority": prioritise()}).encode())
-    gc.disable()  # nothing here makes cycles
-    _GateLoop(control).run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import gc
 import json
 import os
 import socket
@@ -35,6 +36,15 @@ def prioritise() -> str:
     return "real-time"
 
 
+def run(loop: Callable[[socket.socket], Any], descriptor: int) -> None:
+    """Run a loop on a control socket that was inherited."""
+    control = socket.socket(fileno=descriptor)
+    control.send(json.dumps({"priority": prioritise()}).encode())
+    # Nothing in these loops makes cycles, and a collection in the wrong moment would make packets late.
+    gc.disable()
+    loop(control).run()
+
+
 def serve_request(
     control: socket.socket, carry_out: Callable[[dict[str, Any], list[int]], dict[str, Any] | None], descriptors: int
 ) -> bool:
@@ -56,7 +66,7 @@ def serve_request(
 class Helper:
     """The server's end. Safe to use from several threads.
 
-    The process runs ``main(descriptor)`` of a module: it first sends a JSON object with its ``priority``, then answers
+    The process runs the ``Loop`` of a module: it first sends a JSON object with its ``priority``, then answers
     each request, ends when the socket does, and tells of what goes wrong under the key ``error``.
     """
 
@@ -68,7 +78,7 @@ class Helper:
         self._control = ours
         self._control.settimeout(10)
         self._lock = threading.Lock()
-        code = f"from {module} import main; main({theirs.fileno()})"
+        code = f"from {module} import Loop; from controller.shaping.helper import run; run(Loop, {theirs.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )

@@ -8,6 +8,7 @@ that duplicates beside any other on one device, and older ones can loop there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from socket import inet_aton
 from typing import Any
 
 from controller.shaping.htb import Tree
@@ -182,7 +183,7 @@ def differences(
             actions = options.get("actions") or [{}]
             led[options["match"]["value"].rjust(8, "0")] = actions[0].get("to_dev")
     for line in wanted.values():
-        where = led.pop(_hexadecimal(line.address), None)
+        where = led.pop(inet_aton(line.address).hex(), None)
         if where != device_of(line):
             problems.append(f"packets from {line.address} are led to {where} instead of {device_of(line)}")
         options = held.get((device_of(line), f"{_class(line):x}:"))
@@ -194,10 +195,6 @@ def differences(
         if plan.downlink and inner.get("limit") != plan.downlink.limit:
             problems.append(f"the queue of {line.address} before the downlink holds {inner.get('limit')} packets")
     return problems + [f"packets from {key} (hexadecimal) are led through netem for no link" for key in led]
-
-
-def _hexadecimal(address: str) -> str:
-    return "".join(f"{int(part):02x}" for part in address.split("."))
 
 
 def _netem_differences(line: ReceiverLine, held: Mapping[str, Any]) -> list[str]:

@@ -133,14 +133,11 @@ def check() -> None:
     A socket alone proves nothing: that it can be had without the queues.
     """
     with open_socket() as opened:
-        opened.settimeout(2)
-        opened.send(bind(1, 1))
+        opened.setblocking(False)
         try:
-            _, error = acknowledgement(bytearray(opened.recv(4096)))
-        except OSError as silent:
-            raise HostError(f"netfilter does not answer: {silent}") from silent
-    if error:
-        raise HostError(f"no netfilter queue can be bound: {os.strerror(error)}")
+            agree(opened, bind(1, 1), 1, bytearray(4096))
+        except OSError as error:
+            raise HostError(f"no netfilter queue can be bound: {error.strerror or error}") from error
 
 
 def agree(
@@ -166,10 +163,10 @@ def agree(
                 if kind == PACKET:
                     arrived(length)
                 elif kind == NLMSG_ERROR:
-                    answered, error = acknowledgement(buffer)
+                    error, _, _, _, answered = struct.unpack_from("=iIHHI", buffer, 16)
                     if answered == sequence:
                         if error:
-                            raise OSError(error, f"the kernel refuses a netfilter queue: {os.strerror(error)}")
+                            raise OSError(-error, f"the kernel refuses a netfilter queue: {os.strerror(-error)}")
                         return
     raise OSError("the kernel did not answer the request for a netfilter queue")
 
@@ -200,9 +197,3 @@ class Stamps:
 def message_type(data: bytearray) -> int:
     """Return the type of the message in a buffer."""
     return data[4] | data[5] << 8
-
-
-def acknowledgement(data: bytearray) -> tuple[int, int]:
-    """Decode a message of type `NLMSG_ERROR`: (sequence number, error number or 0)."""
-    error, _, _, _, sequence = struct.unpack_from("=iIHHI", data, 16)
-    return sequence, -error

@@ -46,10 +46,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class SenderClass:
-    """One HTB class: everything that leaves the device for one address, or for one of several."""
+    """One HTB class: everything that leaves the device for one address."""
 
     number: int
-    addresses: tuple[str, ...]
+    address: str
     rate: int
     """bit/s"""
     limit: int
@@ -118,7 +118,7 @@ def plan(
             if link.up:
                 rates.append(min(gated.get(address, CEILING), link.rate or CEILING, uplink or CEILING))
             link = replace(link, rate=None) if address in gated else link
-            senders.append(_sender(FIRST_PEER_CLASS + number, (address,), link, uplink))
+            senders.append(_sender(FIRST_PEER_CLASS + number, address, link, uplink))
         incoming = links.get((peer, device), DOWN)
         queued = incoming.up and (impaired(incoming) or endpoint.downlink is not None)
         receivers.append(ReceiverLine(number, address, incoming, line_limit(incoming), queued))
@@ -128,7 +128,7 @@ def plan(
         # As on a radio, one transmission for all goes at the rate of the slowest that shall hear it.
         slowest = min(outgoing, key=lambda link: math.inf if link.rate is None else link.rate)
         slowest = replace(slowest, rate=None) if broadcast in gated else slowest
-        senders.insert(0, _sender(BROADCAST_CLASS, (broadcast,), slowest, uplink))
+        senders.insert(0, _sender(BROADCAST_CLASS, broadcast, slowest, uplink))
     return InterfacePlan(
         interface,
         _access(uplink, outgoing),
@@ -153,10 +153,10 @@ def impaired(link: Link) -> bool:
     return any((link.delay, link.loss, link.bursts, link.duplicate, link.corrupt))
 
 
-def _sender(number: int, addresses: tuple[str, ...], link: Link, uplink: float | None) -> SenderClass:
+def _sender(number: int, address: str, link: Link, uplink: float | None) -> SenderClass:
     rate = CEILING if link.rate is None else round(link.rate)
     limit = queue_limit(replace(link, rate=min(each for each in (rate, uplink) if each is not None)))
-    return SenderClass(number, addresses, rate, limit)
+    return SenderClass(number, address, rate, limit)
 
 
 def _access(rate: float | None, links: Iterable[Link]) -> Access | None:

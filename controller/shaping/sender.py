@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from socket import inet_aton
 from typing import Any
 
 from controller.shaping.htb import Tree
@@ -32,7 +33,7 @@ def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
     if old.uplink != new.uplink:
         lines.append(_tree(new).change_access(new.uplink))
     for number in before.keys() - after.keys():
-        lines += _remove(device, before[number])
+        lines += [_unfilter(device, before[number]), _tree(new).remove(number)]
     for number, one in after.items():
         previous = before.get(number)
         if previous is None:
@@ -46,30 +47,21 @@ def _tree(plan: InterfacePlan) -> Tree:
     return Tree(plan.interface, 1)
 
 
-def _handles(one: SenderClass) -> list[tuple[str, str]]:
-    """Return a filter handle for each address of a class."""
-    return [(f"800::{one.number + 0x400 * index:x}", address) for index, address in enumerate(one.addresses)]
-
-
-def _filter(device: str, one: SenderClass, handle: str, address: str) -> str:
-    match = f"u32 match ip dst {address}/32 flowid 1:{one.number:x}"
-    return f"filter add dev {device} parent 1: protocol ip prio 1 handle {handle} {match}"
+def _filter(device: str, one: SenderClass) -> str:
+    match = f"u32 match ip dst {one.address}/32 flowid 1:{one.number:x}"
+    return f"filter add dev {device} parent 1: protocol ip prio 1 handle 800::{one.number:x} {match}"
 
 
 def _add(device: str, one: SenderClass) -> list[str]:
     return [
         Tree(device, 1).leaf("add", one.number, one.rate),
         f"qdisc add dev {device} parent 1:{one.number:x} handle {one.number:x}: pfifo limit {one.limit}",
-        *(_filter(device, one, handle, address) for handle, address in _handles(one)),
+        _filter(device, one),
     ]
 
 
-def _unfilter(device: str, one: SenderClass) -> list[str]:
-    return [f"filter del dev {device} parent 1: protocol ip prio 1 handle {handle} u32" for handle, _ in _handles(one)]
-
-
-def _remove(device: str, one: SenderClass) -> list[str]:
-    return [*_unfilter(device, one), Tree(device, 1).remove(one.number)]
+def _unfilter(device: str, one: SenderClass) -> str:
+    return f"filter del dev {device} parent 1: protocol ip prio 1 handle 800::{one.number:x} u32"
 
 
 def _alter(device: str, old: SenderClass, new: SenderClass) -> list[str]:
@@ -80,10 +72,9 @@ def _alter(device: str, old: SenderClass, new: SenderClass) -> list[str]:
         lines.append(
             f"qdisc change dev {device} parent 1:{new.number:x} handle {new.number:x}: pfifo limit {new.limit}"
         )
-    if old.addresses != new.addresses:
+    if old.address != new.address:
         # A u32 filter that is replaced keeps its old match, so it goes and comes.
-        lines += _unfilter(device, old)
-        lines += [_filter(device, new, handle, address) for handle, address in _handles(new)]
+        lines += [_unfilter(device, old), _filter(device, new)]
     return lines
 
 
@@ -101,8 +92,7 @@ def differences(
     for one in plan.senders:
         if limits.get(f"{one.number:x}:") != one.limit:
             problems.append(f"queue {one.number:x}: holds {limits.get(f'{one.number:x}:')} packets, not {one.limit}")
-        for address in one.addresses:
-            key = "".join(f"{int(part):02x}" for part in address.split("."))
-            if flows.get(key) != f"1:{one.number:x}":
-                problems.append(f"packets to {address} go to class {flows.get(key)} instead of 1:{one.number:x}")
+        found = flows.get(inet_aton(one.address).hex())
+        if found != f"1:{one.number:x}":
+            problems.append(f"packets to {one.address} go to class {found} instead of 1:{one.number:x}")
     return problems

@@ -31,20 +31,10 @@ def added(record: Record) -> HostTime:
     """Return what the host added to the steps that are undisturbed, or to the requests."""
     windows = [(step.device, step.window) for step in record.steady]
     windows += [(record.plan.lead, window) for window in record.served]
-    lateness = mean_lateness(record.outcome.fidelity.get("lateness", {}))
+    lateness = record.outcome.fidelity.get("lateness", {}).get("mean", 0.0)
     paths = CriticalPaths(record.outcome.events, record.experiment, lateness)
     found = sum((paths.lateness(device, window) for device, window in windows), PathTime())
     return HostTime(sum(end - start for _, (start, end) in windows), found.computing, found.messaging)
-
-
-def mean_lateness(lateness: Mapping[str, float]) -> float:
-    """Return seconds by which a packet was late on the average; an upper bound where only percentiles are known."""
-    if "mean" in lateness:
-        return lateness["mean"]
-    if not lateness:
-        return 0.0
-    tail = lateness.get("p999", lateness["p99"])
-    return 0.5 * lateness["p50"] + 0.49 * lateness["p99"] + 0.01 * tail
 
 
 def late(computed: Mapping[str, Any]) -> float:

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import recorded
 import torch
 from PIL import Image
 from rich.console import Console
@@ -14,7 +15,7 @@ from controller.report.boxes import draw
 from controller.report.boxes import write as write_pictures
 from controller.report.html import render
 from controller.report.terminal import show
-from controller.results import files, recorder
+from controller.results import files
 from testbed.scenario.expand import trials
 
 WORK = {
@@ -72,7 +73,7 @@ def test_results_hold_boxes_and_pictures_and_say_which_weights(tmp_path):
     from testbed.methods import METHODS
 
     plan = METHODS["single"].plan(problem)
-    place = recorder.write(tmp_path / "run", trial, plan, outcome)
+    place = recorded.write(tmp_path / "run", trial, plan, outcome)
     write_pictures(place, outcome.events, data)
     finished = files.load(place)
     boxes = json.loads((place / "boxes.json").read_text())

@@ -6,9 +6,10 @@ import json
 from collections import Counter
 
 import pytest
+import recorded
 
 from controller.report import html
-from controller.results import files, recorder
+from controller.results import files
 from controller.results.comparison import compare
 from controller.results.run import Run
 from testbed.data import load as load_data
@@ -26,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     dataset = load_data(scenario.workload.data, data_folder(scenario))
     outcome = simulate(prepared, dataset)
     folder = tmp_path_factory.mktemp("results") / "quickstart"
-    return files.load(recorder.write(folder, prepared.trial, prepared.plan, outcome))
+    return files.load(recorded.write(folder, prepared.trial, prepared.plan, outcome))
 
 
 def test_the_figures_of_a_pipeline_that_lost_a_stage(run: Run) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from controller.results.recorder import Recorder
 from testbed.network.link import Link
 from testbed.plan import Piece, Plan
 from testbed.scenario.expand import trials
@@ -131,3 +133,8 @@ def outcome(**changes: Any) -> Outcome:
         "wall_seconds": 12.5,
     }
     return Outcome(**(facts | changes))
+
+
+def write(folder: Path, trial: Trial, plan: Plan, outcome: Outcome) -> Path:
+    """Write a run that is over into a folder."""
+    return Recorder(folder, trial, plan, outcome.runtime).finish(outcome).path

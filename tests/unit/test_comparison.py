@@ -16,7 +16,7 @@ from controller.cli.report import compare as compare_command
 from controller.cli.report import report as report_command
 from controller.report import sweep
 from controller.report.comparison import plots, render, show
-from controller.results import files, recorder
+from controller.results import files
 from controller.results.comparison import compare
 from controller.results.run import Run, run_name
 from controller.results.summary import summary_of
@@ -26,7 +26,7 @@ from testbed.trace.events import Event
 
 def written(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
     trial = recorded.trial(**(scenario or {}))
-    return files.load(recorder.write(folder, trial, recorded.plan(), recorded.outcome(**changes)))
+    return files.load(recorded.write(folder, trial, recorded.plan(), recorded.outcome(**changes)))
 
 
 def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def repeated(folder: Path) -> list[Run]:
         for repetition in (0, 1):
             trial = replace(recorded.trial(), point={"network.link.rate": rate}, repetition=repetition)
             outcome = recorded.outcome(events=recorded.slower(recorded.events(), factor * (1 + repetition)))
-            runs.append(files.load(recorder.write(folder / run_name(trial), trial, recorded.plan(), outcome)))
+            runs.append(files.load(recorded.write(folder / run_name(trial), trial, recorded.plan(), outcome)))
     return runs
 
 

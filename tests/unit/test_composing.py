@@ -16,7 +16,7 @@ from controller.lab.runstate import RunState
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
-STATE = RunState(run="x", token="t", controller=0, created=0.0)
+STATE = RunState(run="x", token="t")
 
 
 def test_the_command_writes_a_project(tmp_path: Path) -> None:

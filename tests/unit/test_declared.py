@@ -10,7 +10,7 @@ import recorded
 from controller.report import html
 from controller.report.declared import curves, fill, head, tables
 from controller.report.plots import Axis, Line, stacked_plot
-from controller.results import files, recorder
+from controller.results import files
 from controller.results.run import Run
 from testbed.methods.pipeline import Pipeline
 from testbed.trace.figures import Column, Curve, Declared, Figure, Metrics, Row, Table
@@ -56,7 +56,7 @@ DECLARED = Declared(
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(Pipeline, "declared", DECLARED)
-    return files.load(recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()))
+    return files.load(recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()))
 
 
 def test_lines_name_figures_and_stand_only_where_there_are_some(run: Run) -> None:

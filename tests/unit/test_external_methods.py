@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import recorded
 
-from controller.results import files, recorder
+from controller.results import files
 from testbed.errors import InputError
 from testbed.methods import METHODS
 from testbed.methods.external import code_of, from_code, from_file
@@ -77,7 +77,7 @@ def test_results_keep_the_file_and_load_without_the_original(tmp_path: Path) -> 
     workload = recorded.SCENARIO["workload"] | {"method": {"file": "mine.py", "name": "nothing"}}
     (tmp_path / "mine.yaml").write_text(str({**recorded.SCENARIO, "workload": workload, "faults": []}))
     trial = trials(load(tmp_path / "mine.yaml"))[0]
-    kept = recorder.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome(), command="x")
+    kept = recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
     (tmp_path / "mine.py").unlink()
     run = files.load(kept)
     assert (kept / "mine.py").read_text() == SMALL

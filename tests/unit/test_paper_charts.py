@@ -19,7 +19,7 @@ from controller.report import html
 from controller.report.curves import curve, mean_line
 from controller.report.paper import draw, render
 from controller.report.plots import COLOURS, PRINT, SERIES, Axis, Bars, Line, Window, bar_plot, inline, line_plot, save
-from controller.results import files, recorder, reproduction
+from controller.results import files, reproduction
 from controller.results.run import Run, run_name
 from testbed.errors import InputError
 from testbed.formats import FigureKind
@@ -57,7 +57,7 @@ def made(folder: Path) -> list[Run]:
     for schedule, repetition, time in (("gpipe", 0, 1.0), ("gpipe", 1, 3.0), ("1f1b", 0, 1.0), ("1f1b", 1, 1.0)):
         trial = replace(recorded.trial(), point={SCHEDULE: schedule}, repetition=repetition)
         path = folder / run_name(trial)
-        run = files.load(recorder.write(path, trial, recorded.plan(), recorded.outcome(), command="x"))
+        run = files.load(recorded.write(path, trial, recorded.plan(), recorded.outcome()))
         runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
     return runs
 

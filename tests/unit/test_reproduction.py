@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from controller.cli.main import testbed as command_line
 from controller.report import paper
-from controller.results import files, recorder, reproduction
+from controller.results import files, reproduction
 from controller.results.run import Run, run_name
 from testbed.errors import InputError
 from testbed.prepare import prepare
@@ -28,7 +28,7 @@ def made(folder: Path, times: dict[tuple[str, int], float]) -> list[Run]:
     runs = []
     for (schedule, repetition), time in times.items():
         trial = replace(recorded.trial(), point={"workload.method": {"schedule": schedule}}, repetition=repetition)
-        path = recorder.write(folder / run_name(trial), trial, recorded.plan(), recorded.outcome(), command="x")
+        path = recorded.write(folder / run_name(trial), trial, recorded.plan(), recorded.outcome())
         run = files.load(path)
         runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
     return runs

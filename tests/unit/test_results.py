@@ -19,7 +19,7 @@ from testbed.trace.events import Event
 
 
 def test_a_run_leaves_every_file(tmp_path: Path) -> None:
-    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     assert place == tmp_path / "run"
     assert {path.name for path in place.iterdir()} >= {
         "scenario.yaml",
@@ -37,16 +37,15 @@ def test_a_run_leaves_every_file(tmp_path: Path) -> None:
 
 
 def test_the_resolved_scenario_loads_back_equal(tmp_path: Path) -> None:
-    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     text = (place / "scenario.yaml").read_text()
     assert Scenario.model_validate(YAML(typ="safe").load(text)) == recorded.trial().scenario
     assert "time_limit" in text
 
 
-def test_the_manifest_explains_the_run(tmp_path: Path) -> None:
-    place = recorder.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(), command="testbed run x.yaml"
-    )
+def test_the_manifest_explains_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["testbed", "run", "x.yaml"])
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     manifest = json.loads((place / "manifest.json").read_text())
     assert manifest["command"] == "testbed run x.yaml"
     assert manifest["seed"] == 3
@@ -55,10 +54,10 @@ def test_the_manifest_explains_the_run(tmp_path: Path) -> None:
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
-    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     before = (place / "events.jsonl").read_bytes()
     with pytest.raises(InputError, match="holds something already"):
-        recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(events=[]))
+        recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(events=[]))
     assert (place / "events.jsonl").read_bytes() == before
     assert recorder.numbered(tmp_path / "run").name == "run-2"
 
@@ -66,7 +65,7 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert recorder.numbered(tmp_path / "run").name == "run"
-    assert recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()).name == "run"
+    assert recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()).name == "run"
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -133,8 +132,8 @@ def test_progress_is_told_by_the_last_events(tmp_path: Path) -> None:
 def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
     trial = recorded.trial()
     places = [tmp_path / name for name in ("finished", "failed", "missing")]
-    recorder.write(places[0], trial, recorded.plan(), recorded.outcome())
-    recorder.write(places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x"))
+    recorded.write(places[0], trial, recorded.plan(), recorded.outcome())
+    recorded.write(places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x"))
     assert list(files.finished_among(places, [trial] * 3)) == [0]
     assert not places[1].exists()
     other = replace(trial, scenario=trial.scenario.model_copy(update={"seed": 99}))
@@ -149,18 +148,18 @@ def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     shared = tensors.write(tensors.from_torch({"0.weight": weight, "1.weight": weight.t()}))
     outcome = recorded.outcome(weights_file=b"".join(shared))
-    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert torch.equal(load_file(place / "weights.safetensors")["1.weight"], weight.t())
 
 
 def test_a_run_that_failed_at_once_is_written(tmp_path: Path) -> None:
     outcome = recorded.outcome(status="failed", error="no image", events=[], links=[], fidelity={})
-    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert json.loads((place / "metrics.json").read_text())["verdict"]["reasons"]
 
 
 def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     run = files.load(place)
     assert run.outcome == recorded.outcome()
     assert run.plan == recorded.plan()
@@ -171,7 +170,7 @@ def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_figures_are_read_without_the_events_where_they_were_written(tmp_path: Path) -> None:
-    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     run = files.load(place)
     (place / "events.jsonl").write_text("damaged\n")
     assert files.load_figures(place) == run.alone()
@@ -190,14 +189,14 @@ def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     text = (place / "events.jsonl").read_text()
     (place / "events.jsonl").write_text(text[:-20])
     assert files.load(place).outcome.events == recorded.events()[:-1]
 
 
 def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
-    place = recorder.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     (place / "events.jsonl").write_text('{"time": 1}\n')
     with pytest.raises(InputError, match=r"events\.jsonl:1: is not an event"):
         files.load(place)

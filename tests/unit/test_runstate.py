@@ -12,7 +12,7 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 def a_run(name: str) -> runstate.RunState:
-    return runstate.RunState(run=name, token="secret", controller=1, created=0.0, scenario={"name": "x"})
+    return runstate.RunState(run=name, token="secret", scenario={"name": "x"})
 
 
 def test_what_is_written_is_read_back_and_is_for_its_owner_only():

@@ -58,7 +58,7 @@ def test_an_uplink_is_set_and_lifted_in_one_class() -> None:
 
 def test_a_broadcast_goes_at_the_rate_of_the_slowest_link() -> None:
     [broadcast, *_] = plan_of_a(b=Link(rate=50e6), c=Link(rate=1e6)).senders
-    assert (broadcast.addresses, broadcast.rate) == (("198.18.255.255",), 1_000_000)
+    assert (broadcast.address, broadcast.rate) == ("198.18.255.255", 1_000_000)
 
 
 def test_a_change_touches_one_leaf() -> None:

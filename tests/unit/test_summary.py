@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import recorded
 
-from controller.results import files, recorder
+from controller.results import files
 from controller.results.run import run_name, short_keys
 from controller.results.summary import interval, summarize
 
@@ -27,7 +27,7 @@ def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None
     for rate in ("8mbit", "16mbit"):
         for repetition in range(2):
             trial = replace(recorded.trial(), point={"network.link.rate": rate}, repetition=repetition)
-            recorder.write(tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome())
+            recorded.write(tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome())
     summary = summarize(tmp_path, [files.load_figures(place) for place in files.places(tmp_path)])
     assert [point["point"] for point in summary["points"]] == [
         {"network.link.rate": "8mbit"},

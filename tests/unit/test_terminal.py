@@ -10,7 +10,7 @@ from rich.console import Console
 
 from controller.report import html, terminal
 from controller.report.grouping import group_links
-from controller.results import files, recorder
+from controller.results import files
 from controller.results.run import Run
 from controller.results.summary import summary_of
 from controller.running.live import LiveProgress
@@ -20,7 +20,7 @@ from testbed.trace.metrics import metrics
 
 def run(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
     trial = recorded.trial(**(scenario or {}))
-    return files.load(recorder.write(folder / "run", trial, recorded.plan(), recorded.outcome(**changes)))
+    return files.load(recorded.write(folder / "run", trial, recorded.plan(), recorded.outcome(**changes)))
 
 
 def printed(shown: Run, width: int) -> str:

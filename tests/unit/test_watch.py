@@ -11,7 +11,7 @@ import recorded
 from flask.testing import FlaskClient
 
 from controller.lab.tail import Tail
-from controller.results.recorder import Recorder, write
+from controller.results.recorder import Recorder
 from controller.watch.feed import batches, shown
 from controller.watch.server import application, described
 from testbed.scenario.expand import trials
@@ -38,7 +38,7 @@ class _Client(FlaskClient):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    return recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
 
 
 def test_the_page_knows_devices_and_links_and_loads_nothing(folder: Path) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from controller.report import html, terminal
 from controller.report.timeline import interesting, shaded
-from controller.results import files, recorder
+from controller.results import files
 from controller.results.run import Run
 from testbed.methods.asynchronous.figures import DECLARED
 from testbed.trace.events import Event
@@ -66,7 +66,7 @@ def figures(*events: Event, faulty: bool = False) -> dict[str, Any]:
 def told(folder: Path, *events: Event) -> Run:
     trial = recorded.trial(workload=recorded.SCENARIO["workload"] | {"method": {"name": "ftpipehd"}})
     ordered = sorted([*recorded.events(), *events], key=lambda event: event.time)
-    return files.load(recorder.write(folder / "run", trial, recorded.plan(), recorded.outcome(events=ordered)))
+    return files.load(recorded.write(folder / "run", trial, recorded.plan(), recorded.outcome(events=ordered)))
 
 
 def test_the_phases_of_a_recovery_are_between_what_the_method_tells() -> None:

@@ -5,7 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from controller.results import files, recorder
+import recorded
+
+from controller.results import files
 from controller.results.reproduction import ReproducedRow, reproduce
 from testbed.data import load as load_data
 from testbed.prepare import data_folder, prepare
@@ -34,7 +36,7 @@ def run(place: Path, trial: Trial, data: Any) -> Path:
     ready = prepare(trial)
     outcome = simulate(ready, data)
     assert outcome.status == "finished", outcome.error
-    return recorder.write(place, trial, ready.plan, outcome)
+    return recorded.write(place, trial, ready.plan, outcome)
 
 
 def test_the_worked_example_of_stahl_et_al_is_exact(tmp_path: Path) -> None:
