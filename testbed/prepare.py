@@ -8,20 +8,16 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from testbed import formats, methods, usercode
+from testbed import formats, usercode, validation
 from testbed.data import catalog as data
-from testbed.data import synthetic
 from testbed.data.batches import Indices, steps_per_epoch
 from testbed.data.dataset import Dataset
-from testbed.data.files import check_images, find
-from testbed.data.pictures import is_picture
 from testbed.data.split import split
 from testbed.errors import Diagnostic, InputError, Key
 from testbed.experiment import Experiment
@@ -30,30 +26,23 @@ from testbed.faults.replay import traced_links
 from testbed.faults.setting import Setting
 from testbed.methods.base import Method, Problem
 from testbed.methods.external import code_of, from_code
-from testbed.models import CATALOG, create, weights
+from testbed.models import create, weights
 from testbed.models.chain import Model
 from testbed.models.making import KEY as MODEL_FILE
 from testbed.models.own import create_own
-from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.plan import Plan
-from testbed.scenario import paper
-from testbed.scenario.expand import device_names, no_such_devices, trials
-from testbed.scenario.expect import parse_condition
-from testbed.scenario.loading import explain, load, nearest
+from testbed.scenario.expand import device_names, trials
+from testbed.scenario.files import data_folder, weights_file
+from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
-from testbed.trace.figures import Figure, events_of
-from testbed.trace.registry import OF_DEVICES, figures_of, kind_of
+from testbed.trace.figures import events_of
 from testbed.usercode import Code
-from testbed.workload import DataPart, ModelPart, WorkloadPart
+from testbed.validation import find_method
+from testbed.workload import WorkloadPart
 
-DATA_FOLDER = Path("data")
-"""Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
 MOST_BYTES = 20_000_000
 """Of the files of all programs together: they travel with the deployment, and lie in the device's memory."""
-DIGITS = ("digits", data.LARGE_DIGITS)
-DIGITS_TRAIN = 1438
-"""Training samples of the embedded set, known without importing what holds it."""
 
 
 class Carried(BaseModel):
@@ -120,15 +109,7 @@ class Prepared:
 def prepare(trial: Trial) -> Prepared:
     """Check and plan a trial. Raises `InputError`, one line for each problem, naming file and line."""
     scenario = trial.scenario
-    figures = _figures(scenario)
-    problems = [
-        *_workload_problems(scenario),
-        *_folder_problems(scenario),
-        *_name_problems(trial),
-        *_expect_problems(trial, figures),
-        *paper.figure_problems(scenario.paper, trial.point, figures),
-    ]
-    if problems:
+    if problems := list(validation.problems(trial)):
         # What is left to check follows from a plan, and there is none without a method, a model and its data.
         raise scenario.source.error(problems)
     method, problem = build_problem(trial)
@@ -161,11 +142,6 @@ def _check_normalisation(method: Method, problem: Problem) -> None:
                 "use larger batches, or fewer micro-batches of each",
                 ("batch_size",),
             )
-
-
-def find_method(scenario: Scenario) -> Method:
-    """Return the method that a scenario names; raises `InputError` where there is none such."""
-    return methods.find(scenario.workload.method, scenario.source.folder)
 
 
 def model_code(scenario: Scenario) -> Code | None:
@@ -222,23 +198,6 @@ def build_problem(trial: Trial, carried: Carried | None = None) -> tuple[Method,
     )
 
 
-def data_folder(scenario: Scenario) -> Path:
-    """Return where the files of the scenario's data lie: its ``folder``, or where `testbed data fetch` puts them.
-
-    Of data that are one file, and of one's own, that file or folder.
-    """
-    part = scenario.workload.data
-    if (named := part.file or part.path) is not None:
-        return scenario.source.folder / named
-    return scenario.source.folder / part.folder if part.folder is not None else DATA_FOLDER / part.name
-
-
-def weights_file(scenario: Scenario) -> Path | None:
-    """Return the file that the model's weights are read from; None: they are drawn from the seed."""
-    named = scenario.workload.model.weights
-    return None if named is None else scenario.source.folder / named
-
-
 def batches(scenario: Scenario, plan: Plan) -> int | None:
     """Return how many batches a run has; None where only the data's files can tell, or who owns how many."""
     known = [count for count in (_workload_batches(scenario), plan.steps) if count is not None]
@@ -253,141 +212,10 @@ def _workload_batches(scenario: Scenario) -> int | None:
         return workload.steps
     if workload.data.split != "lead":
         return None
-    samples = _training_samples(workload.data)
+    samples = data.known_samples(workload.data)
     if samples is None or workload.epochs is None:
         return None
     return workload.epochs * steps_per_epoch(samples, workload.batch_size)
-
-
-def _training_samples(part: DataPart) -> int | None:
-    """Return how many training samples there are; None where only the data's files can tell."""
-    if part.train is not None:
-        return part.train
-    if part.name.startswith("synthetic"):
-        return synthetic.TRAIN
-    return DIGITS_TRAIN if part.name in DIGITS else None
-
-
-def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    workload = scenario.workload
-    key: Key = ("workload",)
-    method = _method_or_problem(scenario)
-    if isinstance(method, Diagnostic):
-        yield method
-    else:
-        if workload.task not in method.tasks:
-            can = " and ".join(method.tasks)
-            yield Diagnostic((*key, "task"), f"the method '{method.name}' cannot {workload.task}: it can {can}")
-        if workload.numerics == "none" and not method.timing_only:
-            can = ", ".join(each.name for each in methods.METHODS.values() if each.timing_only)
-            text = f"the method '{method.name}' cannot do without numbers: use full, or one of {can}"
-            yield Diagnostic((*key, "numerics"), text)
-        try:
-            method.Options.model_validate(workload.method.options())
-        except ValidationError as error:
-            yield from explain(error, method.Options, (*key, "method"))
-    if workload.task != "program":
-        yield from _model_problems(workload.model)
-        yield from _data_problems(scenario)
-
-
-def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
-    key: Key = ("workload", "model")
-    if part.file is not None:
-        return  # it is made, or refused, with the problem
-    if part.units is not None:
-        yield Diagnostic((*key, "units"), "cuts a model of your own, by `file`; those of the list have their units")
-    entry = CATALOG.get(part.name)
-    if entry is None:
-        text = f"there is no model '{part.name}': {nearest(part.name, CATALOG)}"
-        yield Diagnostic((*key, "name"), text)
-    else:
-        try:
-            entry.Options.model_validate(part.options())
-        except ValidationError as error:
-            yield from explain(error, entry.Options, key)
-
-
-def _method_or_problem(scenario: Scenario) -> Method | Diagnostic:
-    part = scenario.workload.method
-    if part.file is None and part.name not in methods.METHODS:
-        text = f"there is no method '{part.name}': {nearest(part.name, methods.METHODS)}"
-        return Diagnostic(("workload", "method", "name"), text)
-    try:
-        return find_method(scenario)
-    except InputError as error:
-        return Diagnostic(("workload", *error.key), error.text)
-
-
-def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    name = scenario.workload.data.name
-    key: Key = ("workload", "data")
-    try:
-        kind = data.describe_part(scenario.workload.data, data_folder(scenario))
-    except InputError as error:
-        if data.is_own(scenario.workload.data):
-            yield Diagnostic(("workload", *error.key), error.text)
-            return
-        known = name in data.DATASETS or name.startswith("synthetic") or is_picture(name)
-        text = error.text if known else f"there is no data set '{name}': {nearest(name, data.DATASETS)}"
-        yield Diagnostic((*key, "name"), text)
-        return
-    if not kind.classes and scenario.workload.task == "train":
-        yield Diagnostic(
-            (*key, "name"), f"{name} has no labels to learn from: use the task infer, or data such as digits"
-        )
-    path = scenario.workload.data.path
-    if data.is_own(scenario.workload.data):
-        try:
-            yield from batch_problems(
-                scenario.workload, len(data.train_labels(scenario.workload.data, data_folder(scenario)))
-            )
-        except InputError as error:
-            yield Diagnostic(("workload", *error.key), error.text)
-        return
-    there = _training_samples(scenario.workload.data)
-    if there is not None:
-        yield from batch_problems(scenario.workload, there)
-    if kind.from_path and path is None:
-        yield Diagnostic(key, f"{name} is a picture of your own: name its file with `path`, or use photos")
-    elif not kind.from_path and (path is not None or scenario.workload.data.file is not None):
-        yield Diagnostic((*key, "path"), f"{name} is not read from one file: use the data image, or leave `path` out")
-
-
-def batch_problems(workload: WorkloadPart, there: int) -> Iterator[Diagnostic]:
-    """Yield what is wrong with a batch larger than all training samples, where the lead has them."""
-    size = workload.batch_size
-    if workload.task == "train" and workload.data.split == "lead" and size > there:
-        text = f"a batch of {size} is more than the {there} training samples: use at most {there}"
-        yield Diagnostic(("workload", "batch_size"), text)
-
-
-def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    """Look for the data's files. Not a part of `build_problem`: devices are sent their data and have no such folder."""
-    name = scenario.workload.data.name
-    key: Key = ("workload", "data")
-    try:
-        kind = data.describe_part(scenario.workload.data, data_folder(scenario))
-    except InputError:
-        return
-    if data.is_own(scenario.workload.data):
-        return
-    folder = data_folder(scenario)
-    download = f"`testbed data fetch {name}` downloads them"
-    if kind.files and not folder.is_dir():
-        yield Diagnostic((*key, "folder"), f"{name} is read from files and there is no folder {folder}: {download}")
-    elif kind.from_path and scenario.workload.data.path is not None and not folder.is_file():
-        yield Diagnostic((*key, "path"), f"there is no file {folder}: name a picture, relative to the scenario file")
-    elif kind.files and not any(find(folder, file) for file in kind.files):
-        yield Diagnostic((*key, "folder"), f"{folder} holds none of the files of {name}: {download}")
-    for images in filter(None, (find(folder, file) for file in kind.files if "-images-" in file)):
-        try:
-            check_images(images, kind.shape[1:])
-        except InputError as error:
-            yield Diagnostic((*key, "folder"), str(error))
-    part = scenario.workload.data
-    if name in DIGITS and part.train is not None and part.train > DIGITS_TRAIN:
-        yield Diagnostic((*key, "train"), f"{name} has {DIGITS_TRAIN} training samples, not {part.train}: use fewer")
 
 
 def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, Indices]:
@@ -442,44 +270,6 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
             else f"{file}: trains {found.problem.model.name}, not {model.name}: name a scenario with the same model"
         )
     return found
-
-
-def _figures(scenario: Scenario) -> dict[str, Figure]:
-    """Return the figures that a run of the scenario may have; with a method that there is not, those of all methods."""
-    method = _method_or_problem(scenario)
-    known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
-    return {each: figure for method in known for each, figure in figures_of(method.declared).items()}
-
-
-def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
-    names = [device.name for device in trial.experiment.devices]
-    for name in sorted({*RESERVED_NAMES} & {*names}):
-        yield Diagnostic(("devices", name), "no device can have this name, the testbed has one of its own: rename it")
-    if not has_room(IPv4Network(trial.scenario.network.subnet), len(names)):
-        yield Diagnostic(("network", "subnet"), no_room(trial.scenario.network.subnet, len(names)))
-    for index, part in enumerate(trial.scenario.faults):
-        for key, text in no_such_devices(checks.devices_named(part), trial.scenario, names):
-            yield Diagnostic(("faults", index, *key), text)
-
-
-def _expect_problems(trial: Trial, figures: Mapping[str, Figure]) -> Iterator[Diagnostic]:
-    names = [device.name for device in trial.experiment.devices]
-    for figure, text in trial.scenario.expect.items():
-        key: Key = ("expect", figure)
-        parts = figure.split(".")
-        of_device = parts[0] == "devices" and len(parts) == 3
-        if of_device:
-            for _, wrong in no_such_devices([(key, parts[1])], trial.scenario, names):
-                yield Diagnostic(key, wrong)
-        try:
-            parse_condition(text, kind_of(figure, figures))
-        except KeyError:
-            what, known = ("figure of a device", [*OF_DEVICES]) if of_device else ("figure", [*figures])
-            yield Diagnostic(
-                key, f"there is no {what} '{parts[-1] if of_device else figure}': {nearest(parts[-1], known)}"
-            )
-        except ValueError as error:
-            yield Diagnostic(key, str(error))
 
 
 def _memory_problems(trial: Trial, plan: Plan) -> Iterator[Diagnostic]:

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from controller.watch.feed import INTERVAL
 from testbed import formats
-from testbed.prepare import Prepared, batches, prepare, weights_file
+from testbed.prepare import Prepared, batches, prepare
 from testbed.scenario.expand import trials
+from testbed.scenario.files import weights_file
 from testbed.scenario.loading import load
 from testbed.simulation.world import rare_collection
 

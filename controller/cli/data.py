@@ -21,7 +21,7 @@ _SHADES = " .:-=+*#%@"
 
 
 def _place(name: str, folder: Path | None) -> Path:
-    from testbed.prepare import DATA_FOLDER
+    from testbed.scenario.files import DATA_FOLDER
 
     return folder or DATA_FOLDER / name
 

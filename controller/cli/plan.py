@@ -93,7 +93,7 @@ def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
     """Return who owns how many training samples of which classes; None where all are the lead's."""
     from testbed.data.catalog import train_labels
     from testbed.data.split import class_counts
-    from testbed.prepare import data_folder
+    from testbed.scenario.files import data_folder
 
     if not prepared.shares:
         return None

@@ -11,7 +11,6 @@ from typing import Any
 
 from testbed.experiment import Experiment
 from testbed.plan import Plan
-from testbed.prepare import find_method
 from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import Declared, Figure
@@ -19,6 +18,7 @@ from testbed.trace.gantt import run_end
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Standstill, pauses
 from testbed.trace.registry import figures_of
+from testbed.validation import find_method
 
 LONGEST_NAME = 200
 """Characters of the name of a run's folder."""

@@ -8,7 +8,9 @@ from rich.console import Console
 
 from controller.running.live import LiveProgress
 from testbed.errors import TestbedError
-from testbed.prepare import Prepared, batch_problems, batches, data_folder, weights_file
+from testbed.prepare import Prepared, batches
+from testbed.scenario.files import data_folder, weights_file
+from testbed.validation import batch_problems
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ Nothing here downloads; `testbed.data.fetch` does, when its command is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from testbed.data import files, own, pictures, synthetic
 from testbed.data.dataset import Dataset
 from testbed.data.files import Bytes
 from testbed.data.split import holdout
-from testbed.errors import InputError
+from testbed.errors import InputError, Key
 
 if TYPE_CHECKING:
     from testbed.workload import DataPart
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Samples = tuple[Bytes, Bytes]
 """Images and labels, as they lie in the files."""
 LARGE_DIGITS = "digits-28"
+DIGITS = ("digits", LARGE_DIGITS)
+DIGITS_TRAIN = 1438
+"""Training samples of the embedded set, known without importing what holds it."""
 TEST_SHARE = 0.2
 """Of a set that comes without a test part of its own."""
 
@@ -279,6 +282,37 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
     name, (_, labels), _ = source.read(source, folder)
     _check_limit(name, "train", len(labels), part.train)
     return labels[: part.train].astype(np.int64)
+
+
+def known_samples(part: DataPart) -> int | None:
+    """Return how many training samples a scenario has; None where only the data's files can tell."""
+    if part.train is not None:
+        return part.train
+    if part.name.startswith("synthetic"):
+        return synthetic.TRAIN
+    return DIGITS_TRAIN if part.name in DIGITS else None
+
+
+def problems(part: DataPart, place: Path) -> Iterator[tuple[Key, str]]:
+    """Yield (key, what is wrong) of the files of a set of the catalogue, and of how many samples are asked of it.
+
+    ``place`` is its folder, or its file. Reads no samples. Raises `InputError` for an unknown name.
+    """
+    source = describe(part.name)
+    download = f"`testbed data fetch {part.name}` downloads them"
+    if source.files and not place.is_dir():
+        yield ("folder",), f"{part.name} is read from files and there is no folder {place}: {download}"
+    elif source.from_path and part.path is not None and not place.is_file():
+        yield ("path",), f"there is no file {place}: name a picture, relative to the scenario file"
+    elif source.files and not any(files.find(place, name) for name in source.files):
+        yield ("folder",), f"{place} holds none of the files of {part.name}: {download}"
+    for images in filter(None, (files.find(place, name) for name in source.files if "-images-" in name)):
+        try:
+            files.check_images(images, source.shape[1:])
+        except InputError as error:
+            yield ("folder",), str(error)
+    if part.name in DIGITS and part.train is not None and part.train > DIGITS_TRAIN:
+        yield ("train",), f"{part.name} has {DIGITS_TRAIN} training samples, not {part.train}: use fewer"
 
 
 def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dataset:

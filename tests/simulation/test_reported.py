@@ -13,8 +13,9 @@ from controller.results import files
 from controller.results.comparison import compare
 from controller.results.run import Run
 from testbed.data import load as load_data
-from testbed.prepare import data_folder, prepare
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed.scenario.files import data_folder
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from testbed.data import load as load_data
-from testbed.prepare import data_folder, prepare
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.expect import evaluate
+from testbed.scenario.files import data_folder
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics

@@ -13,10 +13,11 @@ from controller.results import files
 from testbed.errors import InputError
 from testbed.methods import METHODS
 from testbed.methods.external import code_of, from_code, from_file
-from testbed.prepare import find_method, prepare
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.usercode import Code
+from testbed.validation import find_method
 
 RING = Path(__file__).parents[2] / "scenarios" / "examples" / "ring.yaml"
 SMALL = """

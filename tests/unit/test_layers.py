@@ -14,6 +14,7 @@ FLOORS = {
     "testbed": (
         ("testbed.simulation",),
         ("testbed.prepare",),
+        ("testbed.validation",),
         ("testbed.methods",),
         ("testbed.scenario",),
         ("testbed.trace",),

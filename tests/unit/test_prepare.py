@@ -10,8 +10,9 @@ import pytest
 
 from testbed.errors import InputError
 from testbed.methods.pipeline import Pipeline
-from testbed.prepare import batches, data_folder, prepare
+from testbed.prepare import batches, prepare
 from testbed.scenario.expand import trials
+from testbed.scenario.files import data_folder
 from testbed.scenario.loading import load
 
 GOOD = """\

@@ -10,8 +10,9 @@ import recorded
 from controller.results import files
 from controller.results.reproduction import ReproducedRow, reproduce
 from testbed.data import load as load_data
-from testbed.prepare import data_folder, prepare
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed.scenario.files import data_folder
 from testbed.scenario.loading import load
 from testbed.scenario.trial import Trial
 from testbed.simulation import simulate
