@@ -16,34 +16,20 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from testbed import usercode
 from testbed.errors import InputError
 from testbed.models.chain import Model, Unit, joined
 from testbed.models.making import KEY, CountedUnit, Maker
 from testbed.models.shapes import INPUT, Shape
-from testbed.seeds import derive
+from testbed.models.tracer import BATCHES, Measure, Traced, line, plain, seeded, trace
 
-_BATCHES = (2, 3)
-"""Samples with which the network is run: what differs between the two is the batch's."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_IN_PLACE = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-"""What changes its input, and the same as a new value: a unit must leave alone what other units may read."""
 
 
 def traced(maker: Maker, shape: Shape, classes: int, units: Sequence[str] | None) -> Model:
     """Trace, measure and cut a network; raises `InputError` naming the line that is in the way."""
-    root = _made(maker)
-    graph = _trace(maker, root)
-    steps = _steps(maker, root, graph, shape)
+    steps = _steps(maker, trace(maker, shape, units))
     cuts = _automatic(steps) if units is None else _by_hand(steps, units)
     pieces = [steps.nodes[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])]
     names = _unlike([_name(piece, steps) for piece in pieces])
@@ -52,162 +38,27 @@ def traced(maker: Maker, shape: Shape, classes: int, units: Sequence[str] | None
     return _chain(maker, steps, dict(zip(names, pieces, strict=True)), shape, classes)
 
 
-def _made(maker: Maker) -> nn.Module:
-    """Make the network without values where its code allows that: large ones are described at once then."""
-    try:
-        with torch.device("meta"):
-            return _without_in_place(maker())
-    except InputError:
-        return seeded(maker, 0)
-
-
-def seeded(maker: Maker, seed: int) -> nn.Module:
-    """Make the network with the weights of a seed; torch's global generator is left as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "weights"))
-        return _without_in_place(maker())
-
-
-def _without_in_place(root: nn.Module) -> nn.Module:
-    for module in root.modules():
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False  # type: ignore[assignment]
-    return root
-
-
-# Tracing
-
-
-def _trace(maker: Maker, root: nn.Module) -> fx.Graph:
-    """Trace in training, and refuse what would do something else in evaluation."""
-    graphs = []
-    for training in (True, False):
-        root.train(training)
-        tracer = fx.Tracer(param_shapes_constant=True)
-        tracer.record_stack_traces = True
-        try:
-            graphs.append(tracer.trace(root))
-        except Exception as error:
-            raise InputError(
-                f"{usercode.line_of(error, maker.code)}: cannot be traced: {_first_line(error)}; write what does not "
-                "depend on the values of tensors, or put it into a module that is cut around by `units`",
-                KEY,
-            ) from error
-    if len({_shape_of(graph) for graph in graphs}) > 1:
-        raise InputError(
-            f"{usercode.shown(maker.code.module)}: asks in `forward` whether it is training: use modules that do so "
-            "themselves, such as nn.Dropout instead of F.dropout",
-            KEY,
-        )
-    root.train()
-    graph = graphs[0]
-    for node in graph.nodes:
-        node.target = _IN_PLACE.get(node.target, node.target)
-        if node.kwargs.get("inplace"):
-            node.kwargs = {**node.kwargs, "inplace": False}
-        if node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
-            text = f"{_line(node, maker)}: .{node.target}() changes a tensor in place: make a new one"
-            raise InputError(text, KEY)
-    return graph
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
-def _shape_of(graph: fx.Graph) -> str:
-    return "\n".join(node.format_node() or "" for node in graph.nodes)
-
-
-def _line(node: fx.Node, maker: Maker) -> str:
-    """Return the user's line that a node comes from."""
-    file = usercode.shown(maker.code.module)
-    places = [each for each in (node.stack_trace or "").splitlines() if f'File "{file}"' in each]
-    return f"{file}:{places[-1].split('line ')[1].split(',')[0]}" if places else file
-
-
-# Measuring
-
-
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the values of new tensors, and those read to make them: views are none, weights are not read."""
-
-    def __init__(self, root: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.made = 0
-        self.read = 0
-        self._weights = {each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers())}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        first = found[0] if isinstance(found, tuple | list) and found else found
-        if isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view:
-            self.made += first.numel()
-            self.read += sum(each.numel() for each in pytree.tree_leaves((args, kwargs)) if self._counts(each))
-        return found
-
-    def _counts(self, argument: object) -> bool:
-        return (
-            isinstance(argument, torch.Tensor)
-            and argument.is_floating_point()
-            and argument.untyped_storage()._cdata not in self._weights
-        )
-
-
-@dataclass(frozen=True)
-class _Measure:
-    """What running a node came to."""
-
-    value: Any
-    flops: float
-    made: int
-    read: int
-
-
-class _Run(fx.Interpreter):
-    """Runs a graph node by node and notes what each comes to."""
-
-    def __init__(self, root: nn.Module, graph: fx.Graph, maker: Maker) -> None:
-        super().__init__(fx.GraphModule(root, graph))
-        self.found: dict[str, _Measure] = {}
-        self._maker = maker
-        self._values = _Values(root)
-        self._counter = FlopCounterMode(display=False)
-
-    def measure(self, samples: torch.Tensor) -> dict[str, _Measure]:
-        """Run all nodes on the device of the samples; return what each came to, by its name."""
-        with torch.device(samples.device), self._counter, self._values:
-            self.run(samples)
-        return self.found
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node, counting."""
-        flops, made, read = self._counter.get_total_flops(), self._values.made, self._values.read
-        try:
-            value = super().run_node(n)
-        except Exception as error:
-            raise InputError(f"{_line(n, self._maker)}: {_first_line(error)}", KEY) from error
-        self.found[n.name] = _Measure(
-            value, self._counter.get_total_flops() - flops, self._values.made - made, self._values.read - read
-        )
-        return value
-
-
 @dataclass
 class _Steps:
     """A traced network: what it does, one after the other, and what that comes to."""
 
-    root: nn.Module
-    graph: fx.Graph
+    traced: Traced
     nodes: list[fx.Node]
     """Those that make a tensor, or several, of what enters."""
-    runs: tuple[dict[str, _Measure], dict[str, _Measure]]
-    """By node, of the two sizes of a batch."""
     input: fx.Node
-    output: fx.Node
     maker: Maker
     work: list[int] = field(default_factory=list)
     """How many nodes with counted work there are up to each, itself included."""
+
+    @property
+    def root(self) -> nn.Module:
+        """The network."""
+        return self.traced.root
+
+    @property
+    def runs(self) -> tuple[dict[str, Measure], ...]:
+        """By node, of the two sizes of a batch."""
+        return self.traced.runs
 
     def values(self, node: fx.Node) -> tuple[Any, Any]:
         """Return what a node made of each of the two batches."""
@@ -230,16 +81,14 @@ class _Steps:
             node = waiting.pop()
             if node not in wanted:
                 wanted.add(node)
-                if not _plain(self.values(node)[0]):
+                if not plain(self.values(node)[0]):
                     waiting += [each for each in node.all_input_nodes if self.local(each)]
-        return [node for node in self.graph.nodes if node in wanted]
+        return [node for node in self.traced.graph.nodes if node in wanted]
 
     def reads(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Return what nodes read that others made, in order."""
         inside = set(nodes)
-        read = {
-            each for node in self.all_of(nodes) if not _plain(self.values(node)[0]) for each in node.all_input_nodes
-        }
+        read = {each for node in self.all_of(nodes) if not plain(self.values(node)[0]) for each in node.all_input_nodes}
         return [node for node in (self.input, *self.nodes) if node in read and node not in inside]
 
     def alive(self, cut: int) -> list[fx.Node]:
@@ -256,7 +105,7 @@ class _Steps:
             and value.ndim > 1
             and value.shape[0] == size
             and value.shape[1:] == values[0].shape[1:]
-            for value, size in zip(values, _BATCHES, strict=True)
+            for value, size in zip(values, BATCHES, strict=True)
         )
 
     def shape(self, node: fx.Node) -> Shape:
@@ -264,30 +113,23 @@ class _Steps:
         return tuple(self.values(node)[0].shape[1:])
 
 
-def _plain(value: object) -> bool:
-    """Say whether a value is a number, a size or the like: the same for all samples, but for how many there are."""
-    if isinstance(value, tuple | list):
-        return all(_plain(each) for each in value)
-    return value is None or isinstance(value, int | float | str | torch.dtype | torch.device | slice)
-
-
-def _steps(maker: Maker, root: nn.Module, graph: fx.Graph, shape: Shape) -> _Steps:
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
-    if len(inputs) != 1:
-        names = ", ".join(node.name for node in inputs)
-        raise InputError(f"forward takes {names}: a network here takes one tensor, the samples", KEY)
-    device = next((each.device for each in root.parameters()), torch.device("cpu"))
-    runs = [_Run(root, graph, maker).measure(torch.zeros(size, *shape, device=device)) for size in _BATCHES]
-    output = next(node for node in graph.nodes if node.op == "output")
-    depends = {inputs[0]}
-    for node in graph.nodes:
+def _steps(maker: Maker, traced: Traced) -> _Steps:
+    runs = traced.runs
+    entering = next(node for node in traced.graph.nodes if node.op == "placeholder")
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    depends = {entering}
+    for node in traced.graph.nodes:
         called = node.op.startswith("call") and depends.intersection(node.all_input_nodes)
-        if called and not _plain(runs[0][node.name].value):
+        if called and not plain(runs[0][node.name].value):
             depends.add(node)
-    nodes = [node for node in graph.nodes if node in depends and node is not inputs[0]]
+    nodes = [node for node in traced.graph.nodes if node in depends and node is not entering]
     if not nodes or output.args[0] is not nodes[-1]:
-        raise InputError("forward has to return the tensor that it makes last, one value for each class", KEY)
-    return _Steps(root, graph, nodes, (runs[0], runs[1]), inputs[0], output, maker)
+        read = output.all_input_nodes
+        where = line(read[-1], maker) if read else usercode.shown(maker.code.module)
+        given = "several values" if isinstance(output.args[0], tuple | list | dict) else "what is made of no sample"
+        text = f"forward returns {given}: it has to return one tensor, one value for each class"
+        raise InputError(f"{where}: {text}", KEY)
+    return _Steps(traced, nodes, entering, maker)
 
 
 def _parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
@@ -369,7 +211,7 @@ def _by_hand(steps: _Steps, units: Sequence[str]) -> list[int]:
         if inside[0] <= begin:
             raise InputError(f"'{name}' does not come after what is named before it", key)
         if why := _why_not(steps, begin, inside[0]):
-            raise InputError(f"{_line(steps.nodes[inside[0]], steps.maker)}: no unit can begin at '{name}': {why}", key)
+            raise InputError(f"{line(steps.nodes[inside[0]], steps.maker)}: no unit can begin at '{name}': {why}", key)
         cuts.append(inside[0])
     return cuts
 
@@ -388,11 +230,21 @@ class TracedUnits:
 
     maker: Maker
     graphs: tuple[fx.Graph, ...] = field(compare=False)
+    constants: Mapping[str, torch.Tensor] = field(compare=False)
 
     def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
         """Make some units: the whole network is made as its function does, from the seed, and the rest dropped."""
         root = seeded(self.maker, seed)
-        return [fx.GraphModule(root, graph) for graph in self.graphs[first:last]]
+        kept = root.state_dict().keys()
+        for name, value in self.constants.items():
+            setattr(root, name, value)
+        units: list[nn.Module] = [fx.GraphModule(root, graph) for graph in self.graphs[first:last]]
+        for unit in units:  # fx makes a buffer of each tensor that is read: only those of the network are its state
+            for name, _ in unit.named_buffers():
+                owner, _, own = name.rpartition(".")
+                if name not in kept:
+                    unit.get_submodule(owner)._non_persistent_buffers_set.add(own)
+        return units
 
 
 def _chain(maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], shape: Shape, classes: int) -> Model:
@@ -412,7 +264,8 @@ def _chain(maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], 
         graphs.append(_unit_graph(steps, piece, reads, result))
     try:
         file = usercode.shown(maker.code.module).rpartition("/")[2]
-        return Model(file.removesuffix(".py"), shape, classes, tuple(units), builder=TracedUnits(maker, tuple(graphs)))
+        builder = TracedUnits(maker, tuple(graphs), steps.traced.constants)
+        return Model(file.removesuffix(".py"), shape, classes, tuple(units), builder=builder)
     except ValueError as error:
         raise InputError(str(error), KEY) from None
 
@@ -424,9 +277,9 @@ def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> Count
         shape=steps.shape(result),
         trained=sum(each.numel() for each in parameters),
         matrices=sum(each.numel() for each in parameters if each.ndim > 1),
-        forward=sum(small[node.name].flops for node in piece) / _BATCHES[0],
-        kept=sum(small[node.name].made for node in piece) // _BATCHES[0],
-        accessed=sum(small[node.name].made + small[node.name].read for node in piece) // _BATCHES[0],
+        forward=sum(small[node.name].flops for node in piece) / BATCHES[0],
+        kept=sum(small[node.name].made for node in piece) // BATCHES[0],
+        accessed=sum(small[node.name].made + small[node.name].read for node in piece) // BATCHES[0],
     )
 
 
@@ -452,25 +305,24 @@ def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node
     def sized(values: tuple[Any, Any], node: fx.Node) -> Any:
         """Write a number or size again: as it is, or as so many times the samples that enter."""
         small, large = values
-        if isinstance(small, torch.device):
-            return torch.device("cpu")
         if isinstance(small, tuple | list) and len(small) == len(large):
             return tuple(sized(pair, node) for pair in zip(small, large, strict=True))
         if small == large:
             return small
-        factor, rest = divmod(small, _BATCHES[0]) if isinstance(small, int) else (0, 1)
-        if rest or large != factor * _BATCHES[1]:
-            raise InputError(f"{_line(node, steps.maker)}: depends on the number of samples in an odd way", KEY)
+        factor, rest = divmod(small, BATCHES[0]) if isinstance(small, int) else (0, 1)
+        if rest or large != factor * BATCHES[1]:
+            raise InputError(f"{line(node, steps.maker)}: depends on the number of samples in an odd way", KEY)
         samples = graph.call_method("size", (first, 0))
         return samples if factor == 1 else graph.call_function(operator.mul, (samples, factor))
 
     def copied(node: fx.Node) -> Any:
         if node not in copies:
-            copies[node] = sized(steps.values(node), node)
+            local = node.op == "get_attr"  # the mode of the unit, training or evaluation
+            copies[node] = graph.node_copy(node) if local else sized(steps.values(node), node)
         return copies[node]
 
     for node in steps.all_of(piece):
-        if not _plain(steps.values(node)[0]):
+        if not plain(steps.values(node)[0]):
             copies[node] = graph.node_copy(node, copied)
     graph.output(copies[result])
     return graph

@@ -1,5 +1,7 @@
 """Networks as users write them, with nothing of the testbed's; read by tests as the files of scenarios."""
 
+import math
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import nn
@@ -113,6 +115,51 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)[:, 0])
+
+
+class Attention(nn.Module):
+    """Attention to earlier tokens alone, by a mask that is cut to size, as GPT is often written."""
+
+    def __init__(self, dim, heads, longest=64):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.register_buffer("mask", torch.tril(torch.ones(longest, longest)).bool(), persistent=False)
+
+    def forward(self, x, mask=None):
+        b, t, d = x.size()
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).split(d, dim=2))
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
+        scores = scores.masked_fill(~self.mask[:t, :t], float("-inf"))
+        if mask is not None:
+            scores = scores + mask
+        scores = F.dropout(torch.softmax(scores, dim=-1), 0.0, training=self.training)
+        return x + self.out((scores @ v).transpose(1, 2).reshape(b, t, d))
+
+
+class Gpt(nn.Module):
+    """Sizes, constants and options where users have them."""
+
+    def __init__(self, shape, classes, dim=8, depth=2):
+        super().__init__()
+        self.embed = nn.Linear(shape[2], dim)
+        self.position = nn.Embedding(64, dim)
+        self.blocks = nn.ModuleList(Attention(dim, 2) for _ in range(depth))
+        self.cell = nn.GRUCell(dim, dim)
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, x, return_features: bool = False):
+        if x.dim() == 4:
+            x = x.flatten(1, 2)
+        assert x.shape[1] <= 64, "too long"
+        x = self.embed(x * torch.tensor([0.5])) + self.position(torch.arange(x.size(1), device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        state = torch.zeros(x.shape[0], self.cell.hidden_size)
+        for place in range(x.size(1)):
+            state = self.cell(x[:, place], state)
+        return state if return_features else self.head(state)
 
 
 def layered(shape, classes):

@@ -24,7 +24,7 @@ from testbed.seeds import derive
 from testbed.simulation import simulate
 
 NETWORKS = Path(__file__).parent / "own_networks.py"
-NAMES = ("ResNet", "UNet", "Transformer", "layered")
+NAMES = ("ResNet", "UNet", "Transformer", "Gpt", "layered")
 SHAPE = (1, 8, 8)
 
 
@@ -138,11 +138,27 @@ def test_units_by_hand() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("        if x.sum() > 0:\n            x = -x\n        return self.fc(x)", "net.py:9: cannot be traced"),
+        ("        if x.sum() > 0:\n            x = -x\n        return self.fc(x)", "net.py:9: branches on values"),
+        (
+            "        if x.shape[0] > 2:\n            x = -x\n        return self.fc(x)",
+            "net.py:9: branches on the number",
+        ),
+        ("        return self.fc(x.flatten(1)) * x.mean().item()", r"net.py:9: .item\(\) reads values"),
+        (
+            "        x = x.flatten(1)\n        x[:, 0] = 0\n        return self.fc(x)",
+            "net.py:10: changes a tensor in place",
+        ),
+        ("        with torch.no_grad():\n            return self.fc(x.flatten(1))", "net.py:10: .* lost in tracing"),
         ("        return self.fc(x.flatten(1).add_(1))", r"net.py:9: .add_\(\) changes a tensor in place"),
-        ("        return self.fc(F.dropout(x.flatten(1), 0.5, self.training))", "asks in `forward` whether"),
-        ("        return self.fc(x)", "net.py:9: RuntimeError: "),
-        ("        return self.fc(x.flatten(1)), x", "has to return the tensor that it makes last"),
+        (
+            "        x = self.fc(x.flatten(1))\n        return x * 2 if self.training else x",
+            "net.py:10: does something else in evaluation",
+        ),
+        ("        return self.fc(x)", "net.py:9: RuntimeError: [^\n]*$"),
+        (
+            "        return self.fc(x.flatten(1)), x",
+            "net.py:9: forward returns several values: it has to return one tensor",
+        ),
         (
             "        return torch.softmax(self.fc(x.flatten(1)), 1)[:, :4]",
             "ends with .4,., not with one value",
@@ -157,6 +173,39 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, body: str, message: str) ->
     file = written(tmp_path, head + body + "\n")
     with pytest.raises(InputError, match=message):
         own("Net", file)
+
+
+def test_functions_that_are_told_the_mode_follow_it(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.fc = nn.Linear(64, 10)\n    def forward(self, x):\n"
+        "        return F.dropout(self.fc(x.flatten(1)), 0.5, self.training)\n",
+    )
+    unit = own("Net", file).build(0, 1, seed=1)
+    samples = torch.rand(2, *SHAPE)
+    assert (unit(samples) == 0).any()
+    assert not (unit.eval()(samples) == 0).any()
+
+
+def test_what_cannot_be_traced_may_be_a_unit(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        "class Halved(nn.Module):\n    def forward(self, x):\n        while x.norm() > 1:\n            x = x / 2\n"
+        "        return x\n"
+        "def build():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Halved(), nn.Linear(64, 10))\n",
+    )
+    with pytest.raises(InputError, match=r"net.py:6: branches on values of a tensor: .* name that in `units`"):
+        own("build", file)
+    model = own("build", file, units=["2", "3"])
+    assert [unit.parameters for unit in model.units] == [65 * 64, 0, 650]
+    assert model.build(1, 2, seed=1)(torch.full((2, 64), 9.0)).norm() <= 1
+
+
+def test_a_layer_without_sizes_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path, "def build():\n    return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))\n")
+    with pytest.raises(InputError, match=r"net.py: '1' has no sizes yet: call the network once"):
+        own("build", file)
 
 
 def test_options_are_arguments(tmp_path: Path) -> None:
@@ -178,6 +227,20 @@ def test_weights_shared_by_two_places_stay_in_one_unit(tmp_path: Path) -> None:
     )
     model = own("build", file)
     assert [unit.parameters for unit in model.units] == [2 * 65 * 64, 650]
+
+
+def test_a_weight_with_two_names_is_trained_by_each_method(tmp_path: Path) -> None:
+    body = (
+        "def build():\n    first, second = nn.Linear(64, 64), nn.Linear(64, 64)\n    second.weight = first.weight\n"
+        "    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), second, nn.Linear(64, 10))\n"
+    )
+    found = {}
+    for method in ("single", "pipeline, stages: 2, micro_batches: 1", "pipedream"):
+        file = scenario(tmp_path, f"{{name: {method}}}", "build")
+        written(tmp_path, body)
+        found[method] = losses(file)
+    assert found["pipeline, stages: 2, micro_batches: 1"] == pytest.approx(found["single"], rel=1e-5)
+    assert found["pipedream"][0] == pytest.approx(found["single"][0])
 
 
 def scenario(folder: Path, method: str, network: str = "Transformer") -> Path:

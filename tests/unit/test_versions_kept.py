@@ -104,3 +104,17 @@ def test_running_statistics_follow_the_backwards():
         torch.testing.assert_close(ours.state_dict()[name], tensor)
     with pytest.raises(KeyError):
         statistics.apply("c")
+
+
+@pytest.mark.parametrize("settings", [{"momentum": None}, {"momentum": 0.3}, {"track_running_stats": False}], ids=str)
+def test_statistics_of_all_kinds_of_normalisation_follow(settings):
+    ours, theirs = torch.nn.BatchNorm2d(3, **settings), torch.nn.BatchNorm2d(3, **settings)
+    statistics = Statistics(ours)
+    for key in range(3):
+        inputs = torch.rand(4, 3, 2, 2)
+        with statistics.set_aside(key):
+            ours(inputs)
+        statistics.apply(key)
+        theirs(inputs)
+    for name, value in theirs.named_buffers():
+        assert torch.allclose(ours.get_buffer(name), value, atol=1e-6), name

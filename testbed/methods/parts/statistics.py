@@ -16,13 +16,16 @@ class Statistics:
     """Keeps what a forward adds to the running statistics aside until its batch is done.
 
     A forward normalises by its own batch and only adds to the running averages, r = (1 - m) r + m x. It runs on
-    averages of zero, which leaves m x in them; `apply` does the rest, in the order of the backwards.
+    averages of zero, which leaves m x in them; `apply` does the rest, in the order of the backwards. Without a
+    momentum m is one over the number of batches so far, which was one in that forward.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        from torch.nn.modules.batchnorm import _BatchNorm
+        from torch.nn.modules.batchnorm import _NormBase
 
-        self._normalisations = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        self._normalisations = [
+            part for part in module.modules() if isinstance(part, _NormBase) and part.running_mean is not None
+        ]
         self._aside: dict[Hashable, list[dict[str, torch.Tensor]]] = {}
 
     @contextmanager
@@ -43,14 +46,14 @@ class Statistics:
     def apply(self, key: Hashable) -> None:
         """Add what the forward of this key had to add."""
         for part, added in zip(self._normalisations, self._aside.pop(key), strict=True):
-            keep = 1 - (part.momentum or 0.0)
-            for name, value in added.items():
+            assert part.num_batches_tracked is not None
+            part.num_batches_tracked.add_(added["num_batches_tracked"])
+            weight = 1.0 if part.momentum is not None else 1 / int(part.num_batches_tracked)
+            keep = 1 - (weight if part.momentum is None else part.momentum)
+            for name in ("running_mean", "running_var"):
                 buffer = part._buffers[name]
                 assert buffer is not None
-                if name == "num_batches_tracked":
-                    buffer.add_(value)
-                else:
-                    buffer.mul_(keep).add_(value)
+                buffer.mul_(keep).add_(added[name], alpha=weight)
 
     def drop(self, key: Hashable) -> None:
         """Forget what the forward of this key had to add."""

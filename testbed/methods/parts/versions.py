@@ -18,12 +18,15 @@ class Versions:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.newest = 0
-        self._places = [
-            (f"{path}.{name}" if path else name, part, name)
-            for path, part in module.named_modules()
-            for name, _ in part.named_parameters(recurse=False)
-        ]
         self._sets = {0: dict(module.named_parameters())}
+        # Weights that a user shares between two places have two names there, and one here.
+        names = {parameter: name for name, parameter in self._sets[0].items()}
+        self._places = [
+            (names[parameter], part, attribute)
+            for part in module.modules()
+            for attribute, parameter in part._parameters.items()
+            if parameter is not None
+        ]
 
     def __len__(self) -> int:
         return len(self._sets)
