@@ -124,8 +124,7 @@ def _steps(maker: Maker, traced: Traced) -> _Steps:
             depends.add(node)
     nodes = [node for node in traced.graph.nodes if node in depends and node is not entering]
     if not nodes or output.args[0] is not nodes[-1]:
-        read = output.all_input_nodes
-        where = line(read[-1], maker) if read else usercode.shown(maker.code.module)
+        where = line(nodes[-1], maker) if nodes else usercode.shown(maker.code.module)
         given = "several values" if isinstance(output.args[0], tuple | list | dict) else "what is made of no sample"
         text = f"forward returns {given}: it has to return one tensor, one value for each class"
         raise InputError(f"{where}: {text}", KEY)
