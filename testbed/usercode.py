@@ -104,7 +104,18 @@ def load(code: Code, key: Key) -> ModuleType:
         return importlib.import_module(code.module)
     except SyntaxError as error:
         raise InputError(f"{error.filename}:{error.lineno}: is not Python: {error.msg}", key) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{line_of(error, code)}: {type(error).__name__}: {error}", key) from error
+
+
+def call(code: Code, key: Key, **arguments: Any) -> Any:
+    """Return what a function returns; raises `InputError` naming the key and the line that raised something."""
+    called = function(code, key)
+    try:
+        return called(**arguments)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
         raise InputError(f"{line_of(error, code)}: {type(error).__name__}: {error}", key) from error
 
 
@@ -114,7 +125,8 @@ def function(code: Code, key: Key) -> Callable[..., Any]:
     found: Any = vars(module).get(code.name)
     if not callable(found):
         own = [name for name, each in vars(module).items() if getattr(each, "__module__", None) == code.module]
-        text = f"{shown(code.module)} defines no function '{code.name}': name one (there: {', '.join(own) or 'none'})"
+        wrong = f"defines no function '{code.name}': " if code.name else "is a file: "
+        text = f"{shown(code.module)} {wrong}name a function of it (there: {', '.join(own) or 'none'})"
         raise InputError(text, (key[0], "name"))
     checked: Callable[..., Any] = found
     return checked

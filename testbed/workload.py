@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
@@ -75,6 +76,9 @@ Split = Annotated[
 ]
 
 
+_SIZE = r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$"
+
+
 class DataPart(Part):
     """A data set by name (see `testbed data list`), or the user's own, by `file` or `path`."""
 
@@ -96,7 +100,7 @@ class DataPart(Part):
     )
     size: str | None = Field(
         None,
-        pattern=r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$",
+        json_schema_extra={"pattern": _SIZE},
         description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: theirs, if it is one",
     )
     train: int | None = Field(None, ge=1, description="use only the first N training samples")
@@ -111,6 +115,13 @@ class DataPart(Part):
     def title(self) -> str:
         """What it is called where a run is shown."""
         return self.name if self.file is None else f"{self.file}:{self.name}"
+
+    @field_validator("size")
+    @classmethod
+    def _height_and_width(cls, size: str | None) -> str | None:
+        if size is not None and not re.match(_SIZE, size):
+            raise ValueError(f"'{size}' is not HEIGHTxWIDTH, such as 32x32")
+        return size
 
     @model_validator(mode="before")
     @classmethod

@@ -52,6 +52,8 @@ def load(part: DataPart, place: Path, test_share: float) -> Dataset:
 @lru_cache(maxsize=2)
 def _load(part: DataPart, place: Path, changed: int, test_share: float) -> Dataset:
     key = _PATH if part.file is None else _FILE
+    if part.size is not None and not place.is_dir():
+        raise InputError("fits pictures of a folder into one size: leave it out", ("data", "size"))
     if part.file is not None:
         train, test = _from_function(part, place)
     elif place.is_dir():
@@ -69,14 +71,17 @@ def _load(part: DataPart, place: Path, changed: int, test_share: float) -> Datas
         text = f"{place}: {shapes}: give both one shape"
         raise InputError(text, key)
     classes = 1 + int(max(train[1].max(initial=0), test[1].max(initial=0)))
+    if classes > (count := len(train[1]) + len(test[1])):
+        raise InputError(f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0", key)
     return Dataset(part.name, classes, *train, *test)
 
 
 def _checked(samples: Samples, what: str, key: Key) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Return samples as every data set has them."""
     values, labels = samples
-    if len(values) != len(labels) or not len(values):
-        raise InputError(f"{what}: {len(values)} samples and {len(labels)} labels: give each sample one label", key)
+    if values.ndim < 1 or labels.ndim < 1 or len(values) != len(labels) or not len(values):
+        counts = ["no array of" if not each.ndim else str(len(each)) for each in samples]
+        raise InputError(f"{what}: {counts[0]} samples and {counts[1]} labels: give each sample one label", key)
     if values.ndim < 2 or values.dtype.kind not in "uifb":
         is_ = f"an array {values.shape} of {values.dtype}"
         text = f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)"
@@ -84,40 +89,54 @@ def _checked(samples: Samples, what: str, key: Key) -> tuple[npt.NDArray[np.floa
     if labels.ndim != 1 or labels.dtype.kind not in "ui" or labels.min() < 0:
         text = f"{what}: labels {labels.shape} of {labels.dtype}: give whole numbers from 0, one for each sample"
         raise InputError(text, key)
-    scaled = values.astype(np.float32)
+    with np.errstate(over="ignore"):
+        scaled = values.astype(np.float32)
     if values.dtype == np.uint8:
         scaled /= 255
     if not np.isfinite(scaled).all():
-        raise InputError(f"{what}: hold values that are not finite", key)
+        raise InputError(f"{what}: hold values that are no finite numbers of float32: mend or leave them out", key)
     return scaled, labels.astype(np.int64)
 
 
 def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
-    """Call the user's function: it returns train and test, each a pair of arrays or a torch data set."""
+    """Call the user's function: it returns train and test, each a pair of arrays or a torch data set; None: no test."""
     code = usercode.read(place, part.name, _FILE)
-    function = usercode.function(code, _FILE)
-    try:
-        found = function()
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{usercode.line_of(error, code)}: {type(error).__name__}: {error}", _FILE) from error
+    found = usercode.call(code, _FILE)
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise InputError(f"{place}: {part.name} returned {type(found).__name__}: return (train, test)", _FILE)
-    train, test = (_pair(each, f"{place}: {part.name}") for each in found)
+    train, test = (None if each is None else _pair(each, f"{place}: {part.name}") for each in found)
+    if train is None:
+        raise InputError(f"{place}: {part.name} returned no training samples: return (train, test)", _FILE)
     return train, test
 
 
 def _pair(part: Any, where: str) -> Samples:
     """Return one part of a set as arrays: a pair of them, or of whatever has a length and pairs by number."""
-    if isinstance(part, tuple | list) and len(part) == 2 and len(part[0]) == len(part[1]):
-        return np.asarray(part[0]), np.asarray(part[1])
+    if isinstance(part, tuple) and len(part) == 2:
+        samples, labels = part
+    else:
+        try:
+            pairs = [part[number] for number in range(len(part))]
+            samples, labels = [_array(sample) for sample, _ in pairs], [int(label) for _, label in pairs]
+        except (TypeError, ValueError, KeyError) as error:
+            text = f"{where}: each of train and test has to be (samples, labels), or a data set of such pairs: {error}"
+            raise InputError(text, _FILE) from None
     try:
-        pairs = [part[number] for number in range(len(part))]
-        return np.stack([np.asarray(sample) for sample, _ in pairs]), np.asarray([int(label) for _, label in pairs])
-    except (TypeError, ValueError, KeyError) as error:
-        text = f"{where}: each of train and test has to be (samples, labels), or a data set of such pairs: {error}"
-        raise InputError(text, _FILE) from None
+        return _array(samples), _array(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{where}: samples and labels have to be arrays, each sample of one shape: {error}", _FILE
+        ) from None
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    """Return an array; a picture of Pillow's has its channels first, as torch wants them."""
+    if hasattr(values, "detach"):
+        values = values.detach()
+    array = np.asarray(values)
+    if hasattr(values, "getbands"):
+        return array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
+    return array
 
 
 def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
@@ -127,6 +146,8 @@ def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
             train = arrays[train_images], arrays[train_labels]
             if test_images in arrays and test_labels in arrays:
                 return train, (arrays[test_images], arrays[test_labels])
+            if test_images in arrays or test_labels in arrays:
+                raise InputError(f"{place} holds one of {test_images} and {test_labels}: it needs both or none", _PATH)
             return train, None
     wanted = " or ".join(f"{names[0]} and {names[1]}" for names in _NAMES)
     raise InputError(f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {wanted}", _PATH)
@@ -135,13 +156,19 @@ def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
 def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
     try:
         if place.suffix == ".npz":
+            if not zipfile.is_zipfile(place):  # else numpy advises to unpickle it
+                raise InputError(f"{place} is no .npz file: write it by numpy.savez", _PATH)
             with np.load(place, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         if place.suffix == ".safetensors":
             with safe_open(place, framework="numpy") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except TypeError as error:  # a type that numpy lacks
+        raise InputError(f"{place}: cannot be read: {error}: write it as float32", _PATH) from None
     except (OSError, ValueError, zipfile.BadZipFile, EOFError, SafetensorError) as error:
-        raise InputError(f"{place}: cannot be read: {error}", _PATH) from None
+        unpickled = "holds Python objects, and nothing is unpickled: write arrays of numbers"
+        text = unpickled if "pickle" in str(error) else f"cannot be read: {error}"
+        raise InputError(f"{place}: {text}", _PATH) from None
     raise InputError(f"{place}: is neither .npz nor .safetensors nor a folder with one of images for each class", _PATH)
 
 
@@ -149,6 +176,8 @@ def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | Non
     """Read pictures in a folder for each class, itself in ``train`` and ``test`` where there are these two."""
     if (place / "train").is_dir() and (place / "test").is_dir():
         classes = _classes(place / "train")
+        if unlike := set(_classes(place / "test")) - set(classes):
+            raise InputError(f"{place / 'test'}: there are no training images of {', '.join(sorted(unlike))}", _PATH)
         return _pictures(place / "train", classes, size), _pictures(place / "test", classes, size)
     return _pictures(place, _classes(place), size), None
 
@@ -157,25 +186,32 @@ def _classes(folder: Path) -> list[str]:
     names = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     if not names:
         raise InputError(f"{folder} holds no folders: put the images of each class into one, named by the class", _PATH)
+    if empty := [name for name in names if not _files(folder / name)]:
+        raise InputError(f"{folder}: there are no images of {', '.join(empty)}: add some or remove the folder", _PATH)
     return names
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.glob("*")) if file.suffix.lower() in _PICTURES]
 
 
 def _pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
     found = [
         (file, label)
         for label, name in enumerate(classes)
-        for file in sorted((folder / name).glob("*"))
-        if file.suffix.lower() in _PICTURES
+        if (folder / name).is_dir()
+        for file in _files(folder / name)
     ]
-    if not found:
-        raise InputError(f"{folder}: there are no images in its folders", _PATH)
     shape: tuple[int, int, int] | None = None
     if size is not None:
         height, width = (int(each) for each in size.split("x"))
         shape = (3, height, width)
     images = []
     for file, _ in found:
-        picture = pictures.read(file)
+        try:
+            picture = pictures.read(file)
+        except InputError as error:
+            raise InputError(error.text, _PATH) from None
         shape = shape or (3, picture.height, picture.width)
         if size is None and (picture.height, picture.width) != shape[1:]:
             here = f"{picture.height}x{picture.width}, others of {shape[1]}x{shape[2]}"

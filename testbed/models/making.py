@@ -32,13 +32,7 @@ class Maker:
         """Make the network; raises `InputError` naming the line where that fails."""
         from torch import nn
 
-        try:
-            made = usercode.function(self.code, KEY)(**json.loads(self.arguments))
-        except InputError:
-            raise
-        except Exception as error:
-            text = f"{usercode.line_of(error, self.code)}: {type(error).__name__}: {error}"
-            raise InputError(text, KEY) from error
+        made = usercode.call(self.code, KEY, **json.loads(self.arguments))
         if not isinstance(made, nn.Module):
             text = f"{self.code.name} returned {type(made).__name__}, not a torch.nn.Module"
             raise InputError(text, (KEY[0], "name"))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from PIL import Image
 from safetensors.numpy import save_file
 
@@ -93,7 +95,7 @@ def test_what_a_function_returns(tmp_path: Path) -> None:
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", train_images=np.array([{}, {}], dtype=object), train_labels=LABELS[:2])
-    with pytest.raises(InputError, match=r"mine.npz: cannot be read: .*allow_pickle=False"):
+    with pytest.raises(InputError, match=r"mine.npz: holds Python objects, and nothing is unpickled"):
         read(tmp_path / "mine.npz")
 
 
@@ -103,14 +105,78 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         ({"train_labels": LABELS[:7]}, "30 samples and 7 labels"),
         ({"train_labels": LABELS[:30] - 2}, "whole numbers from 0"),
         ({"test_images": IMAGES[30:, :, :2]}, "give both one shape"),
-        ({"train_images": np.full((30, 4), np.nan)}, "hold values that are not finite"),
+        ({"train_images": np.full((30, 4), np.nan)}, "hold values that are no finite numbers"),
+        ({"train_images": np.full((30, 4), 1e300)}, "hold values that are no finite numbers of float32"),
         ({"train_images": np.array(["a"] * 30)}, "give numbers of"),
+        ({"train_images": np.float32(1)}, "no array of samples and 30 labels"),
+        ({"train_labels": LABELS[:30] + 1000}, "labels up to 1003 for 40 samples: number the classes from 0"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, changed: dict, message: str) -> None:
     np.savez(tmp_path / "mine.npz", **(arrays() | changed))
     with pytest.raises(InputError, match=message):
         read(tmp_path / "mine.npz")
+
+
+def test_tests_without_labels_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", x_train=IMAGES, y_train=LABELS, x_test=IMAGES)
+    with pytest.raises(InputError, match="holds one of x_test and y_test: it needs both or none"):
+        read(tmp_path / "mine.npz")
+
+
+def test_types_that_numpy_lacks_are_refused(tmp_path: Path) -> None:
+    tensors = {"x_train": torch.zeros(4, 2).bfloat16(), "y_train": torch.zeros(4, dtype=torch.int64)}
+    safetensors.torch.save_file(tensors, tmp_path / "mine.safetensors")
+    with pytest.raises(InputError, match=r"mine.safetensors: cannot be read: .*bfloat16.*: write it as float32"):
+        read(tmp_path / "mine.safetensors")
+
+
+def test_folders_without_pictures_are_named(tmp_path: Path) -> None:
+    for name in ("train/cats", "train/dogs", "test/cats", "test/birds"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        Image.new("L", (6, 4)).save(tmp_path / "pets" / name / "0.png")
+    with pytest.raises(InputError, match="test: there are no training images of birds"):
+        read(tmp_path / "pets")
+    (tmp_path / "pets" / "train" / "dogs" / "0.png").unlink()
+    with pytest.raises(InputError, match="train: there are no images of dogs: add some or remove the folder"):
+        read(tmp_path / "pets")
+
+
+def test_what_functions_may_return(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import numpy as np, torch, sys\nfrom PIL import Image\n"
+        "X, Y = np.zeros((4, 1, 2, 2), dtype='float32'), np.arange(4) % 2\n"
+        "def no_tests(): return (X, Y), None\n"
+        "def gradients(): return (torch.from_numpy(X).requires_grad_(), Y), (X, Y)\n"
+        "def two_pairs(): return [(X[0], 0), (X[1], 1)], (X, Y)\n"
+        "def pictures(): return [(Image.new('RGB', (6, 4)), 0)], [(Image.new('RGB', (6, 4)), 0)]\n"
+        "def ragged(): return [(X[0], 0), (X[0][:, :1], 1)], (X, Y)\n"
+        "def half(): return (torch.zeros(2, 3).bfloat16(), Y[:2]), (X, Y)\n"
+        "def leaves(): sys.exit(3)\n"
+    )
+    for name, shape in (
+        ("no_tests", (1, 2, 2)),
+        ("gradients", (1, 2, 2)),
+        ("two_pairs", (1, 2, 2)),
+        ("pictures", (3, 4, 6)),
+    ):
+        assert load(DataPart(file="mine.py", name=name), file).shape == shape
+    for name, message in (
+        ("ragged", "each sample of one shape"),
+        ("half", "have to be arrays"),
+        ("leaves", "mine.py:10: SystemExit: 3"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load(DataPart(file="mine.py", name=name), file)
+
+
+def test_a_size_is_for_pictures_and_has_two_sides(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", **arrays())
+    with pytest.raises(InputError, match="size: fits pictures of a folder into one size: leave it out"):
+        read(tmp_path / "mine.npz", size="8x8")
+    with pytest.raises(ValueError, match="'8' is not HEIGHTxWIDTH, such as 32x32"):
+        DataPart.model_validate({"path": "pets", "size": "8"})
 
 
 def test_files_that_are_no_arrays(tmp_path: Path) -> None:
