@@ -27,11 +27,6 @@ HTTP_HEADERS = 132
 """Request line and headers before one message, give or take some digits of its length and of the peer's address."""
 
 
-def segments(content: float) -> int:
-    """Return how many TCP segments a message of this many bytes takes, HTTP headers included."""
-    return math.ceil((content + HTTP_HEADERS) / SEGMENT)
-
-
 def wire_bytes(content: float) -> float:
     """Return the bytes on the wire of one message with this many bytes of content, sent over HTTP."""
     stream = content + HTTP_HEADERS

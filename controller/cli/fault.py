@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
+from typing import Any
 
 import click
 
@@ -68,61 +71,54 @@ def partition(groups: tuple[str, ...], run_id: str | None) -> None:
     _apply(run_id, {"partition": [group.split(",") for group in groups]})
 
 
+def _on_links(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the ends of the links that it strikes; it gets them as ``links``, in a scenario's words."""
+
+    @click.argument("source")
+    @click.argument("destination", required=False)
+    @click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
+    @wraps(command)
+    def struck(source: str, destination: str | None, one_way: bool, **given: Any) -> None:
+        links: dict[str, object] = (
+            {"from": source, "to": destination} if one_way else {"between": [source, destination]}
+        )
+        command(links={"device": source} if destination is None else links, **given)
+
+    return struck
+
+
 @fault.command()
-@click.argument("source")
-@click.argument("destination", required=False)
-@click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
+@_on_links
 @run_option
 @link_options
-def degrade(
-    source: str,
-    destination: str | None,
-    one_way: bool,
-    figures: dict[str, str],
-    run_id: str | None,
-) -> None:
+def degrade(links: dict[str, object], figures: dict[str, str], run_id: str | None) -> None:
     """Make links worse: the one between SOURCE and DESTINATION, or all of SOURCE."""
-    _apply(run_id, {"degrade": {**_links(source, destination, one_way), **read(figures)}})
+    _apply(run_id, {"degrade": {**links, **read(figures)}})
 
 
 @fault.command()
-@click.argument("source")
-@click.argument("destination", required=False)
-@click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
+@_on_links
 @click.option("--path-loss-exponent", type=float, required=True, help="Above the radio's own, e.g. 6")
 @run_option
-def obstruct(
-    source: str, destination: str | None, one_way: bool, path_loss_exponent: float, run_id: str | None
-) -> None:
+def obstruct(links: dict[str, object], path_loss_exponent: float, run_id: str | None) -> None:
     """Put something between SOURCE and DESTINATION, or around SOURCE: more of what is cast there is lost."""
-    _apply(run_id, {"obstruct": {**_links(source, destination, one_way), "path_loss_exponent": path_loss_exponent}})
+    _apply(run_id, {"obstruct": {**links, "path_loss_exponent": path_loss_exponent}})
 
 
 @fault.command()
-@click.argument("source")
-@click.argument("destination", required=False)
-@click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
+@_on_links
 @click.option("--down", required=True, help="How long the links are down each time, e.g. 200ms")
 @click.option("--up", required=True, help="How long they are up in between, e.g. 2s")
 @click.option("--times", type=int, help="How often.  [default: until --for is over, or Ctrl-C]")
 @click.option("--for", "for_", help="How long in all, e.g. 30s")
 @run_option
-def flap(
-    source: str,
-    destination: str | None,
-    one_way: bool,
-    down: str,
-    up: str,
-    times: int | None,
-    for_: str | None,
-    run_id: str | None,
-) -> None:
+def flap(links: dict[str, object], down: str, up: str, times: int | None, for_: str | None, run_id: str | None) -> None:
     """Take links down and up again, over and over: the one between SOURCE and DESTINATION, or all of SOURCE.
 
     Goes on until it is over, or Ctrl-C; either way the links are up at the end.
     """
-    links = {**_links(source, destination, one_way), "down": down, "up": up, "times": times}
-    containers, action, handle = checked(runstate.choose(run_id), {"flap": links})
+    given = {**links, "down": down, "up": up, "times": times}
+    containers, action, handle = checked(runstate.choose(run_id), {"flap": given})
     assert isinstance(action, Flap)
     if for_ is not None and action.takes_no_for is not None:
         raise InputError(action.takes_no_for)
@@ -139,13 +135,6 @@ def _duration(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise InputError(f"for: {error}") from None
-
-
-def _links(source: str, destination: str | None, one_way: bool) -> dict[str, object]:
-    """Return the links that a fault strikes, in a scenario's words."""
-    if destination is None:
-        return {"device": source}
-    return {"from": source, "to": destination} if one_way else {"between": [source, destination]}
 
 
 @fault.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
@@ -32,13 +33,11 @@ _OPTIONS = {
 def link_options(command: F) -> F:
     """Give a command an option for each figure; it gets those that are given as ``figures``, see `read`."""
 
+    @wraps(command)
     def with_figures(**arguments: Any) -> Any:
         figures = {name: value for name in _OPTIONS if (value := arguments.pop(name)) is not None}
         return command(figures=figures, **arguments)
 
-    with_figures.__doc__ = command.__doc__
-    with_figures.__name__ = command.__name__
-    with_figures.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
     for name, text in reversed(_OPTIONS.items()):
         with_figures = click.option(f"--{name.replace('_', '-')}", name, help=text)(with_figures)
     return with_figures  # type: ignore[return-value]

@@ -24,15 +24,15 @@ links = click.option(
     help="What shapes the links; auto takes netem where the kernel has it.",
 )
 run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
-out_option = click.option(
+out = click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     help="Results folder, new or empty.  [default: results/<run>, with a number where that exists]",
 )
-accept_links_option = click.option(
+accept_links = click.option(
     "--accept-links", is_flag=True, help="Run even if a link is outside its tolerance (the verdict says so)."
 )
-watch_option = click.option(
+watched = click.option(
     "--watch", is_flag=True, help="Show the run in the browser while it goes on; see `testbed watch`."
 )
 metrics_as_json = click.option(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import webbrowser
 from pathlib import Path
 
 import click
 from rich.console import Console
+
+from controller.cli.printing import dump
 
 
 @click.command()
@@ -34,12 +35,11 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
       testbed report results/quickstart
       testbed report results/quickstart --open yes
     """
-    from controller.report import html, paper, sweep
-    from controller.report.terminal import show, show_reproduction, show_summary
-    from controller.results import reproduction
+    from controller.cli.finished import reproduce, summarize
+    from controller.report import html
+    from controller.report.terminal import show
     from controller.results.files import is_written, load, load_figures, places
     from controller.results.recorder import rebuild
-    from controller.results.summary import summarize
 
     found_in = places(folder)
     several = found_in != [folder]
@@ -52,23 +52,15 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
         rebuild(run)
         html.write(run)
         runs.append(run.alone())
-    content = summarize(folder, runs) if several else runs[0].metrics
-    if several:
-        sweep.write(folder, content, runs)
-    part = runs[0].trial.scenario.paper
-    table = reproduction.reproduce(part, runs) if part else []
-    if part:
-        reproduction.write(folder, part, table)
-        paper.write(folder, part, table, runs)
-    console = Console(highlight=False)
-    if as_json:
-        click.echo(json.dumps(content, indent=2, default=str))
-    elif several:
-        show_summary(console, content, folder)
-    else:
+    console = Console(highlight=False, quiet=as_json)
+    content = summarize(folder, runs, console) if several else runs[0].metrics
+    if not several:
         show(console, runs[0])
-    if part and not as_json:
-        show_reproduction(console, part.source, table, folder)
+    part = runs[0].trial.scenario.paper
+    if part:
+        reproduce(folder, part, runs, console)
+    if as_json:
+        dump(content)
     if show_page == "yes":
         page = folder / ("paper.html" if part and several else "sweep.html" if several else "report.html")
         webbrowser.open(page.absolute().as_uri())
@@ -107,7 +99,7 @@ def compare(folders: tuple[Path, ...], out: Path | None, plots: Path | None, as_
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
     compared = finite(put_side_by_side(runs))
     if as_json:
-        click.echo(json.dumps(compared, indent=2, default=str))
+        dump(compared)
     else:
         comparison.show(Console(highlight=False), compared)
     if out is not None:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 from rich.console import Console
 
 from controller.api.execution import run_one_by_one, simulate_side_by_side
-from controller.cli.options import links, overrides
-from testbed.errors import ExpectationError, InputError, StoppedError, TestbedError
+from controller.cli.finished import explain, judge, reproduce, show_run, summarize
+from controller.cli.options import accept_links, links, metrics_as_json, out, overrides, watched
+from controller.cli.printing import dump
+from testbed.errors import InputError, TestbedError
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
 if TYPE_CHECKING:
     from controller.lab.lab import LinkBackend
-    from controller.results.reproduction import ReproducedRow
     from controller.results.run import Run
-    from testbed.scenario.schema import PaperPart, Scenario
+    from testbed.scenario.schema import Scenario
 
 
 @click.command()
@@ -33,11 +34,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="emulate: a container per device on the real clock; simulate: one process on a virtual clock, no Docker.",
 )
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Results folder, new or empty.  [default: results/<run>, with a number where that exists]",
-)
+@out
 @click.option(
     "--resume",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -54,7 +51,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, help="Override the scenario's seed.")
 @click.option("--repetitions", type=int, help="Override how often each point is run.")
 @links
-@click.option("--accept-links", is_flag=True, help="Run even if a link is outside its tolerance (the verdict says so).")
+@accept_links
 @click.option(
     "--weights",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -68,9 +65,9 @@ if TYPE_CHECKING:
     type=click.Choice(["csv", "tensorboard"]),
     help="Write losses, accuracies and latencies as they come: stream.csv, or events for TensorBoard, in the results.",
 )
-@click.option("--watch", is_flag=True, help="Show the run in the browser while it goes on; see `testbed watch`.")
+@watched
 @click.option("--keep", is_flag=True, help="Leave the containers up afterwards, to look at.")
-@click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output.")
+@metrics_as_json
 def run(
     scenario: str,
     runtime: Literal["emulate", "simulate"],
@@ -130,12 +127,13 @@ def run(
 
 def _show_all(runs: list[Run], loaded: Scenario, console: Console, *, as_json: bool) -> None:
     """Print what came of all runs together; end with 1 where one failed or missed what was expected."""
+    folder = runs[0].path.parent if len(runs) > 1 else runs[0].path
     if len(runs) > 1:
-        _summarize(runs, console)
-    table = _reproduce(loaded.paper, runs, console) if loaded.paper else []
+        summarize(folder, runs, console)
+    table = reproduce(folder, loaded.paper, runs, console) if loaded.paper else []
     if as_json:
         shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
-        click.echo(json.dumps(shown[0] if len(runs) == 1 else shown, indent=2, default=str))
+        dump(shown[0] if len(runs) == 1 else shown)
     judge(runs, table)
 
 
@@ -173,68 +171,3 @@ def _finished(prepared: Sequence[Prepared], places: Sequence[Path], console: Con
     found = finished_among(places, [each.trial for each in prepared])
     console.print(f"{len(found)} of {len(places)} runs are there already")
     return found
-
-
-def explain(console: Console, error: TestbedError) -> None:
-    """Print the links that were measured, where a run was refused for them."""
-    from controller.report.measurements import measurements_table
-    from controller.running.verification import LinksError
-
-    if isinstance(error, LinksError):
-        console.print(measurements_table(error.measurements))
-
-
-def show_run(console: Console, finished: Run, *, brief: bool) -> None:
-    """Print what came of a run, in a line or two where it is one of many."""
-    from controller.report.terminal import show, show_briefly
-
-    if brief and finished.outcome.status == "finished":
-        show_briefly(console, finished)
-    else:
-        show(console, finished)
-
-
-def _summarize(runs: list[Run], console: Console) -> None:
-    from controller.report import sweep
-    from controller.report.terminal import show_summary
-    from controller.results.summary import summarize
-
-    folder = runs[0].path.parent
-    summary = summarize(folder, runs)
-    sweep.write(folder, summary, runs)
-    show_summary(console, summary, folder)
-
-
-def _reproduce(part: PaperPart, runs: list[Run], console: Console) -> list[ReproducedRow]:
-    from controller.report import paper
-    from controller.report.terminal import show_reproduction
-    from controller.results import reproduction
-
-    folder = runs[0].path.parent if len(runs) > 1 else runs[0].path
-    table = reproduction.reproduce(part, runs)
-    reproduction.write(folder, part, table)
-    paper.write(folder, part, table, runs)
-    show_reproduction(console, part.source, table, folder)
-    return table
-
-
-def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
-    """Raise what decides the exit status: a run that failed, or an expectation that does not hold."""
-    from controller.report.terminal import found_text
-
-    for finished in runs:
-        if finished.outcome.status != "finished":
-            error: Any = (finished.outcome.error or "").strip().splitlines() or ["no reason known"]
-            if finished.outcome.status == "interrupted":
-                raise StoppedError(f"the run was interrupted: {error[-1]}; its events are in {finished.path}")
-            raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; its events are in {finished.path}")
-    missed = [
-        (f"{finished.path.name}: " if len(runs) > 1 else "")
-        + f"{expectation.key} is {found_text(expectation, finished)}, expected {expectation.condition}"
-        for finished in runs
-        for expectation in finished.expectations
-        if not expectation.holds
-    ]
-    missed += [f"{row.name} is {row.ours}, expected {row.condition}" for row in table if row.holds is False]
-    if missed:
-        raise ExpectationError("; ".join(missed))

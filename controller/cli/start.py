@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from controller.cli.options import overrides
+from controller.cli.options import accept_links, metrics_as_json, out, overrides, run_option, watched
+from controller.cli.printing import dump
 
 
 @click.command()
 @click.argument("scenario")
-@click.option("--run", help="Which lab; may be left out when there is only one.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Results folder, new or empty.  [default: results/<run>, with a number where that exists]",
-)
+@run_option
+@out
 @overrides
-@click.option("--accept-links", is_flag=True, help="Run even if a link is outside its tolerance (the verdict says so).")
-@click.option("--watch", is_flag=True, help="Show the run in the browser while it goes on; see `testbed watch`.")
-@click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output.")
+@accept_links
+@watched
+@metrics_as_json
 def start(
     scenario: str,
-    run: str | None,
+    run_id: str | None,
     out: Path | None,
     overrides: tuple[str, ...],
     accept_links: bool,
@@ -43,7 +39,7 @@ def start(
       testbed start quickstart --set workload.method.name=gpipe
     """
     from controller.api.execution import run_recorded
-    from controller.cli.run import explain, judge, show_run
+    from controller.cli.finished import explain, judge, show_run
     from controller.lab import runstate
     from controller.lab.lab import Lab
     from controller.results.recorder import numbered
@@ -55,7 +51,7 @@ def start(
     from testbed.scenario.loading import load
 
     prepared = prepare(trials(load(scenario, overrides))[0])
-    lab = Lab.open(runstate.choose(run))
+    lab = Lab.open(runstate.choose(run_id))
     lab.check_serves(prepared.trial)
     console = Console(stderr=as_json, highlight=False)
     try:
@@ -73,7 +69,7 @@ def start(
         explain(console, error)
         raise
     if as_json:
-        click.echo(json.dumps({"run": str(finished.path), "metrics": finished.metrics}, indent=2, default=str))
+        dump({"run": str(finished.path), "metrics": finished.metrics})
     else:
         show_run(console, finished, brief=False)
     judge([finished], [])

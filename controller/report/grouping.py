@@ -17,7 +17,6 @@ class LinkGroup:
     """Directed links that the scenario asks the same of. Texts are ready to be shown."""
 
     name: str
-    count: int
     requested: str
     measured: str
     traffic: str
@@ -86,7 +85,6 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
     used = [row["used_share"] for row in rows if row["used_share"] is not None]
     return LinkGroup(
         name=_name(rows),
-        count=len(rows),
         requested=_requested(rows[0]),
         measured=measured([row["measured"] for row in rows if row["measured"]]),
         traffic=formats.size(sum(row["bytes"] for row in rows)),

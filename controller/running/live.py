@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from types import TracebackType
 from typing import Self
@@ -24,11 +23,9 @@ class LiveProgress:
 
     def __init__(self, console: Console, title: str, total: int | None, unit: str) -> None:
         self._console = console
-        self._title = title
         self._total = total
         self._unit = unit
         self._lock = threading.Lock()
-        self._began = time.monotonic()
         self._stage = "preparing"
         self._done = 0
         self._ends: deque[float] = deque(maxlen=SPEED_WINDOW)

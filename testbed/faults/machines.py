@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from testbed.faults.conditions import Changed, Conditions, DeviceState
 
 
-class MachineStep(Protocol):
-    """Something that changes conditions: an action, its undoing, an entry of a trace, a setting made by hand."""
+class RecordedStep(Protocol):
+    """Something that changes conditions: an action, its undoing, entries of a trace, a setting made by hand."""
 
     @property
     def switches(self) -> bool:
@@ -19,10 +19,6 @@ class MachineStep(Protocol):
 
     def apply(self, now: Conditions) -> Conditions:
         """Return the conditions after it."""
-
-
-class RecordedStep(MachineStep, Protocol):
-    """A step of a run's script, which leaves events in the log of the run."""
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the name and the fields of each event to record for it."""
@@ -61,7 +57,7 @@ class Machines(Protocol):
         """Let a paused device go on."""
 
 
-def carry_out(step: MachineStep, machines: Machines) -> Changed:
+def carry_out(step: RecordedStep, machines: Machines) -> Changed:
     """Bring about the conditions after a step; return what changed.
 
     A step that switches a device takes no lock: a boot takes long, and a kill must not wait for it.

@@ -3,7 +3,7 @@
 from testbed.schedule.actions import Action, Schedule, in_flight, orders
 from testbed.schedule.asynchronous import asynchronous_1f1b
 from testbed.schedule.synchronous import SCHEDULES
-from testbed.schedule.timeline import ScheduleError, check, grid, play
+from testbed.schedule.timeline import ScheduleError, grid, play
 
 __all__ = [
     "SCHEDULES",
@@ -11,7 +11,6 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "asynchronous_1f1b",
-    "check",
     "grid",
     "in_flight",
     "orders",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from testbed.schedule.actions import Action, Schedule, orders, written
+from testbed.schedule.actions import Action, Schedule, orders
 
 ActionTime = Callable[[int, Action], float]
 """(stage, action) -> seconds of the stage's processor."""
@@ -97,19 +97,6 @@ def _send(
     busy, delay = transfer(stage, action)
     links[stage, target] = sent = max(end, links.get((stage, target), 0.0)) + busy
     arrived[target, action] = sent + delay
-
-
-def check(schedule: Schedule, stages: int, micro_batches: int) -> None:
-    """Raise `ScheduleError` unless every stage does each micro-batch once each way, in a possible order."""
-    lists = orders(schedule, stages, micro_batches)
-    for stage, actions in enumerate(lists):
-        expected = {Action(kind, micro) for kind in ("forward", "backward") for micro in range(micro_batches)}
-        if set(actions) != expected or len(actions) != len(expected):
-            raise ScheduleError(f"stage {stage} does not do each of {micro_batches} once: {written(actions)}")
-        for micro in range(micro_batches):
-            if actions.index(Action("backward", micro)) < actions.index(Action("forward", micro)):
-                raise ScheduleError(f"stage {stage} does B{micro} before F{micro}: {written(actions)}")
-    play(lists, lambda stage, action: 1.0)
 
 
 def grid(schedule: Schedule, stages: int, micro_batches: int, backward: int = 1) -> str:

@@ -39,10 +39,6 @@ class LeadGoneError(Exception):
 class ProgramError(Exception):
     """A program raised; the cause is what it raised."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(f"the program of {device} failed")
-        self.device = device
-
 
 class _Cell:
     """A radio cell: its channel as casts see it, one after the other, and as all others share what those leave."""
@@ -314,7 +310,7 @@ class World:
     def _fail(self, device: Guest, error: BaseException) -> None:
         device.write("state", {"state": "failed", "error": f"{type(error).__name__}: {error}"})
         if not self._end.done():
-            failure = ProgramError(device.name)
+            failure = ProgramError(f"the program of {device.name} failed")
             failure.__cause__ = error
             self._end.set_exception(failure)
 

@@ -42,11 +42,6 @@ class PathTime:
     def __add__(self, other: PathTime) -> PathTime:
         return PathTime(self.computing + other.computing, self.messaging + other.messaging)
 
-    @property
-    def seconds(self) -> float:
-        """Both together."""
-        return self.computing + self.messaging
-
 
 class _Piece(NamedTuple):
     """Something that a device may have waited for."""

@@ -6,15 +6,13 @@ import pytest
 from worlds import LINK, events, idle, on_wire, world
 
 from testbed.device import Device
-from testbed.framing import WINDOW, cast_wire_bytes, chunks, segments, wire_bytes
+from testbed.framing import WINDOW, cast_wire_bytes, chunks, wire_bytes
 from testbed.network.link import Link
 from testbed.simulation.channel import next_attempt
 from testbed.wire import Message
 
 
 def test_framing_by_hand():
-    assert segments(1316) == 1
-    assert segments(1317) == 2
     assert wire_bytes(1000) == 1000 + 132 + 66
     assert wire_bytes(10_000) == 10_000 + 132 + 7 * 66
     assert chunks(1452) == 1

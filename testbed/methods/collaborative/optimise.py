@@ -50,19 +50,6 @@ def optimise(profile: PairProfile, samples: int, batch_size: int, choices: Itera
     return min(among, key=lambda choice: epoch(profile, choice, samples, batch_size))
 
 
-def exhaustive(profile: PairProfile, samples: int, batch_size: int) -> Choice:
-    """Return the best of all P and N by formula: what `optimise` is scored against."""
-    counts = range(1, batch_size + 1)
-    everything = (Choice(split, count) for split in range(1, profile.depth + 1) for count in counts)
-    return optimise(profile, samples, batch_size, everything)
-
-
 def epoch(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
     """Return the seconds of an epoch of one device."""
     return profile.training(choice, samples, batch_size) + profile.exchange(choice.split)
-
-
-def score(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
-    """Return the shortest possible epoch over that of a choice: equation (15), by formula; 1 is the best."""
-    best = exhaustive(profile, samples, batch_size)
-    return epoch(profile, best, samples, batch_size) / epoch(profile, choice, samples, batch_size)

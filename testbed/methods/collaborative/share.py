@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from testbed.data.batches import batch, steps_per_epoch
 from testbed.data.dataset import Dataset
-from testbed.workload import WorkloadPart
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +30,6 @@ class Length:
         """Return the iterations of a round, counted from 0 through all rounds; the last round may be shorter."""
         unit = per_epoch if self.epochs else 1
         return range(number * self.each * unit, min((number + 1) * self.each, self.total) * unit)
-
-
-def length(workload: WorkloadPart, local_epochs: int | None, local_steps: int | None) -> Length:
-    """Return how long rounds are where at most one of the two is given; both None: an epoch, or one iteration."""
-    if workload.epochs is not None:
-        return Length(True, local_epochs or 1, workload.epochs)
-    assert workload.steps is not None
-    return Length(False, local_steps or 1, workload.steps)
 
 
 class Share:

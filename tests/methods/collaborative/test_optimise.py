@@ -18,10 +18,8 @@ from testbed.methods.collaborative.estimate import (
 from testbed.methods.collaborative.optimise import (
     candidates,
     epoch,
-    exhaustive,
     optimise,
     parallel_batches,
-    score,
     shortlist,
 )
 from testbed.models.catalog import create
@@ -34,6 +32,20 @@ NETWORKS = ("4g", "4g+", "wifi")
 SERVER_SPEED = 20.0
 """Of one of the server's eight processors, over the device's: HPL of a desktop's core over that of a whole Raspberry
 Pi 3B is 10, and another factor of 2 for the 3B at 32 bits."""
+
+
+def exhaustive(profile: PairProfile, samples: int, batch_size: int) -> Choice:
+    """Return the best of all P and N by formula: what `optimise` is scored against."""
+    counts = range(1, batch_size + 1)
+    everything = (Choice(split, count) for split in range(1, profile.depth + 1) for count in counts)
+    return optimise(profile, samples, batch_size, everything)
+
+
+def score(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
+    """Return the shortest possible epoch over that of a choice: equation (15), by formula; 1 is the best."""
+    best = exhaustive(profile, samples, batch_size)
+    return epoch(profile, best, samples, batch_size) / epoch(profile, choice, samples, batch_size)
+
 
 # Share of each layer in the time of forward and backward, batch 100, torch 2.13, one thread, x86: by FLOPs the first
 # would have 10 % and 7 %, but normalisation, activation and pooling take time, too.

@@ -1,0 +1,81 @@
+"""What is printed and written once runs are over, by `run`, `start` and `report` alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from testbed.errors import ExpectationError, StoppedError, TestbedError
+
+if TYPE_CHECKING:
+    from controller.results.reproduction import ReproducedRow
+    from controller.results.run import Run
+    from testbed.scenario.schema import PaperPart
+
+
+def explain(console: Console, error: TestbedError) -> None:
+    """Print the links that were measured, where a run was refused for them."""
+    from controller.report.measurements import measurements_table
+    from controller.running.verification import LinksError
+
+    if isinstance(error, LinksError):
+        console.print(measurements_table(error.measurements))
+
+
+def show_run(console: Console, finished: Run, *, brief: bool) -> None:
+    """Print what came of a run, in a line or two where it is one of many."""
+    from controller.report.terminal import show, show_briefly
+
+    if brief and finished.outcome.status == "finished":
+        show_briefly(console, finished)
+    else:
+        show(console, finished)
+
+
+def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]:
+    """Write and print what runs in a folder come to together; return it."""
+    from controller.report import sweep
+    from controller.report.terminal import show_summary
+    from controller.results import summary
+
+    found = summary.summarize(folder, runs)
+    sweep.write(folder, found, runs)
+    show_summary(console, found, folder)
+    return found
+
+
+def reproduce(folder: Path, part: PaperPart, runs: list[Run], console: Console) -> list[ReproducedRow]:
+    """Write into a folder, and print, a publication's figures beside those of runs; return its rows."""
+    from controller.report import paper
+    from controller.report.terminal import show_reproduction
+    from controller.results import reproduction
+
+    table = reproduction.reproduce(part, runs)
+    reproduction.write(folder, part, table)
+    paper.write(folder, part, table, runs)
+    show_reproduction(console, part.source, table, folder)
+    return table
+
+
+def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
+    """Raise what decides the exit status: a run that failed, or an expectation that does not hold."""
+    from controller.report.terminal import found_text
+
+    for finished in runs:
+        if finished.outcome.status != "finished":
+            error: Any = (finished.outcome.error or "").strip().splitlines() or ["no reason known"]
+            if finished.outcome.status == "interrupted":
+                raise StoppedError(f"the run was interrupted: {error[-1]}; its events are in {finished.path}")
+            raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; its events are in {finished.path}")
+    missed = [
+        (f"{finished.path.name}: " if len(runs) > 1 else "")
+        + f"{expectation.key} is {found_text(expectation, finished)}, expected {expectation.condition}"
+        for finished in runs
+        for expectation in finished.expectations
+        if not expectation.holds
+    ]
+    missed += [f"{row.name} is {row.ours}, expected {row.condition}" for row in table if row.holds is False]
+    if missed:
+        raise ExpectationError("; ".join(missed))
