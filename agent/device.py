@@ -145,7 +145,7 @@ class RealDevice:
                     **span.fields(),
                     start=measured.start - self._origin,
                     duration=measured.duration,
-                    flops=cost.flops,
+                    flops=cost.of().flops,
                     busy=measured.busy,
                     deficit=measured.deficit,
                     late=measured.late,

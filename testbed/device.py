@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from itertools import cycle, repeat
+from operator import add, mul, sub
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from testbed.wire import Message
 
@@ -19,23 +21,63 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+Kind = Literal["convolution", "pointwise", "depthwise", "linear", "normalisation", "activation", "pooling", "other"]
+"""Of layers: a device can have a speed for each. ``pointwise`` is a convolution of single pixels, ``depthwise`` one in
+groups; ``other`` is what no layer does: updates, copies, averages."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Work(NamedTuple):
+    """What layers do."""
+
+    flops: float
+    """Floating-point operations, a multiply and an add being two."""
+    accessed: float
+    """Bytes of values that they read and write."""
+    weights: float
+    """Bytes of weights that they read, and of their gradients: as many for a batch as for a sample."""
+
+
+_EACH = len(Work._fields)
+
+
+@dataclass(frozen=True, init=False)
 class Cost:
     """What a piece of work is charged; `testbed.hardware.DeviceSpec.seconds` makes time of it."""
 
-    flops: float = 0.0
-    """Floating-point operations, a multiply and an add being two."""
-    bytes: float = 0.0
-    """That its layers read and write."""
+    _amounts: tuple[float, ...]
+    """The work of each of `KINDS`, one after the other."""
+
+    def __init__(self, flops: float = 0.0, accessed: float = 0.0, weights: float = 0.0, kind: Kind = "other") -> None:
+        """Work of one kind; costs add up to work of several."""
+        before = _EACH * KINDS.index(kind)
+        after = _EACH * (len(KINDS) - 1) - before
+        self._set((*repeat(0.0, before), flops, accessed, weights, *repeat(0.0, after)))
+
+    def _set(self, amounts: tuple[float, ...]) -> Cost:
+        object.__setattr__(self, "_amounts", amounts)
+        return self
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+        return Cost.__new__(Cost)._set(tuple(map(add, self._amounts, other._amounts)))
 
     def __sub__(self, other: Cost) -> Cost:
-        return Cost(self.flops - other.flops, self.bytes - other.bytes)
+        return Cost.__new__(Cost)._set(tuple(map(sub, self._amounts, other._amounts)))
 
     def __mul__(self, times: float) -> Cost:
-        return Cost(times * self.flops, times * self.bytes)
+        return self.scaled(times, times, times)
+
+    def scaled(self, flops: float, accessed: float, weights: float) -> Cost:
+        """Return so many times the FLOPs, the bytes of values and those of weights."""
+        return Cost.__new__(Cost)._set(tuple(map(mul, self._amounts, cycle((flops, accessed, weights)))))
+
+    def of(self, kinds: Collection[Kind] = KINDS) -> Work:
+        """Return the work of some kinds together."""
+        amounts = self._amounts
+        if len(kinds) < len(KINDS):
+            amounts = tuple(amounts[_EACH * KINDS.index(kind) + field] for kind in kinds for field in range(_EACH))
+        return Work(sum(amounts[0::_EACH]), sum(amounts[1::_EACH]), sum(amounts[2::_EACH]))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from testbed.device import Cost
+from testbed.device import KINDS, Cost, Kind, Work
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device works on layers of a kind; None: that takes no time."""
+
+    speed: float | None
+    """FLOP/s."""
+    memory_rate: float | None = None
+    """Bytes/s of the values that layers read and write."""
+    weight_rate: float | None = None
+    """Bytes/s of weights and of their gradients, which a batch of any size costs once."""
+
+    def seconds(self, work: Work) -> float:
+        """Return how long work takes one processor: FLOPs over speed, and bytes over their rates."""
+        pairs = zip(work, (self.speed, self.memory_rate, self.weight_rate), strict=True)
+        return sum(amount / rate for amount, rate in pairs if rate is not None)
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,8 @@ class DeviceSpec:
     """Bytes/s at which layers read what enters them and write what leaves, of each processor; None: in no time."""
     watts: tuple[float, float] | None = None
     """Drawn while idle, and while it computes; None: not known, and no energy is reckoned."""
+    kinds: Mapping[Kind, Rates] = field(default_factory=dict)
+    """Of layers whose rates are known by their kind; ``speed`` and ``memory_rate`` are those of all others."""
 
     def joules(self, up: float, computing: float) -> float | None:
         """Return the energy of ``up`` seconds, ``computing`` of them busy: idle * up + (busy - idle) * computing."""
@@ -41,13 +61,18 @@ class DeviceSpec:
         return idle * up + (busy - idle) * computing
 
     def seconds(self, cost: Cost) -> float:
-        """Return how long work takes one processor: FLOPs over speed, and bytes over the memory rate.
+        """Return how long work takes one processor, by the rates of each kind of layer.
 
         Plans, estimates, pacing and the simulator all take it from here. Normalisation, activation and pooling have no
-        FLOPs; a convolution has both.
+        FLOPs; a convolution has all that is charged.
         """
-        computing = cost.flops / self.speed
-        return computing if self.memory_rate is None else computing + cost.bytes / self.memory_rate
+        others = Rates(self.speed, self.memory_rate)
+        if not self.kinds:
+            return others.seconds(cost.of())
+        rest = [kind for kind in KINDS if kind not in self.kinds]
+        return sum(
+            (rates.seconds(cost.of([kind])) for kind, rates in self.kinds.items()), others.seconds(cost.of(rest))
+        )
 
 
 @dataclass(frozen=True)
@@ -68,6 +93,8 @@ class Profile:
     """That compute at once, each at ``speed``."""
     memory_rate: float | None = None
     """Bytes/s that layers read and write, of each processor; None: not known, and no time is charged for it."""
+    kinds: Mapping[Kind, Rates] = field(default_factory=dict)
+    """Of layers whose rates are known by their kind."""
     watts: tuple[float, float] | None = None
     """Drawn while idle, and while it computes; None: not known."""
 

@@ -7,14 +7,17 @@ Prints a profile that a scenario names by its file.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,10 +30,22 @@ SENT = 4 << 20
 """Bytes by which a link is measured."""
 _BYTES = 4
 """Of a value."""
+_LEAST = 1e-9
+"""Seconds that any layer takes."""
 
-Measured = tuple[str, float, float, float]
-"""What it was; FLOPs and bytes of forward and backward of a batch, the backward with two forwards' FLOPs and one's
-bytes; seconds of processor time."""
+
+class Measured(NamedTuple):
+    """A layer in training: forward and backward of a batch, the backward with two forwards' FLOPs and one's bytes."""
+
+    kind: str
+    name: str
+    flops: float
+    bytes: float
+    """Of the values that it reads and writes."""
+    weights: float
+    """Bytes of weights, read twice, and of their gradients."""
+    seconds: float
+    """Of the processor."""
 
 
 def seconds(module: nn.Module, inputs: torch.Tensor) -> float:
@@ -48,45 +63,83 @@ def seconds(module: nn.Module, inputs: torch.Tensor) -> float:
     return min(forwards) + min(backwards)
 
 
-def rates(work: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return speed (FLOP/s) and memory rate (bytes/s) by least squares over (FLOPs, bytes, seconds) of layers.
+def fitted(work: Sequence[tuple[float, ...]], relative: bool = False) -> tuple[float | None, ...]:
+    """Return the rates that say best how long layers take, each a row of amounts of work and then its seconds.
 
-    Raises ValueError where no positive ones fit: the layers are too alike, or too small to be told from their overhead.
+    A layer takes the sum of its amounts over their rates; the squares of the errors are least, or of the ``relative``
+    ones. None: that takes no time. All choices of amounts that take time are tried, so that no rate comes out negative.
     """
     table = torch.tensor(work, dtype=torch.float64)
-    per_flop, per_byte = torch.linalg.lstsq(table[:, :2], table[:, 2]).solution.tolist()
-    if min(per_flop, per_byte) <= 0:
-        raise ValueError("no speed and memory rate fit these layers: take a larger batch, or another model")
-    return 1 / per_flop, 1 / per_byte
+    table = table / table[:, -1:] if relative else table
+    amounts, wanted = table[:, :-1], table[:, -1]
+    scale = amounts.amax(0)
+    used = [place for place, largest in enumerate(scale.tolist()) if largest > 0]
+    best: tuple[float, tuple[float | None, ...]] = (math.inf, (None,) * len(scale))
+    for count in range(1, len(used) + 1):
+        for columns in map(list, itertools.combinations(used, count)):
+            scaled = amounts[:, columns] / scale[columns]
+            times = torch.linalg.lstsq(scaled, wanted, driver="gelsd").solution
+            error = float(((scaled @ times - wanted) ** 2).sum())
+            if bool((times > 0).all()) and error < best[0]:
+                found = dict(zip(columns, (scale[columns] / times).tolist(), strict=True))
+                best = (error, tuple(found.get(place) for place in range(len(scale))))
+    return best[1]
 
 
-def layers() -> Iterator[tuple[str, nn.Module, tuple[int, ...], float]]:
-    """Yield layers of small networks: name, module, shape of what enters, FLOPs of a forward of one sample."""
-    for entering, leaving, side in ((3, 32, 32), (16, 16, 28), (32, 64, 16), (32, 32, 14), (64, 64, 8)):
-        convolution = nn.Conv2d(entering, leaving, 3, padding=1)
-        flops = 2.0 * 9 * entering * leaving * side * side
-        yield f"conv2d {entering}-{leaving} {side}x{side}", convolution, (entering, side, side), flops
-    for entering, leaving in ((784, 128), (1024, 128), (256, 256)):
-        yield f"linear {entering}-{leaving}", nn.Linear(entering, leaving), (entering,), 2.0 * entering * leaving
-    for channels, side in ((32, 32), (16, 28), (64, 16)):
-        shape = (channels, side, side)
-        for name, module in (
-            ("batchnorm2d", nn.BatchNorm2d(channels)),
-            ("relu", nn.ReLU()),
-            ("maxpool2d", nn.MaxPool2d(2)),
-        ):
-            yield f"{name} {channels} {side}x{side}", module, shape, 0.0
+def layers() -> Iterator[tuple[str, str, nn.Module, tuple[int, ...], float]]:
+    """Yield layers of small networks: kind, name, module, shape of what enters, FLOPs of a forward of one sample."""
+    for entering, leaving, side, kernel, groups in _CONVOLUTIONS:
+        convolution = nn.Conv2d(entering, leaving, kernel, padding=kernel // 2, groups=groups)
+        flops = 2.0 * kernel**2 * entering // groups * leaving * side * side
+        kind = "depthwise" if groups > 1 else "pointwise" if kernel == 1 else "convolution"
+        yield kind, f"{entering}-{leaving} {side}x{side}", convolution, (entering, side, side), flops
+    for entering, leaving in ((784, 128), (1024, 128), (256, 256), (96, 96), (2048, 512)):
+        yield "linear", f"{entering}-{leaving}", nn.Linear(entering, leaving), (entering,), 2.0 * entering * leaving
+    for kind, make in _WITHOUT_FLOPS:
+        for channels, side in ((32, 32), (16, 28), (64, 16), (160, 6)):
+            yield kind, f"{channels} {side}x{side}", make(channels), (channels, side, side), 0.0
+
+
+_CONVOLUTIONS = (
+    *((3, 32, 32, 3, 1), (16, 16, 28, 3, 1), (32, 64, 16, 3, 1), (32, 32, 14, 3, 1), (64, 64, 8, 3, 1)),
+    *((96, 96, 8, 3, 1), (192, 192, 4, 3, 1), (384, 384, 2, 3, 1), (384, 384, 4, 3, 1)),
+    *((24, 96, 24, 1, 1), (96, 24, 24, 1, 1), (48, 160, 12, 1, 1), (320, 80, 6, 1, 1)),
+    *((72, 72, 20, 3, 72), (160, 160, 10, 3, 160), (448, 448, 5, 3, 448)),
+)
+"""Channels that enter and leave, pixels of a side, of the kernel's side, groups."""
+_WITHOUT_FLOPS: tuple[tuple[str, Callable[[int], nn.Module]], ...] = (
+    ("normalisation", nn.BatchNorm2d),
+    ("activation", lambda channels: nn.ReLU()),
+    ("pooling", lambda channels: nn.MaxPool2d(2)),
+)
+
+
+def update_seconds(values: int) -> float:
+    """Return the processor time of a step of SGD: two FLOPs for each value."""
+    weights = nn.Parameter(torch.zeros(values))
+    weights.grad = torch.zeros(values)
+    optimizer, taken = torch.optim.SGD([weights], lr=0.1), []
+    for _ in range(REPETITIONS):
+        begun = time.thread_time()
+        optimizer.step()
+        taken.append(time.thread_time() - begun)
+    return min(taken)
 
 
 def measure() -> list[Measured]:
-    """Train each layer by itself on random values, on one thread."""
+    """Train each layer by itself on random values, on one thread; what a call costs without any work is left out."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    idle = seconds(nn.Identity(), torch.randn(1))
     found = []
-    for name, module, shape, flops in layers():
+    for kind, name, module, shape, flops in layers():
         inputs = torch.randn(BATCH, *shape)
         values = inputs.numel() + module(inputs).numel()
-        found.append((name, 3 * flops * BATCH, 2.0 * _BYTES * values, seconds(module, inputs)))
+        matrices = sum(each.numel() for each in module.parameters() if each.ndim > 1)
+        amounts = (3 * flops * BATCH, 2.0 * _BYTES * values, 3.0 * _BYTES * matrices)
+        found.append(Measured(kind, name, *amounts, max(_LEAST, seconds(module, inputs) - idle)))
+    for values in (1 << 16, 1 << 20):
+        found.append(Measured("other", f"SGD {values}", 2.0 * values, 0.0, 0.0, update_seconds(values)))
     torch.set_num_threads(threads)
     return found
 
@@ -134,12 +187,14 @@ def link(peer: str, port: int = PORT) -> tuple[float, float]:
 def profile(peer: str | None = None) -> str:
     """Return the profile of this machine as a YAML text."""
     found = measure()
-    speed, memory_rate = rates([each[1:] for each in found])
+    speed, memory_rate = fitted([(each.flops, each.bytes, each.seconds) for each in found])
+    if speed is None:
+        raise ValueError("the time of layers does not grow with their work here: let nothing else run, and try again")
     about = f"{platform.node()}, {platform.machine()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     lines = [
         f"# {json.dumps(about)[1:-1]}; processor time of one thread, forward and backward of {BATCH} samples.",
         f"speed: {speed / 1e9:.4g}gflops",
-        f"memory_rate: {memory_rate / 1e6:.4g}MB/s",
+        *([] if memory_rate is None else [f"memory_rate: {memory_rate / 1e9:.4g}GB/s"]),
         f"memory: {memory() >> 20}MiB",
         "processors: 1",
     ]
@@ -147,11 +202,21 @@ def profile(peer: str | None = None) -> str:
         rate, delay = link(peer)
         written = f"{{rate: {rate / 1e6:.4g}mbit, delay: {delay * 1e3:.4g}ms}}"
         lines.append(f"# The link to {peer}, for the scenario's network: {written}")
-    lines.append("# Measured, and as the two rates have it:")
-    for name, flops, size, taken in found:
-        charged = flops / speed + size / memory_rate
-        lines.append(f"#   {name:24} {taken * 1e3:8.3f} ms {charged * 1e3:8.3f} ms")
+    lines.append("# By kind of layer, with what was measured, and what these rates make of it.")
+    lines.append("kinds:")
+    for kind, alike in itertools.groupby(found, lambda each: each.kind):
+        lines += _of_kind(kind, list(alike))
     return "\n".join(lines) + "\n"
+
+
+def _of_kind(kind: str, measured: Sequence[Measured]) -> Iterator[str]:
+    rates = fitted([each[2:] for each in measured], relative=True)
+    units = (("speed", 1e9, "gflops"), ("memory_rate", 1e9, "GB/s"), ("weight_rate", 1e9, "GB/s"))
+    keys = (f"{key}: {rate / size:.4g}{unit}" for (key, size, unit), rate in zip(units, rates, strict=True) if rate)
+    yield f"  {kind}: {{{', '.join(keys)}}}"
+    for each in measured:
+        charged = sum(amount / rate for amount, rate in zip(each[2:5], rates, strict=True) if rate)
+        yield f"    # {each.name:16} {each.seconds * 1e3:8.3f} ms {charged * 1e3:8.3f} ms"
 
 
 def main() -> None:

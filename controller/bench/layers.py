@@ -9,8 +9,7 @@ import torch
 
 from controller.bench import board
 from testbed.device import Cost
-from testbed.models.chain import BACKWARD_OVER_FORWARD, Model
-from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.models.chain import Model, backward_of, forward_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ def measure(model: Model, batch_size: int) -> list[LayerTime]:
         shape = unit.input
         for layer in unit.layers:
             module = layer.build(shape, torch.Generator().manual_seed(0))
-            flops = (1 + BACKWARD_OVER_FORWARD) * layer.flops(shape)
-            cost = Cost(flops, 2 * BYTES_PER_VALUE * layer.accesses(shape)) * batch_size
+            cost = forward_of(layer.cost(shape), batch_size) + backward_of(layer.cost(shape), batch_size)
             inputs = torch.randn(batch_size, *shape)
             found.append(LayerTime(unit.name, type(layer).__name__, cost, board.seconds(module, inputs)))
             shape = layer.output(shape)
@@ -43,6 +41,9 @@ def measure(model: Model, batch_size: int) -> list[LayerTime]:
     return found
 
 
-def rates(times: Sequence[LayerTime]) -> tuple[float, float]:
-    """Return speed (FLOP/s) and memory rate (bytes/s) that fit the layers best; raises ValueError where none do."""
-    return board.rates([(each.cost.flops, each.cost.bytes, each.seconds) for each in times])
+def rates(times: Sequence[LayerTime]) -> tuple[float, float | None]:
+    """Return speed (FLOP/s) and memory rate (bytes/s) that fit the layers best; raises ValueError where none does."""
+    speed, memory_rate = board.fitted([(*each.cost.of()[:2], each.seconds) for each in times])
+    if speed is None:
+        raise ValueError("no speed fits these layers: take a larger batch, or another model")
+    return speed, memory_rate

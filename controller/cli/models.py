@@ -122,17 +122,18 @@ def _print_measured(model: Model, batch_size: int, as_json: bool) -> None:
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     if as_json:
-        dump({"speed": speed, "memory_rate": memory_rate, "layers": [asdict(each) for each in times]})
+        layers = [{**asdict(each), "cost": each.cost.of()._asdict()} for each in times]
+        dump({"speed": speed, "memory_rate": memory_rate, "layers": layers})
         return
     fitted = DeviceSpec("this machine", speed, 0.0, memory_rate=memory_rate)
     measured, charged = sum(each.seconds for each in times), sum(fitted.seconds(each.cost) for each in times)
-    flops = sum(each.cost.flops for each in times)
+    flops = sum(each.cost.of().flops for each in times)
     numbers = ("time", "of all", "as charged", "of the FLOPs")
     table = tables.table("unit", "layer", *numbers, right=numbers)
     for each in times:
-        shares = (each.seconds / measured, fitted.seconds(each.cost) / charged, each.cost.flops / flops)
+        shares = (each.seconds / measured, fitted.seconds(each.cost) / charged, each.cost.of().flops / flops)
         table.add_row(each.unit, each.layer, formats.seconds(each.seconds), *(f"{share:.1%}" for share in shares))
     console = make_console()
     console.print(table)
-    speed, memory_rate = (float(f"{each:.3g}") for each in (speed, memory_rate))
-    console.print(f"\nspeed: {format_speed(speed)}, memory_rate: {format_byte_rate(memory_rate)}")
+    read = "" if memory_rate is None else f", memory_rate: {format_byte_rate(float(f'{memory_rate:.3g}'))}"
+    console.print(f"\nspeed: {format_speed(float(f'{speed:.3g}'))}{read}")

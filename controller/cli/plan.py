@@ -12,6 +12,7 @@ from controller.cli.options import as_json, overrides
 from controller.cli.printing import dump, make_console
 from testbed import formats
 from testbed.device import Cost
+from testbed.methods.parts import costs
 
 CLASSES_SHOWN = 4
 """Of a device, those with most samples; all of them are in the JSON."""
@@ -123,11 +124,12 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
     """Return what a device holds by one piece, and what that takes of it."""
     workload, device = problem.workload, problem.device(piece.device)
     units = problem.model.units[piece.first : piece.last]
-    training = workload.task == "train"
-    cost = Cost(piece.flops or 0.0)
-    if piece.flops is None:
-        cost = sum((unit.forward_cost + unit.backward_cost * training for unit in units), cost)
-    cost *= workload.batch_size
+    if piece.flops is not None:
+        cost = Cost(piece.flops) * workload.batch_size
+    else:
+        cost = costs.forward(units, workload.batch_size)
+        if workload.task == "train":
+            cost += costs.backward(units, workload.batch_size)
     parameters = piece.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)
@@ -144,7 +146,7 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
         "parameters": parameters,
         "memory": piece.memory,
         "memory_available": device.memory,
-        "flops": cost.flops,
+        "flops": cost.of().flops,
         "compute_time": device.seconds(cost),
     }
 

@@ -72,21 +72,10 @@ class Unit:
         """FLOPs of forward for one sample."""
         return float(sum(layer.flops(shape) for layer, shape in self._entering))
 
-    @property
-    def backward_flops(self) -> float:
-        """FLOPs of backward for one sample."""
-        return BACKWARD_OVER_FORWARD * self.forward_flops
-
     @cached_property
-    def forward_cost(self) -> Cost:
-        """What forward is charged for one sample."""
-        accesses = sum(layer.accesses(shape) for layer, shape in self._entering)
-        return Cost(self.forward_flops, BYTES_PER_VALUE * accesses)
-
-    @property
-    def backward_cost(self) -> Cost:
-        """What backward is charged for one sample: it reads and writes a gradient for each value of forward."""
-        return Cost(self.backward_flops, self.forward_cost.bytes)
+    def cost(self) -> Cost:
+        """What forward is charged for one sample; `forward_of` and `backward_of` make a batch's of it."""
+        return sum((layer.cost(shape) for layer, shape in self._entering), Cost())
 
     @property
     def least_samples(self) -> int:
@@ -229,6 +218,19 @@ class Model:
                 built.append(Joined(*layers) if len(unit.reads) > 1 else layers)
         reads = [self.reads(index) for index in range(first, last)]
         return Segment(first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)])
+
+
+def forward_of(cost: Cost, samples: int) -> Cost:
+    """Return what a forward of a batch is charged, where ``cost`` is that of one sample: it reads the weights once."""
+    return cost.scaled(flops=samples, accessed=samples, weights=1)
+
+
+def backward_of(cost: Cost, samples: int) -> Cost:
+    """Return what a backward of a batch is charged, where ``cost`` is that of the forward of one sample.
+
+    It reads and writes a gradient for each value of forward, reads the weights and writes their gradients.
+    """
+    return cost.scaled(flops=BACKWARD_OVER_FORWARD * samples, accessed=samples, weights=2)
 
 
 def joined(parts: Sequence[Shape], whole: bool = True) -> Shape:

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from testbed.models.shapes import Shape
+from testbed.device import Cost, Kind
+from testbed.models.shapes import BYTES_PER_VALUE, Shape
 from testbed.models.slices import Slice, pick
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ class Layer(Protocol):
 
     def accesses(self, shape: Shape) -> int:
         """Values that forward reads and writes for one sample: what enters and what leaves, without weights."""
+
+    def cost(self, shape: Shape) -> Cost:
+        """Return what forward is charged for one sample."""
 
     def least_samples(self, shape: Shape) -> int:
         """Samples that training needs at once, at least: statistics of one value say nothing."""
@@ -176,6 +180,11 @@ class Plain:
     """The formulas that most layers share; as it is, a layer without weights that works value by value."""
 
     @property
+    def kind(self) -> Kind:
+        """Whose rates a device has for it."""
+        return "activation"
+
+    @property
     def division(self) -> Division:
         """How several devices can share it."""
         return "values"
@@ -234,6 +243,11 @@ class Plain:
     def accesses(self, shape: Shape) -> int:
         """Values that forward reads and writes for one sample."""
         return math.prod(shape) + math.prod(self.output(shape))
+
+    def cost(self, shape: Shape) -> Cost:
+        """Return what forward is charged for one sample."""
+        accessed, weights = BYTES_PER_VALUE * self.accesses(shape), BYTES_PER_VALUE * self.weights(shape)
+        return Cost(self.flops(shape), accessed, weights, self.kind)
 
     def least_samples(self, shape: Shape) -> int:
         """One: each sample is treated by itself."""
@@ -345,6 +359,11 @@ class MaxPool2d(Plain):
     padding: int = 0
 
     @property
+    def kind(self) -> Kind:
+        """Whose rates a device has for it."""
+        return "pooling"
+
+    @property
     def division(self) -> Division:
         """Each channel by itself."""
         return "channels"
@@ -380,6 +399,11 @@ class GlobalAveragePool2d(Plain):
     """The mean of each channel: (channels, height, width) to (channels,)."""
 
     @property
+    def kind(self) -> Kind:
+        """Whose rates a device has for it."""
+        return "pooling"
+
+    @property
     def division(self) -> Division:
         """Each channel by itself."""
         return "channels"
@@ -407,6 +431,11 @@ class BatchNorm2d(Plain):
     running statistics are the unit's state, with its weights: they travel and are replicated with them. They have no
     versions, since training never reads them; each forward adds to them, in the order of the batches.
     """
+
+    @property
+    def kind(self) -> Kind:
+        """Whose rates a device has for it."""
+        return "normalisation"
 
     @property
     def channel_values(self) -> int:
@@ -451,6 +480,13 @@ class Conv2d(Plain):
     padding: int = 0
     groups: int = 1
     bias: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        """Whose rates a device has for it."""
+        if self.groups > 1:
+            return "depthwise"
+        return "pointwise" if self.kernel == 1 else "convolution"
 
     @property
     def division(self) -> Division:
@@ -502,6 +538,11 @@ class Linear(Plain):
 
     features: int
     bias: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        """Whose rates a device has for it."""
+        return "linear"
 
     @property
     def division(self) -> Division:
@@ -584,8 +625,17 @@ class Residual(Plain):
         return sum(layer.activations(entering) for layer, entering in self._all(shape)) + math.prod(self.output(shape))
 
     def accesses(self, shape: Shape) -> int:
-        """Those of block and shortcut, and of the sum, which reads two values for each that it writes."""
-        return sum(layer.accesses(entering) for layer, entering in self._all(shape)) + 3 * math.prod(self.output(shape))
+        """Return those of block and shortcut, and of the sum, which reads two values for each that it writes."""
+        return sum(layer.accesses(entering) for layer, entering in self._all(shape)) + self._summed(shape)
+
+    def _summed(self, shape: Shape) -> int:
+        """Values that the sum reads and writes."""
+        return 3 * math.prod(self.output(shape))
+
+    def cost(self, shape: Shape) -> Cost:
+        """Return that of block and shortcut, and of the sum, which counts as an activation."""
+        within = (layer.cost(entering) for layer, entering in self._all(shape))
+        return sum(within, Cost(accessed=BYTES_PER_VALUE * self._summed(shape), kind="activation"))
 
     def least_samples(self, shape: Shape) -> int:
         """As many as any layer of block and shortcut needs."""

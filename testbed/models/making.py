@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from testbed import usercode
+from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.models.layers import Division, Plain
-from testbed.models.shapes import Shape
+from testbed.models.shapes import BYTES_PER_VALUE, Shape
 from testbed.usercode import Code
 
 if TYPE_CHECKING:
@@ -48,12 +49,10 @@ class CountedUnit(Plain):
     trained: int
     matrices: int
     """Trained values in tensors of two and more axes."""
-    forward: float
-    """FLOPs of a sample."""
     kept: int
     """Values of all outputs made within it for a sample."""
-    accessed: int
-    """Values that its operations read and write for a sample, without weights."""
+    charged: Cost
+    """By kind of layer: FLOPs, and bytes that its operations read and write, for a sample; bytes of weights."""
 
     @property
     def division(self) -> Division:
@@ -74,7 +73,7 @@ class CountedUnit(Plain):
 
     def flops(self, shape: Shape) -> float:
         """Forward FLOPs for one sample."""
-        return self.forward
+        return self.charged.of().flops
 
     def activations(self, shape: Shape) -> int:
         """Values of all outputs made within it for one sample."""
@@ -82,7 +81,11 @@ class CountedUnit(Plain):
 
     def accesses(self, shape: Shape) -> int:
         """Values that forward reads and writes for one sample."""
-        return self.accessed
+        return int(self.charged.of().accessed) // BYTES_PER_VALUE
+
+    def cost(self, shape: Shape) -> Cost:
+        """Return what forward is charged for one sample."""
+        return self.charged
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Refuse: the units of such a network are built by `Model.build` alone."""

@@ -7,9 +7,10 @@ remains unknown is the number of samples and what their values are.
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from testbed import usercode
+from testbed.device import Cost, Kind
 from testbed.errors import InputError
 from testbed.models.making import KEY, Maker
-from testbed.models.shapes import Shape
+from testbed.models.shapes import BYTES_PER_VALUE, Shape
 from testbed.seeds import derive
 
 BATCHES = (2, 3)
@@ -43,9 +45,14 @@ class Measure:
     """What running a step came to."""
 
     value: Any
-    flops: float
-    made: int
-    read: int
+    cost: Cost = field(default_factory=Cost)
+    made: int = 0
+    """Values of the tensors made within it."""
+
+    @property
+    def works(self) -> bool:
+        """Whether torch counts FLOPs in it."""
+        return self.cost.of().flops > 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
     with graph.inserting_before(ours[0]):
         mode = graph.get_attr("training")
     for runs in tracer.runs:
-        runs[mode.name] = Measure(True, 0.0, 0, 0)
+        runs[mode.name] = Measure(True)
     for at, node in enumerate(ours):
         other = theirs[at] if at < len(theirs) else None
         if other is not None and (node.op, str(node.target)) == (other.op, str(other.target)):
@@ -177,29 +184,46 @@ def _followed(ours: Any, theirs: Any, mode: fx.Node) -> Any:
     return dict(zip(ours, found, strict=True)) if isinstance(ours, dict) else type(ours)(found)
 
 
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the values of new tensors, and those read to make them: views are none, weights are not read."""
+class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operations cost: values of new tensors, those read to make them, FLOPs; views cost nothing."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = 0
-        self.read = 0
+        self.cost = Cost()
+        self.counter = FlopCounterMode(display=False)
+        """To be entered first: it counts what this one lets through."""
         self._weights = {each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.counter.get_total_flops()
         found = func(*args, **(kwargs or {}))
+        flops = self.counter.get_total_flops() - before
         first = found[0] if isinstance(found, tuple | list) and found else found
         if isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view:
+            given = pytree.tree_leaves((args, kwargs))
+            read = [each for each in given if isinstance(each, torch.Tensor) and each.is_floating_point()]
+            weights = [each for each in read if each.untyped_storage()._cdata in self._weights]
+            values = first.numel() + sum(each.numel() for each in read) - sum(each.numel() for each in weights)
+            matrices = sum(each.numel() for each in weights if each.ndim > 1)
             self.made += first.numel()
-            self.read += sum(each.numel() for each in pytree.tree_leaves((args, kwargs)) if self._counts(each))
+            self.cost += Cost(flops, BYTES_PER_VALUE * values, BYTES_PER_VALUE * matrices, _kind(func, args, flops))
         return found
 
-    def _counts(self, argument: object) -> bool:
-        return (
-            isinstance(argument, torch.Tensor)
-            and argument.is_floating_point()
-            and argument.untyped_storage()._cdata not in self._weights
-        )
+
+def _kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
+    """Return which kind of layer an operation of aten is the work of."""
+    name = operation.name()
+    if name == "aten::convolution":
+        weight, groups = arguments[1], arguments[-1]
+        if groups > 1:
+            return "depthwise"
+        return "pointwise" if math.prod(weight.shape[2:]) == 1 else "convolution"
+    if flops:
+        return "linear"
+    if "norm" in name:
+        return "normalisation"
+    return "pooling" if "pool" in name or "mean" in name else "activation"
 
 
 class _Value(fx.Proxy):
@@ -238,7 +262,6 @@ class _Tracer(fx.Tracer):
         self._device = device
         self._whole = [name for name in whole if not any(other.startswith(f"{name}.") for other in whole)]
         self._running = False
-        self._counter = FlopCounterMode(display=False)
         self._draws = torch.Generator().manual_seed(0)
 
     def values(self, node: fx.Node) -> tuple[Any, Any]:
@@ -320,15 +343,15 @@ class _Tracer(fx.Tracer):
     def _measured(self, node: fx.Node, size: int, runs: Mapping[str, Measure]) -> Measure:
         if node.op == "placeholder":
             samples = torch.rand(size, *self._shape, generator=self._draws).to(self._device)
-            return Measure(samples, 0.0, 0, 0)
+            return Measure(samples)
         if node.op == "get_attr":
             found = operator.attrgetter(str(node.target))(self.root)
-            return Measure(found.to(self._device) if isinstance(found, torch.Tensor) else found, 0.0, 0, 0)
+            return Measure(found.to(self._device) if isinstance(found, torch.Tensor) else found)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: runs[each.name].value)
-        counted = _Values(self.root)
-        with torch.device(self._device), self._counter, counted:
+        work = _Work(self.root)
+        with torch.device(self._device), work.counter, work:
             value = self._called(node, args, kwargs)
-        return Measure(value, self._counter.get_total_flops(), counted.made, counted.read)
+        return Measure(value, work.cost, work.made)
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "call_module":

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from testbed import usercode
+from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.models.chain import Model, Unit, joined
 from testbed.models.making import KEY, CountedUnit, Maker
@@ -70,7 +71,7 @@ class _Steps:
 
     def __post_init__(self) -> None:
         self._made = {self.input, *self.nodes}
-        self.work = list(itertools.accumulate(int(self.runs[0][node.name].flops > 0) for node in self.nodes))
+        self.work = list(itertools.accumulate(int(self.runs[0][node.name].works) for node in self.nodes))
         self.parameters = [{id(each) for each in _parameters(self.root, self.all_of([node]))} for node in self.nodes]
 
     def all_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -272,19 +273,19 @@ def _chain(maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], 
 def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> CountedUnit:
     parameters = [each for each in _parameters(steps.root, steps.all_of(piece)) if each.requires_grad]
     small = steps.runs[0]
+    cost = sum((small[node.name].cost for node in piece), Cost())
     return CountedUnit(
         shape=steps.shape(result),
         trained=sum(each.numel() for each in parameters),
         matrices=sum(each.numel() for each in parameters if each.ndim > 1),
-        forward=sum(small[node.name].flops for node in piece) / BATCHES[0],
         kept=sum(small[node.name].made for node in piece) // BATCHES[0],
-        accessed=sum(small[node.name].made + small[node.name].read for node in piece) // BATCHES[0],
+        charged=cost.scaled(flops=1 / BATCHES[0], accessed=1 / BATCHES[0], weights=1),
     )
 
 
 def _name(piece: Sequence[fx.Node], steps: _Steps) -> str:
     """Return the module that a unit is, or the one where its work begins."""
-    working = [node for node in piece if steps.runs[0][node.name].flops > 0] or list(piece)
+    working = [node for node in piece if steps.runs[0][node.name].works] or list(piece)
     ways = [[*_callers(node), *([str(node.target)] if node.op == "call_module" else [])] for node in working]
     common = [paths[0] for paths in zip(*ways, strict=False) if len(set(paths)) == 1]
     return str((common or ways[0] or [working[0].name])[-1])

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.models.chain import Unit
+from testbed.models.chain import Unit, backward_of, forward_of
 from testbed.network.link import Link, Pair
 from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
@@ -50,8 +50,8 @@ class UnitTimes:
     def by_formula(units: Sequence[Unit], batch_size: int, device: DeviceSpec, update_flops: float) -> UnitTimes:
         """Return what the testbed charges this device."""
         return UnitTimes(
-            tuple(device.seconds(unit.forward_cost * batch_size) for unit in units),
-            tuple(device.seconds(unit.backward_cost * batch_size) for unit in units),
+            tuple(device.seconds(forward_of(unit.cost, batch_size)) for unit in units),
+            tuple(device.seconds(backward_of(unit.cost, batch_size)) for unit in units),
             tuple(device.seconds(Cost(update_flops * unit.parameters)) for unit in units),
         )
 
@@ -213,13 +213,14 @@ def measured(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
     return {pair: Link(None if math.isinf(rate) else rate) for pair, rate in rates.items()}
 
 
-def capacities(devices: Sequence[DeviceSpec], units: Sequence[Unit]) -> tuple[float, ...]:
+def capacities(devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size: int) -> tuple[float, ...]:
     """Return the capacities that the scenario gives, relative to the first device: C_i of equation (3).
 
-    Of all units together, as the paper has one for a device: exact for each unit where speeds and memory rates of the
-    devices are in proportion.
+    Of all units together, as the paper has one for a device: exact for each unit where all rates of the devices are in
+    proportion.
     """
-    whole = sum((unit.forward_cost + unit.backward_cost for unit in units), Cost())
+    one = sum((unit.cost for unit in units), Cost())
+    whole = forward_of(one, batch_size) + backward_of(one, batch_size)
     return tuple(device.seconds(whole) / devices[0].seconds(whole) for device in devices)
 
 

@@ -18,7 +18,7 @@ from testbed.data.batches import micro_batches
 from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.models.chain import Model, Unit
+from testbed.models.chain import Model, Unit, backward_of, forward_of
 from testbed.network.link import Link, Pair
 from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
@@ -55,12 +55,9 @@ class Chain:
         return self.model.units
 
     @cached_property
-    def _forward(self) -> list[Cost]:
-        return [Cost(), *accumulate(unit.forward_cost for unit in self.units)]
-
-    @cached_property
-    def _backward(self) -> list[Cost]:
-        return [Cost(), *accumulate(unit.backward_cost for unit in self.units)]
+    def _costs(self) -> list[Cost]:
+        """Of a forward of one sample, up to each cut."""
+        return [Cost(), *accumulate(unit.cost for unit in self.units)]
 
     @cached_property
     def _parameters(self) -> list[int]:
@@ -68,11 +65,11 @@ class Chain:
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a forward of units ``first`` up to but without ``last``."""
-        return self.devices[stage].seconds((self._forward[last] - self._forward[first]) * samples)
+        return self.devices[stage].seconds(forward_of(self._costs[last] - self._costs[first], samples))
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a backward."""
-        return self.devices[stage].seconds((self._backward[last] - self._backward[first]) * samples)
+        return self.devices[stage].seconds(backward_of(self._costs[last] - self._costs[first], samples))
 
     def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
         """Return the seconds a link is busy with what crosses a cut, and its delay; activation and gradient alike."""

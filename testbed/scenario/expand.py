@@ -12,7 +12,7 @@ from typing import Any
 from testbed.errors import Diagnostic, InputError, Key, parse_key
 from testbed.experiment import Experiment
 from testbed.faults.replay import Change
-from testbed.hardware import PROFILES, DeviceSpec, Profile
+from testbed.hardware import PROFILES, DeviceSpec, Profile, Rates
 from testbed.network import checks
 from testbed.network.cell import Cell
 from testbed.network.checks import rate_problem
@@ -149,7 +149,15 @@ def _with_profiles(scenario: Scenario) -> Scenario:
 def _profile(part: ProfilePart) -> Profile:
     watts = None if part.watts is None else (part.watts.idle, part.watts.busy)
     return Profile(
-        part.name, part.speed, part.memory, "measured", part.name, part.processors, part.memory_rate, watts=watts
+        name=part.name,
+        speed=part.speed,
+        memory=part.memory,
+        basis="measured",
+        source=part.name,
+        processors=part.processors,
+        memory_rate=part.memory_rate,
+        kinds={kind: Rates(each.speed, each.memory_rate, each.weight_rate) for kind, each in part.kinds.items()},
+        watts=watts,
     )
 
 
@@ -205,6 +213,7 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
                 downlink=part.downlink if access is None or part.downlink is not None else access.down,
                 slowdown=part.slowdown,
                 memory_rate=part.memory_rate if part.memory_rate is not None else profile.memory_rate,
+                kinds=profile.kinds if part.speed is None and part.memory_rate is None else {},
                 processors=part.processors if part.processors is not None else profile.processors,
                 watts=profile.watts if part.watts is None else (part.watts.idle, part.watts.busy),
             )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
 
+from testbed.device import Kind
 from testbed.faults.parts import FaultPart
 from testbed.network.parts import NetworkPart
 from testbed.part import Name, Part
@@ -32,12 +33,32 @@ class WattsPart(Part):
         return self
 
 
+class RatesPart(Part):
+    """How fast layers of a kind are: their time is the sum of these parts, and what has no rate takes none."""
+
+    speed: Speed | None = Field(None, gt=0, description="of their FLOPs")
+    memory_rate: ByteRate | None = Field(None, gt=0, description="of the values that they read and write")
+    weight_rate: ByteRate | None = Field(
+        None, gt=0, description="of their weights, which a batch of any size reads once, and of the weights' gradients"
+    )
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> Self:
+        if self.speed is None and self.memory_rate is None and self.weight_rate is None:
+            raise ValueError("give at least one of speed, memory_rate, weight_rate")
+        return self
+
+
 class ProfilePart(Part):
     """A kind of device, as `testbed profile` measures one and a file of the user's has it."""
 
     name: str = Field("own", description="what it is called where a run is shown")
     speed: Speed = Field(gt=0, description="of each processor")
     memory_rate: ByteRate | None = Field(None, gt=0, description="what layers read and write a second")
+    kinds: dict[Kind, RatesPart] = Field(
+        default_factory=dict,
+        description="rates of layers by their kind; `speed` and `memory_rate` are those of all that is not named",
+    )
     memory: Size = Field(gt=0, description="the device's")
     processors: int = Field(1, ge=1, le=1000, description="that compute at once")
     watts: WattsPart | None = Field(None, description="what it draws, for the figure `energy`")
@@ -63,13 +84,13 @@ class DevicePart(Part):
         le=1000,
         description="make this number of alike devices, named <name>1 to <name>N; more under further names",
     )
-    speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed")
+    speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed, and that of its `kinds`")
     memory_rate: ByteRate | None = Field(
         None,
         gt=0,
         description="what layers read and write a second, added to the time of their FLOPs; normalisation, activation "
-        "and pooling have no other. `testbed models NAME --measure` finds it. Default: the profile's, mostly none: all "
-        "of it takes no time",
+        "and pooling have no other. `testbed models NAME --measure` finds it. Overrides the profile's and its "
+        "`kinds`. Default: the profile's, mostly none: all of it takes no time",
     )
     processors: int | None = Field(
         None,

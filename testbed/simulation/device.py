@@ -288,7 +288,7 @@ class SimulatedDevice:
                 **work.span.fields(),
                 "start": work.start,
                 "duration": duration,
-                "flops": work.cost.flops,
+                "flops": work.cost.of().flops,
                 "busy": 0.0,
                 "deficit": 0.0,
             },

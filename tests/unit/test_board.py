@@ -9,19 +9,23 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from torch import nn
 
 from controller.bench import board
 from controller.cli.profile import profile
+from testbed.device import KINDS, Cost
 from testbed.errors import InputError
-from testbed.hardware import DeviceSpec
-from testbed.models.chain import BACKWARD_OVER_FORWARD
-from testbed.models.layers import BatchNorm2d, Conv2d, Linear, MaxPool2d, ReLU
+from testbed.hardware import DeviceSpec, Rates
+from testbed.methods.parts.costs import update_flops
+from testbed.models.chain import backward_of, forward_of
+from testbed.models.layers import BatchNorm2d, Conv2d, Layer, Linear, MaxPool2d, ReLU
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
+from testbed.workload import OptimizerPart
 
 SCENARIO = """
 name: own
@@ -39,24 +43,38 @@ def written(folder: Path, profile: str) -> Path:
 
 def test_a_board_counts_as_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "seconds", lambda module, inputs: 1.0)
-    shapes = {name: shape for name, _, shape, _ in board.layers()}
-    for name, flops, size, _ in board.measure():
-        kind, *sizes = name.split()
-        leaving = int(sizes[0].rpartition("-")[2])
-        layer = {
-            "conv2d": Conv2d(leaving, padding=1),
-            "linear": Linear(leaving),
-            "batchnorm2d": BatchNorm2d(),
-            "relu": ReLU(),
-            "maxpool2d": MaxPool2d(),
-        }[kind]
-        assert flops == (1 + BACKWARD_OVER_FORWARD) * layer.flops(shapes[name]) * board.BATCH
-        assert size == 2 * 4 * layer.accesses(shapes[name]) * board.BATCH
+    monkeypatch.setattr(board, "update_seconds", lambda values: 1.0)
+    layers = {(kind, name): (module, shape) for kind, name, module, shape, _ in board.layers()}
+    *measured, _, update = board.measure()
+    for each in measured:
+        module, shape = layers[each.kind, each.name]
+        layer = ours(module)
+        cost = forward_of(layer.cost(shape), board.BATCH) + backward_of(layer.cost(shape), board.BATCH)
+        assert cost.of([each.kind]) == cost.of() == each[2:5]  # type: ignore[list-item]
+    assert {*(each.kind for each in measured), update.kind} == {*KINDS}
+    assert update.flops == update_flops(OptimizerPart(momentum=0)) * (1 << 20)
+
+
+def ours(module: nn.Module) -> Layer:
+    """Return torch's module as the testbed describes it."""
+    if isinstance(module, nn.Conv2d):
+        return Conv2d(module.out_channels, module.kernel_size[0], 1, int(module.padding[0]), module.groups)
+    if isinstance(module, nn.Linear):
+        return Linear(module.out_features)
+    return {nn.BatchNorm2d: BatchNorm2d(), nn.ReLU: ReLU(), nn.MaxPool2d: MaxPool2d()}[type(module)]
 
 
 def test_its_file_is_a_profile_that_devices_need_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Layers of a machine that does 2 GFLOP/s and 1 GB/s exactly.
-    monkeypatch.setattr(board, "measure", lambda: [("a", 2e9, 0.0, 1.0), ("b", 0.0, 1e9, 1.0)])
+    # Layers of a machine that does 2 GFLOP/s, and in linear layers 4 GFLOP/s and 1 GB/s of weights.
+    rows = [
+        *(
+            ("linear", "a", 4e9, 5.0, 1e9, 2.0),
+            ("linear", "b", 8e9, 1e9, 1e9, 3.0),
+            ("linear", "c", 4e9, 0.0, 3e9, 4.0),
+        ),
+        *(("convolution", "d", 2e9, 1.0, 1.0, 1.0), ("convolution", "e", 4e9, 5e9, 0.0, 2.0)),
+    ]
+    monkeypatch.setattr(board, "measure", lambda: [board.Measured(*row) for row in rows])
     done = CliRunner().invoke(profile, ["--out", str(tmp_path / "pi.yaml")], catch_exceptions=False)
     assert done.exit_code == 0
     with (tmp_path / "pi.yaml").open("a") as file:
@@ -64,7 +82,9 @@ def test_its_file_is_a_profile_that_devices_need_no_more(tmp_path: Path, monkeyp
     trial = trials(load(written(tmp_path, "pi.yaml")))[0]
     (device,) = trial.experiment.devices
     assert (device.profile, device.watts) == ("pi.yaml", (2.0, 5.0))
-    assert (device.speed, device.memory_rate) == (pytest.approx(2e9), pytest.approx(1e9))
+    assert device.kinds["convolution"] == Rates(pytest.approx(2e9))
+    assert device.kinds["linear"] == Rates(pytest.approx(4e9), None, pytest.approx(1e9))
+    assert device.seconds(Cost(12e9, 1e9, 4e9, "linear")) == pytest.approx(7.0)
     assert device.memory == board.memory() >> 20 << 20
     (tmp_path / "pi.yaml").unlink()
     sent = Scenario.model_validate(trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True))

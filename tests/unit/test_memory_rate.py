@@ -4,11 +4,12 @@ import pytest
 
 from controller.bench.layers import LayerTime, measure, rates
 from testbed.data import load
-from testbed.device import Cost
+from testbed.device import Cost, Kind
 from testbed.errors import InputError
-from testbed.hardware import DeviceSpec
+from testbed.hardware import DeviceSpec, Rates
 from testbed.methods.collaborative.figures import DECLARED
 from testbed.models import create
+from testbed.models.chain import backward_of, forward_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Residual
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -37,16 +38,34 @@ def test_accesses_by_hand() -> None:
     map_of = 32 * 32 * 32
     # Convolution, normalisation, activation, pooling; each reads what enters and writes what leaves.
     values = (3 * 32 * 32 + map_of) + 2 * map_of + 2 * map_of + (map_of + map_of // 4)
-    assert conv1.forward_cost.bytes == conv1.backward_cost.bytes == 4 * values
-    assert fc2.forward_cost == Cost(2.0 * 128 * 10, 4 * (128 + 10))
+    assert conv1.cost.of().accessed == 4 * values
+    assert conv1.cost.of(["convolution"]) == (2.0 * 27 * map_of, 4 * (3 * 32 * 32 + map_of), 4 * 27 * 32)
+    assert conv1.cost.of(["normalisation"]) == (0.0, 4 * 2 * map_of, 0.0)
+    assert fc2.cost == Cost(2.0 * 128 * 10, 4 * (128 + 10), 4 * 128 * 10, "linear")
     block = Residual((Conv2d(4, padding=1), BatchNorm2d()))
     assert block.accesses((4, 5, 5)) == 100 * (2 + 2 + 3)
+    assert block.cost((4, 5, 5)).of(["activation"]).accessed == 4 * 100 * 3
+
+
+def test_a_batch_reads_the_weights_once() -> None:
+    one = Cost(2.0, 8.0, 16.0, "linear") + Cost(accessed=4.0, kind="activation")
+    assert forward_of(one, 10).of() == (20.0, 120.0, 16.0)
+    assert backward_of(one, 10).of() == (40.0, 120.0, 32.0)
 
 
 def test_a_device_adds_both_rates_and_by_default_charges_flops_alone() -> None:
-    cost = Cost(flops=3e9, bytes=8e9)
+    cost = Cost(flops=3e9, accessed=8e9)
     assert DeviceSpec("one", 1e9, 1.0).seconds(cost) == 3.0
     assert DeviceSpec("one", 1e9, 1.0, memory_rate=2e9).seconds(cost) == 7.0
+
+
+def test_kinds_of_layers_have_rates_of_their_own() -> None:
+    kinds: dict[Kind, Rates] = {"linear": Rates(2e9, 4e9, 1e9), "pooling": Rates(None, 5e8)}
+    device = DeviceSpec("one", 1e9, 1.0, memory_rate=2e9, kinds=kinds)
+    linear, pooling = Cost(4e9, 8e9, 3e9, "linear"), Cost(1e9, 1e9, 1e9, "pooling")
+    assert device.seconds(linear) == 4 / 2 + 8 / 4 + 3 / 1
+    assert device.seconds(pooling) == 2.0  # what has no rate takes no time
+    assert device.seconds(linear + pooling + Cost(3e9, 8e9) + Cost(1e9, 0.0, 9e9, "convolution")) == 7 + 2 + 7 + 1
 
 
 @pytest.mark.parametrize(
@@ -79,8 +98,8 @@ def test_rates_of_a_machine_come_out_of_its_layers() -> None:
     device = DeviceSpec("one", 5e9, 1.0, memory_rate=3e8)
     work = [Cost(1e9, 1e6), Cost(2e8, 5e7), Cost(0.0, 1e8)]
     assert rates([LayerTime("unit", "layer", cost, device.seconds(cost)) for cost in work]) == pytest.approx((5e9, 3e8))
-    with pytest.raises(ValueError, match="no speed and memory rate"):
-        rates([LayerTime("unit", "layer", cost, 1 / (1 + cost.flops)) for cost in work])
+    with pytest.raises(ValueError, match="no speed fits"):
+        rates([LayerTime("unit", "layer", Cost(accessed=1e9), 1.0)])
     found = measure(create("mlp", {"hidden": [8]}, (1, 8, 8), 10), batch_size=4)
     assert [each.layer for each in found] == ["Flatten", "Linear", "ReLU", "Linear"]
     assert all(each.seconds > 0 for each in found)

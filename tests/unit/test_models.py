@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from testbed.errors import InputError
 from testbed.models import create
 from testbed.models.catalog import describe
-from testbed.models.chain import Model, chain
+from testbed.models.chain import Model, backward_of, chain
 from testbed.models.layers import (
     BatchNorm2d,
     Conv2d,
@@ -78,7 +78,7 @@ def test_flops_are_those_torch_counts(model: Model) -> None:
             output.sum().backward()
         grouped = any(isinstance(inner, nn.Conv2d) and inner.groups > 1 for inner in module.modules())
         if not grouped:  # torch counts the backward of a depthwise convolution as if it had one group
-            assert backward.get_total_flops() == 2 * unit.backward_flops
+            assert backward.get_total_flops() == 2 * backward_of(unit.cost, 1).of().flops
         values = output
 
 

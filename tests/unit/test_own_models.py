@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from testbed import usercode
+from testbed.device import KINDS, Cost
 from testbed.errors import InputError
 from testbed.models import CATALOG, Model, create
 from testbed.models.graph import graph_of
@@ -123,8 +124,14 @@ def test_what_is_counted_is_what_our_formulas_say(name: str, tmp_path: Path) -> 
     )
     kept, formula = (sum(unit.activation_bytes for unit in model.units) // 4 for model in (counted, ours))
     assert kept == pytest.approx(formula - flattened, rel=0.005)  # dropout makes a mask beside its output
-    accessed, formula = (sum(unit.forward_cost.bytes for unit in model.units) for model in (counted, ours))
+    accessed, formula = (sum(unit.cost.of().accessed for unit in model.units) for model in (counted, ours))
     assert accessed == pytest.approx(formula, rel=0.01)  # joining reads and writes, too
+    for kind in KINDS[:4]:
+        assert cost(counted).of([kind]) == cost(ours).of([kind])
+
+
+def cost(model: Model) -> Cost:
+    return sum((unit.cost for unit in model.units), Cost())
 
 
 def test_units_by_hand() -> None:

@@ -45,7 +45,7 @@ def row_of(model: Model, speeds: tuple[float, ...], rate: float | None = None, *
     links = {(one.name, two.name): Link(rate) for one in devices for two in devices if one != two}
     profile = UnitTimes.by_formula(model.units, batch, devices[0], update_flops=6)
     return AsynchronousPipeline(
-        model, devices, links, batch, profile, capacities(devices, model.units), momentum=True, **other
+        model, devices, links, batch, profile, capacities(devices, model.units, batch), momentum=True, **other
     )
 
 
@@ -136,7 +136,7 @@ def test_seven_times_is_the_limit_of_a_finely_divisible_chain() -> None:
     devices = row(*PAPER)
     links = {(one.name, two.name): Link() for one in devices for two in devices if one != two}
     profile = UnitTimes((0.1,) * 42, (0.2,) * 42, (0.0,) * 42)
-    found = AsynchronousPipeline(fine, devices, links, 1, profile, capacities(devices, fine.units))
+    found = AsynchronousPipeline(fine, devices, links, 1, profile, capacities(devices, fine.units, 1))
     assert found.homogeneous() == (0, 14, 28, 42)
     assert found.least_bottleneck() == (0, 20, 40, 42)
     assert found.bottleneck(found.homogeneous()) / found.bottleneck(found.least_bottleneck()) == pytest.approx(7.0)

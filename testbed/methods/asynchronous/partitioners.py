@@ -212,7 +212,8 @@ def plan(
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     partition = partitioner.initial()
     devices = [problem.device(name) for name in partition.devices]
-    true = pipeline_over(problem, partition.devices, capacities=given(devices, problem.model.units))
+    capacities = given(devices, problem.model.units, problem.workload.batch_size)
+    true = pipeline_over(problem, partition.devices, capacities=capacities)
     alone = true.without_links()
     return Plan(
         method=method,

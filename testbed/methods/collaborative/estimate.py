@@ -7,13 +7,14 @@ which is the same where N divides B.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.methods.collaborative.stages import Kind, iteration_time
 from testbed.methods.parts import costs
-from testbed.models.chain import Model
+from testbed.models.chain import Model, Unit, backward_of, forward_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.network.link import Link
 from testbed.wire import size_around
@@ -53,6 +54,10 @@ class LayerTimes:
     forward: float
     backward: float
     update: float
+    forward_weights: float = 0.0
+    """Of a mini-batch of any size, beside its samples: reading the weights."""
+    backward_weights: float = 0.0
+    """The same, and writing their gradients."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,10 @@ class PairProfile:
         activation = samples * (self.volumes[split - 1] + BYTES_PER_LABEL)
         gradient = samples * self.volumes[split - 1]
         return {
-            "forward": samples * sum(layer.forward for layer in mine),  # (5)
-            "server forward": samples * sum(layer.forward for layer in theirs),  # (6)
-            "backward": samples * sum(layer.backward for layer in mine),  # (7)
-            "server backward": samples * sum(layer.backward for layer in theirs),  # (8)
+            "forward": _forward(mine, samples),  # (5)
+            "server forward": _forward(theirs, samples),  # (6)
+            "backward": _backward(mine, samples),  # (7)
+            "server backward": _backward(theirs, samples),  # (8)
             "upload": self.up.transmission_time(size_around(activation)),  # (9), with the labels
             "download": self.down.transmission_time(size_around(gradient)),  # (10)
         }
@@ -102,12 +107,21 @@ class PairProfile:
     def local_training(self, samples: int, batch_size: int) -> float:
         """Return the seconds of an epoch of the whole model on the device alone."""
         step = sum(batch_size * (layer.forward + layer.backward) + layer.update for layer in self.device)
+        step += sum(layer.forward_weights + layer.backward_weights for layer in self.device)
         return iterations(samples, batch_size, 1) * step
 
     def exchange(self, split: int) -> float:
         """Return the seconds that the device's layers take to the server and, averaged, back."""
         state = sum(self.states[:split])
         return transfer(self.up, state) + transfer(self.down, state)
+
+
+def _forward(layers: Sequence[LayerTimes], samples: int) -> float:
+    return samples * sum(layer.forward for layer in layers) + sum(layer.forward_weights for layer in layers)
+
+
+def _backward(layers: Sequence[LayerTimes], samples: int) -> float:
+    return samples * sum(layer.backward for layer in layers) + sum(layer.backward_weights for layer in layers)
 
 
 def transfer(link: Link, content: float) -> float:
@@ -130,8 +144,14 @@ def profile(
     """
 
     def layers(spec: DeviceSpec, times: float = 1.0) -> tuple[LayerTimes, ...]:
-        works = ((unit.forward_cost, unit.backward_cost, costs.update((unit,), optimizer)) for unit in model.units)
-        return tuple(LayerTimes(*(times * spec.seconds(cost) for cost in work)) for work in works)
+        def of(unit: Unit) -> LayerTimes:
+            forward, backward = forward_of(unit.cost, 1), backward_of(unit.cost, 1)
+            works = [each.scaled(flops=1, accessed=1, weights=0) for each in (forward, backward)]
+            works.append(costs.update((unit,), optimizer))
+            works += [each.scaled(flops=0, accessed=0, weights=1) for each in (forward, backward)]
+            return LayerTimes(*(times * spec.seconds(work) for work in works))
+
+        return tuple(of(unit) for unit in model.units)
 
     return PairProfile(
         device=layers(device),

@@ -13,7 +13,7 @@ from testbed import formats
 from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.models.chain import Unit
+from testbed.models.chain import Unit, backward_of, forward_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.workload import OptimizerPart
 
@@ -25,12 +25,16 @@ def parameters(units: Sequence[Unit]) -> int:
 
 def forward(units: Sequence[Unit], samples: int) -> Cost:
     """Return the cost of a forward."""
-    return sum((unit.forward_cost for unit in units), Cost()) * samples
+    return forward_of(_one(units), samples)
 
 
 def backward(units: Sequence[Unit], samples: int) -> Cost:
     """Return the cost of a backward."""
-    return sum((unit.backward_cost for unit in units), Cost()) * samples
+    return backward_of(_one(units), samples)
+
+
+def _one(units: Sequence[Unit]) -> Cost:
+    return sum((unit.cost for unit in units), Cost())
 
 
 def update_flops(optimizer: OptimizerPart) -> float:
@@ -50,7 +54,7 @@ def copy(units: Sequence[Unit], optimizer: OptimizerPart) -> Cost:
 
 def state_bytes(units: Sequence[Unit], optimizer: OptimizerPart) -> float:
     """Return the bytes of weights and optimizer state."""
-    return BYTES_PER_VALUE * copy(units, optimizer).flops
+    return BYTES_PER_VALUE * copy(units, optimizer).of().flops
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:

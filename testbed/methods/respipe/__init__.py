@@ -49,4 +49,5 @@ class CapacityPartitioner(TakeOverPartitioner):
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return the pipeline over these devices as the scenario has them."""
         devices = [self.problem.device(name) for name in names]
-        return pipeline_over(self.problem, names, capacities=capacities(devices, self.problem.model.units))
+        given = capacities(devices, self.problem.model.units, self.problem.workload.batch_size)
+        return pipeline_over(self.problem, names, capacities=given)

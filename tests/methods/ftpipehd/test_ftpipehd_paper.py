@@ -42,7 +42,8 @@ def run(trial: Trial, weights: Any = None) -> tuple[Prepared, dict[str, Any], An
 def known(ready: Prepared, *names: str) -> AsynchronousPipeline:
     """The pipeline over these devices with the speeds that the scenario gives."""
     devices = [ready.problem.device(name) for name in names]
-    return pipeline_over(ready.problem, names, capacities=capacities(devices, ready.problem.model.units))
+    given = capacities(devices, ready.problem.model.units, ready.problem.workload.batch_size)
+    return pipeline_over(ready.problem, names, capacities=given)
 
 
 def test_figure_5_nears_the_ratio_that_the_units_permit() -> None:
