@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,19 +27,34 @@ class LayerTime:
 
 def measure(model: Model, batch_size: int) -> list[LayerTime]:
     """Train each layer by itself on random values, on one thread of this machine."""
+    found = []
+    with _one_thread():
+        for unit in model.units:
+            shape = unit.input
+            for layer in unit.layers:
+                module = layer.build(shape, torch.Generator().manual_seed(0))
+                cost = forward_of(layer.cost(shape), batch_size) + backward_of(layer.cost(shape), batch_size)
+                inputs = torch.randn(batch_size, *shape)
+                found.append(LayerTime(unit.name, type(layer).__name__, cost, board.seconds(module, inputs)))
+                shape = layer.output(shape)
+    return found
+
+
+def measure_whole(model: Model, batch_size: int) -> float:
+    """Return the processor time of forward and backward of all layers in a row, on one thread of this machine."""
+    with _one_thread():
+        module = model.build(0, len(model.units), seed=0)
+        return board.seconds(module, torch.randn(batch_size, *model.input))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = []
-    for unit in model.units:
-        shape = unit.input
-        for layer in unit.layers:
-            module = layer.build(shape, torch.Generator().manual_seed(0))
-            cost = forward_of(layer.cost(shape), batch_size) + backward_of(layer.cost(shape), batch_size)
-            inputs = torch.randn(batch_size, *shape)
-            found.append(LayerTime(unit.name, type(layer).__name__, cost, board.seconds(module, inputs)))
-            shape = layer.output(shape)
-    torch.set_num_threads(threads)
-    return found
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def rates(times: Sequence[LayerTime]) -> tuple[float, float | None]:

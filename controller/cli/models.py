@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from testbed.errors import InputError
 from testbed.quantities import format_byte_rate, format_speed
 
 if TYPE_CHECKING:
+    from controller.bench.layers import LayerTime
+    from testbed.hardware import DeviceSpec
     from testbed.models.chain import Model
 
 
@@ -26,8 +28,15 @@ if TYPE_CHECKING:
 @click.option(
     "--measure", type=click.IntRange(1), metavar="BATCH", help="Time NAME's layers here, on this many samples."
 )
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Charge the layers that are measured by this file of `testbed profile`.",
+)
 @as_json
-def models(name: str | None, function: str | None, data: str, measure: int | None, as_json: bool) -> None:
+def models(
+    name: str | None, function: str | None, data: str, measure: int | None, profile: Path | None, as_json: bool
+) -> None:
     """List the models a scenario can name, with their options; with NAME, the units of one.
 
     NAME may be a Python file, and FUNCTION what in it returns a torch.nn.Module; without FUNCTION, those that it
@@ -36,8 +45,9 @@ def models(name: str | None, function: str | None, data: str, measure: int | Non
     A model is cut between its units, so there are at most as many stages as units. Figures are per sample: FLOPs of
     the forward (a multiply and an add are two), and the bytes that cross the cut after a unit.
 
-    With --measure each layer is trained by itself on one thread of this machine; printed are its processor time, and
-    the `speed` and `memory_rate` of a device that fit all of them best.
+    With --measure each layer is trained by itself on one thread of this machine, and all of them in a row; printed are
+    the processor times, what a device is charged whose `speed` and `memory_rate` fit all layers best, and the two
+    rates. With --profile it is the device of that file: how well it tells the time of this network.
 
     \b
     Examples:
@@ -45,6 +55,7 @@ def models(name: str | None, function: str | None, data: str, measure: int | Non
       testbed models cnn
       testbed models vgg5 --data cifar10
       testbed models vgg5 --data synthetic-3x32x32 --measure 100
+      testbed models vgg5 --data synthetic-3x32x32 --measure 32 --profile my-laptop.yaml
       testbed models my_net.py build --data synthetic-3x32x32
     """
     from testbed.models.catalog import CATALOG, describe
@@ -59,11 +70,13 @@ def models(name: str | None, function: str | None, data: str, measure: int | Non
         else:
             print_catalogue(entries, lambda entry: entry["summary"])
         return
+    if profile is not None and measure is None:
+        raise click.UsageError("--profile charges what is measured: give --measure BATCH as well")
     model = _model(name, function, data)
     if measure is not None:
         if model.builder is not None:
             raise InputError("--measure times layers, and of a network of your own only units are known: leave it out")
-        _print_measured(model, measure, as_json)
+        _print_measured(model, measure, profile, as_json)
         return
     figures = describe(model)
     if as_json:
@@ -110,30 +123,50 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
     console.print(table)
 
 
-def _print_measured(model: Model, batch_size: int, as_json: bool) -> None:
-    """Measure the layers of a model here; print their times and the rates that fit them."""
-    from controller.bench.layers import measure, rates
+def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json: bool) -> None:
+    """Measure a model here; print the times of its layers, and what they are charged."""
+    from controller.bench.layers import measure, measure_whole
     from controller.report import tables
+    from testbed.scenario.expand import profiled
+
+    device = None if profile is None else profiled(profile)
+    times, whole = measure(model, batch_size), measure_whole(model, batch_size)
+    device = device or _fitted(times)
+    charged = [device.seconds(each.cost) for each in times]
+    if as_json:
+        layers = [
+            {**asdict(each), "cost": each.cost.of()._asdict(), "charged": seconds}
+            for each, seconds in zip(times, charged, strict=True)
+        ]
+        rates = {"speed": device.speed, "memory_rate": device.memory_rate}
+        dump({**rates, "seconds": whole, "charged": sum(charged), "layers": layers})
+        return
+    measured, flops = sum(each.seconds for each in times), sum(each.cost.of().flops for each in times)
+    numbers = ("time", "of all", "as charged", "of all ", "of the FLOPs")
+    table = tables.table("unit", "layer", *numbers, right=numbers)
+    for each, seconds in zip(times, charged, strict=True):
+        shares = (each.seconds / measured, seconds / sum(charged), each.cost.of().flops / flops)
+        mine, theirs, counted = (f"{share:.1%}" for share in shares)
+        row = (formats.seconds(each.seconds), mine, formats.seconds(seconds), theirs, counted)
+        table.add_row(each.unit, each.layer, *row)
+    console = make_console()
+    console.print(table)
+    together = (
+        f"{formats.seconds(whole)}, as charged {formats.seconds(sum(charged))} ({sum(charged) / whole:.2f} of it)"
+    )
+    console.print(f"\nforward and backward of all in a row: {together}")
+    if profile is None:
+        rate = device.memory_rate
+        read = "" if rate is None else f", memory_rate: {format_byte_rate(float(f'{rate:.3g}'))}"
+        console.print(f"speed: {format_speed(float(f'{device.speed:.3g}'))}{read}")
+
+
+def _fitted(times: Sequence[LayerTime]) -> DeviceSpec:
+    from controller.bench.layers import rates
     from testbed.hardware import DeviceSpec
 
-    times = measure(model, batch_size)
     try:
         speed, memory_rate = rates(times)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    if as_json:
-        layers = [{**asdict(each), "cost": each.cost.of()._asdict()} for each in times]
-        dump({"speed": speed, "memory_rate": memory_rate, "layers": layers})
-        return
-    fitted = DeviceSpec("this machine", speed, 0.0, memory_rate=memory_rate)
-    measured, charged = sum(each.seconds for each in times), sum(fitted.seconds(each.cost) for each in times)
-    flops = sum(each.cost.of().flops for each in times)
-    numbers = ("time", "of all", "as charged", "of the FLOPs")
-    table = tables.table("unit", "layer", *numbers, right=numbers)
-    for each in times:
-        shares = (each.seconds / measured, fitted.seconds(each.cost) / charged, each.cost.of().flops / flops)
-        table.add_row(each.unit, each.layer, formats.seconds(each.seconds), *(f"{share:.1%}" for share in shares))
-    console = make_console()
-    console.print(table)
-    read = "" if memory_rate is None else f", memory_rate: {format_byte_rate(float(f'{memory_rate:.3g}'))}"
-    console.print(f"\nspeed: {format_speed(float(f'{speed:.3g}'))}{read}")
+    return DeviceSpec("this machine", speed, 0.0, memory_rate=memory_rate)

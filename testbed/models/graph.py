@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.models.chain import Model, Unit
 from testbed.models.layers import Division, Layer, PixelWindow, shapes
-from testbed.models.shapes import INPUT, Shape
+from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Shape
 from testbed.models.slices import Slice
 
 
@@ -145,6 +146,24 @@ class GraphLayer:
     def with_pool(self, pool: GraphLayer) -> GraphLayer:
         """Return it with a pooling behind it, without parameters, which whoever finishes a channel does as well."""
         return replace(self, sequence=(*self.sequence, *pool.sequence))
+
+    def cost(self, part: Slice) -> Cost:
+        """Return what the forward of one sample is charged for a slice: it reads the channels that enter it."""
+        if not self.sequence:
+            return Cost()
+        read = self.inputs * len(part.columns) // self.input_channels
+        made = len(part.rows) * math.prod(self.summed[1:])
+        found = Cost(
+            2.0 * self.share(self.multiplications, part),
+            BYTES_PER_VALUE * (read + made),
+            BYTES_PER_VALUE * self.share(self.weights, part),
+            self.sequence[0].kind,
+        )
+        shape, share = self.summed, len(part.rows) / self.output_channels
+        for layer in self.sequence[1:]:
+            found += layer.cost(shape) * share
+            shape = layer.output(shape)
+        return found
 
     def share(self, values: int, part: Slice) -> int:
         """Return how many of its ``values``, all weights or all multiplications, are in a slice."""

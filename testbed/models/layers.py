@@ -51,6 +51,10 @@ class Layer(Protocol):
     """A plain, frozen description of one layer."""
 
     @property
+    def kind(self) -> Kind:
+        """Whose rates a device has for it."""
+
+    @property
     def division(self) -> Division:
         """How several devices can share it."""
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from testbed.errors import Diagnostic, InputError, Key, parse_key
@@ -138,12 +139,21 @@ def _with_profiles(scenario: Scenario) -> Scenario:
     for name, part in scenario.devices.items():
         if isinstance(part.profile, str) and part.profile.endswith((".yaml", ".yml")):
             try:
-                given = {"name": part.profile, **read_keys(scenario.source.folder / part.profile)}
-                part = part.model_copy(update={"profile": parse(ProfilePart, given)})
+                found = _read_profile(scenario.source.folder / part.profile, part.profile)
+                part = part.model_copy(update={"profile": found})
             except InputError as error:
                 raise scenario.source.error([Diagnostic(("devices", name, "profile"), str(error))]) from None
         devices[name] = part
     return scenario.model_copy(update={"devices": devices})
+
+
+def _read_profile(file: Path, name: str) -> ProfilePart:
+    return parse(ProfilePart, {"name": name, **read_keys(file)})
+
+
+def profiled(file: Path) -> DeviceSpec:
+    """Return a device with the profile of a file; raises `InputError`."""
+    return _device(file.name, DevicePart(), _profile(_read_profile(file, file.name)))
 
 
 def _profile(part: ProfilePart) -> Profile:
@@ -196,30 +206,35 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
             problems.append(Diagnostic((*key, "profile"), text))
             continue
         problems += _device_problems(part, key)
-        access = PRESETS.get(part.access or "")
         names = device_names(name, part)
         if len(names[-1]) > _MAX_NAME:
             problems.append(Diagnostic(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name"))
         for each in names:
             if each in devices:
                 problems.append(Diagnostic(key, f"makes a second device called '{each}': rename one of the two"))
-            devices[each] = DeviceSpec(
-                name=each,
-                speed=part.speed if part.speed is not None else profile.speed,
-                memory=part.memory if part.memory is not None else profile.memory,
-                cpus=part.cpus,
-                profile=profile.name,
-                uplink=part.uplink if access is None or part.uplink is not None else access.up,
-                downlink=part.downlink if access is None or part.downlink is not None else access.down,
-                slowdown=part.slowdown,
-                memory_rate=part.memory_rate if part.memory_rate is not None else profile.memory_rate,
-                kinds=profile.kinds if part.speed is None and part.memory_rate is None else {},
-                processors=part.processors if part.processors is not None else profile.processors,
-                watts=profile.watts if part.watts is None else (part.watts.idle, part.watts.busy),
-            )
+            devices[each] = _device(each, part, profile)
     if problems:
         raise scenario.source.error(problems)
     return tuple(devices.values())
+
+
+def _device(name: str, part: DevicePart, profile: Profile) -> DeviceSpec:
+    """Return what the scenario says of a device, and the profile of the rest."""
+    access = PRESETS.get(part.access or "")
+    return DeviceSpec(
+        name=name,
+        speed=part.speed if part.speed is not None else profile.speed,
+        memory=part.memory if part.memory is not None else profile.memory,
+        cpus=part.cpus,
+        profile=profile.name,
+        uplink=part.uplink if access is None or part.uplink is not None else access.up,
+        downlink=part.downlink if access is None or part.downlink is not None else access.down,
+        slowdown=part.slowdown,
+        memory_rate=part.memory_rate if part.memory_rate is not None else profile.memory_rate,
+        kinds=profile.kinds if part.speed is None and part.memory_rate is None else {},
+        processors=part.processors if part.processors is not None else profile.processors,
+        watts=profile.watts if part.watts is None else (part.watts.idle, part.watts.busy),
+    )
 
 
 def device_names(name: str, part: DevicePart) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.bench.layers import LayerTime, measure, rates
+from controller.bench.layers import LayerTime, measure, measure_whole, rates
 from testbed.data import load
 from testbed.device import Cost, Kind
 from testbed.errors import InputError
@@ -10,7 +10,9 @@ from testbed.hardware import DeviceSpec, Rates
 from testbed.methods.collaborative.figures import DECLARED
 from testbed.models import create
 from testbed.models.chain import backward_of, forward_of
+from testbed.models.graph import graph_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Residual
+from testbed.models.slices import Slice
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
@@ -20,12 +22,20 @@ from testbed.trace.metrics import metrics
 WORK = {"model": {"name": "vgg5"}, "data": {"name": "digits", "train": 64, "test": 16}, "batch_size": 16, "steps": 8}
 
 
-def scenario(method: dict, rate: str | None, **keys) -> Scenario:
-    given = {} if rate is None else {"memory_rate": rate}
+PLAIN = {"speed": "100mflops"}
+KINDS = {
+    "convolution": {"speed": "120mflops", "memory_rate": "30MB/s", "weight_rate": "2MB/s"},
+    "normalisation": {"memory_rate": "20MB/s"},
+    "linear": {"speed": "40mflops", "weight_rate": "10MB/s"},
+}
+BY_KIND = {"profile": {"speed": "100mflops", "memory": "1GiB", "kinds": KINDS}}
+
+
+def scenario(method: dict, device: dict, **keys) -> Scenario:
     return Scenario.model_validate(
         {
             "name": "test",
-            "devices": {"device": {"speed": "100mflops", "count": 3, **given}},
+            "devices": {"device": {"count": 3, **device}},
             "network": {"topology": "mesh", "link": {"rate": "100mbit", "delay": "1ms"}},
             "workload": {**WORK, **keys, "method": method},
             "time_limit": "1h",
@@ -68,30 +78,54 @@ def test_kinds_of_layers_have_rates_of_their_own() -> None:
     assert device.seconds(linear + pooling + Cost(3e9, 8e9) + Cost(1e9, 0.0, 9e9, "convolution")) == 7 + 2 + 7 + 1
 
 
+@pytest.mark.parametrize("device", [{**PLAIN, "memory_rate": "10MB/s"}, BY_KIND], ids=["memory rate", "kinds"])
 @pytest.mark.parametrize(
     "method",
     [{"name": "single"}, {"name": "gpipe", "micro_batches": 2}, {"name": "pipedream"}, {"name": "federated"}],
     ids=lambda method: method["name"],
 )
-def test_runs_take_what_is_planned(method: dict) -> None:
+def test_runs_take_what_is_planned(method: dict, device: dict) -> None:
     data = {**WORK["data"], "split": "iid"} if method["name"] == "federated" else WORK["data"]
 
-    def taken(rate: str | None) -> tuple[float, float]:
-        (trial,) = trials(scenario(method, rate, data=data))
+    def taken(device: dict) -> tuple[float, float]:
+        (trial,) = trials(scenario(method, device, data=data))
         ready = prepare(trial)
         outcome = simulate(ready, load(trial.scenario.workload.data))
         found = metrics(outcome, trial.experiment, ready.plan, DECLARED)
         return found.get("round_time") or found["step_time"], ready.plan.step_time
 
-    slow, plain = taken("10MB/s"), taken(None)
+    slow, plain = taken(device), taken(PLAIN)
     assert slow[0] > 1.2 * plain[0]
     # A round of federated learning takes what its devices need to load the model beside, whatever the memory rate.
     assert slow[0] - plain[0] == pytest.approx(slow[1] - plain[1], rel=1e-3)
 
 
-def test_methods_that_reckon_in_flops_refuse_it() -> None:
+def test_neurons_of_a_layer_cost_their_share() -> None:
+    layer = graph_of(create("cnn", {}, (1, 28, 28), 10)).layers[1]
+    whole, part = layer.whole, Slice(range(4), range(layer.input_channels), range(4))
+    assert layer.cost(whole).of(["convolution"])[0] == 2 * layer.multiplications
+    share = len(part.rows) / layer.output_channels
+    read = 4 * layer.inputs  # a neuron reads all of the layer before
+    assert layer.cost(part).of().accessed == read + share * (layer.cost(whole).of().accessed - read)
+    assert layer.cost(part).of().weights == share * 4 * layer.weights
+
+
+def test_edgepipe_plans_slots_by_kind() -> None:
+    method = {"name": "edgepipe", "allocation": "horizontal"}
+    keys = {"model": {"name": "mlp"}, "batch_size": 32}
+
+    def longest(device: dict) -> float:
+        (trial,) = trials(scenario(method, device, **keys))
+        return max(prepare(trial).plan.details.backward)
+
+    assert longest(BY_KIND) > 2 * longest(PLAIN)
+
+
+@pytest.mark.parametrize("device", [{**PLAIN, "memory_rate": "1GB/s"}, BY_KIND], ids=["memory rate", "kinds"])
+def test_methods_that_reckon_in_flops_refuse_it(device: dict) -> None:
+    given = scenario({"name": "distributed"}, device, task="infer", requests=1, steps=None)
     with pytest.raises(InputError, match="is charged by its FLOPs alone"):
-        prepare(next(iter(trials(scenario({"name": "distributed"}, "1GB/s", task="infer", requests=1, steps=None)))))
+        prepare(next(iter(trials(given))))
 
 
 def test_rates_of_a_machine_come_out_of_its_layers() -> None:
@@ -100,6 +134,8 @@ def test_rates_of_a_machine_come_out_of_its_layers() -> None:
     assert rates([LayerTime("unit", "layer", cost, device.seconds(cost)) for cost in work]) == pytest.approx((5e9, 3e8))
     with pytest.raises(ValueError, match="no speed fits"):
         rates([LayerTime("unit", "layer", Cost(accessed=1e9), 1.0)])
-    found = measure(create("mlp", {"hidden": [8]}, (1, 8, 8), 10), batch_size=4)
+    model = create("mlp", {"hidden": [8]}, (1, 8, 8), 10)
+    assert measure_whole(model, batch_size=4) > 0
+    found = measure(model, batch_size=4)
     assert [each.layer for each in found] == ["Flatten", "Linear", "ReLU", "Linear"]
     assert all(each.seconds > 0 for each in found)

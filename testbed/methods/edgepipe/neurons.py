@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from testbed.device import Cost, Device, Span
+from testbed.device import Device, Span
 from testbed.methods.base import Problem
 from testbed.methods.edgepipe.missing import Learn
-from testbed.methods.edgepipe.planner import EdgePipeOptions, Work, layers_of, slice_of, work
+from testbed.methods.edgepipe.planner import EdgePipeOptions, LayerCosts, layer_costs, layers_of, slice_of
 from testbed.methods.parts.layer_shard import LayerShard
 from testbed.methods.parts.shard import State
 from testbed.models.sliced import draw
@@ -41,15 +41,15 @@ class Neurons:
 
         ``unheard`` marks inputs that had not arrived, whatever stands there: their gradient is zero.
         """
-        shard, flops = self.shards[layer], self._work(layer, len(inputs)).forward
-        outputs = await self._device.compute(partial(shard.forward, batch, inputs), Cost(flops), Span("forward", batch))
+        shard, cost = self.shards[layer], self._costs(layer, len(inputs)).forward
+        outputs = await self._device.compute(partial(shard.forward, batch, inputs), cost, Span("forward", batch))
         self._forwarded[layer, batch] = unheard
         return outputs
 
     async def infer(self, layer: int, batch: int, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs, (samples, own values), of a test."""
-        shard, flops = self.shards[layer], self._work(layer, len(inputs)).forward
-        return await self._device.compute(partial(shard.infer, inputs), Cost(flops), Span("evaluate", batch))
+        shard, cost = self.shards[layer], self._costs(layer, len(inputs)).forward
+        return await self._device.compute(partial(shard.infer, inputs), cost, Span("evaluate", batch))
 
     async def backward(
         self, layer: int, batch: int, samples: int, gradient: torch.Tensor | None
@@ -63,9 +63,9 @@ class Neurons:
         before = None
         learning = self._learn(self.shards[layer], layer, batch, gradient)
         if learning is not None:
-            cost = self._work(layer, samples)
-            flops = cost.update if gradient is None else cost.backward + cost.update
-            before = await self._device.compute(learning, Cost(flops), Span("backward", batch))
+            costs = self._costs(layer, samples)
+            cost = costs.update if gradient is None else costs.backward + costs.update
+            before = await self._device.compute(learning, cost, Span("backward", batch))
         unheard = self._forwarded.pop((layer, batch), None)
         if before is not None and unheard is not None:
             before.masked_fill_(unheard, 0.0)
@@ -98,5 +98,5 @@ class Neurons:
         else:
             self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.optimizer)
 
-    def _work(self, layer: int, samples: int) -> Work:
-        return work(self._layers[layer - 1], self.shards[layer].part.rows, samples, self._problem)
+    def _costs(self, layer: int, samples: int) -> LayerCosts:
+        return layer_costs(self._layers[layer - 1], self.shards[layer].part.rows, samples, self._problem)

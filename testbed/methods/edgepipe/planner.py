@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from testbed import cast, formats
+from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.methods.base import Options, Problem
 from testbed.methods.edgepipe import mapping
@@ -18,6 +19,7 @@ from testbed.methods.edgepipe.partition import Allocation, Partition, SuperNeuro
 from testbed.methods.edgepipe.timeslots import MARGIN, Timetable, fill_and_drain, timetable
 from testbed.methods.edgepipe.topology import Matrix, connectivity, coordinator, passes
 from testbed.methods.parts import costs
+from testbed.models.chain import backward_of, forward_of
 from testbed.models.graph import Graph, GraphLayer, graph_of
 from testbed.models.layers import Dropout
 from testbed.models.shapes import BYTES_PER_VALUE
@@ -132,24 +134,23 @@ def slice_of(layer: GraphLayer, neurons: Channels) -> Slice:
 
 
 @dataclass(frozen=True)
-class Work:
-    """FLOPs of some neurons of a layer."""
+class LayerCosts:
+    """What some neurons of a layer cost for a batch."""
 
-    forward: float
-    backward: float
-    update: float
+    forward: Cost
+    backward: Cost
+    update: Cost
 
 
-def work(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[EdgePipeOptions]) -> Work:
-    """Return the FLOPs of some neurons for a batch."""
-    forward = 2.0 * samples * layer.share(layer.multiplications, slice_of(layer, neurons))
-    update = costs.update_flops(problem.workload.optimizer) * _parameters(layer, neurons)
-    return Work(forward, 2 * forward, update)
+def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[EdgePipeOptions]) -> LayerCosts:
+    """Return what some neurons of a layer cost for a batch."""
+    one = layer.cost(slice_of(layer, neurons))
+    update = Cost(costs.update_flops(problem.workload.optimizer) * _parameters(layer, neurons))
+    return LayerCosts(forward_of(one, samples), backward_of(one, samples), update)
 
 
 def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
     """Divide the layers, map the super neurons onto devices, time the slots. Raises `InputError`."""
-    costs.check_flops_alone("edgepipe", problem.devices)
     if problem.workload.model.weights is not None:
         raise InputError("edgepipe begins with weights drawn from the seed: leave this out", ("model", "weights"))
     division = division_of(problem)
@@ -287,9 +288,10 @@ def _computation(
     whole = layers_of(problem)[layer - 1]
     forward = backward = 0.0
     for at in division.holders(layer):
-        cost = work(whole, division.super_neurons[at].of(layer), samples, problem)
-        speed = problem.device(devices[at]).speed
-        forward, backward = max(forward, cost.forward / speed), max(backward, (cost.backward + cost.update) / speed)
+        cost = layer_costs(whole, division.super_neurons[at].of(layer), samples, problem)
+        device = problem.device(devices[at])
+        forward = max(forward, device.seconds(cost.forward))
+        backward = max(backward, device.seconds(cost.backward + cost.update))
     return forward, backward
 
 
@@ -338,7 +340,7 @@ def _piece(
         own = _parameters(whole, part.of(layer))
         kept = table.staleness(layer)  # of one batch, however it is cut
         parameters += own
-        flops += work(whole, part.of(layer), 1, problem).forward
+        flops += layer_costs(whole, part.of(layer), 1, problem).forward.of().flops
         # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
         made = len(part.of(layer)) * math.prod(whole.summed[1:])
         values += own * (2 + kept) + samples * kept * (whole.inputs + made)

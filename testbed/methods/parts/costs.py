@@ -68,8 +68,10 @@ def check_memory(device: DeviceSpec, memory: float) -> None:
 
 
 def check_flops_alone(method: str, devices: Sequence[DeviceSpec]) -> None:
-    """Raise `InputError` where a device has a memory rate, for a method whose work is charged by FLOPs alone."""
+    """Raise `InputError` where a device has more rates than a speed, for a method that charges FLOPs alone."""
     for device in devices:
+        text = f"the work of the method '{method}' is charged by its FLOPs alone: "
+        if device.kinds:
+            raise InputError(text + "give `speed`, which overrides the kinds", ("devices", device.name))
         if device.memory_rate is not None:
-            text = f"the work of the method '{method}' is charged by its FLOPs alone: leave the memory rate out"
-            raise InputError(text, ("devices", device.name, "memory_rate"))
+            raise InputError(text + "leave the memory rate out", ("devices", device.name, "memory_rate"))
