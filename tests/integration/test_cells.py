@@ -18,7 +18,6 @@ from controller.bench.bare import Network, network
 from controller.bench.flows import flows, tcp_rates
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
-from testbed.errors import HostError
 from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair
 
@@ -38,12 +37,7 @@ def net() -> Iterator[Network]:
 
 @pytest.fixture(params=["userspace", "netem"])
 def shaping(request: pytest.FixtureRequest) -> Iterator[Shaping]:
-    try:
-        made = Shaping(request.param, seed=1)
-    except HostError:
-        if request.param == "userspace":
-            raise
-        pytest.skip("this kernel has no netem; tests/netem boots one that has")
+    made = Shaping(request.param, seed=1)
     before = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, -10)
     yield made

@@ -16,25 +16,15 @@ import pytest
 from controller.bench import conformance
 from controller.bench.conformance import NamespaceLab, settled
 from controller.bench.figure import Measurement
-from testbed.errors import HostError
 
 pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 IN_VM = os.environ.get("TESTBED_IN_VM") == "1"
 
 
-def _lab_or_skip(make: Callable[[], NamespaceLab]) -> NamespaceLab:
-    try:
-        return make()
-    except HostError as error:
-        if "netem" in str(error):
-            pytest.skip("this kernel has no netem; tests/netem boots one that has")
-        raise
-
-
 @pytest.fixture(scope="module", params=conformance.BACKENDS)
 def lab(request: pytest.FixtureRequest) -> Iterator[NamespaceLab]:
-    with _lab_or_skip(lambda: NamespaceLab(request.param)) as made:
+    with NamespaceLab(request.param) as made:
         yield made
 
 

@@ -38,18 +38,9 @@ def net() -> Iterator[Network]:
         yield made
 
 
-def _backend_or_skip(name: str) -> Shaping:
-    try:
-        return Shaping(name, seed=1)
-    except HostError:
-        if name == "userspace":
-            raise
-        pytest.skip("this kernel has no netem; tests/netem boots one that has")
-
-
 @pytest.fixture(params=["userspace", "netem"])
 def shaping(request: pytest.FixtureRequest) -> Iterator[Shaping]:
-    made = _backend_or_skip(request.param)
+    made = Shaping(request.param, seed=1)
     before = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, -10)  # what is under test is the links, not how busy the machine is
     yield made
