@@ -105,11 +105,11 @@ def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(tmp_path: P
     assert left_of("ring") == []
 
 
-def test_both_clocks_compute_the_same(tmp_path: Path) -> None:
-    path = scenario(tmp_path, "run-same")
+def test_both_clocks_compute_the_same_and_an_expectation_that_both_miss_ends_them_with_1(tmp_path: Path) -> None:
+    path = scenario(tmp_path, "run-same", expect={"accuracy": ">= 0.999"})
     for runtime in ("emulate", "simulate"):
         done = command("run", path, "--runtime", runtime, "--out", tmp_path / runtime, "--accept-links")
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 1, done.stderr
     losses = {}
     for runtime in ("emulate", "simulate"):
         events = [json.loads(line) for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()]
@@ -261,13 +261,11 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_nothing(tmp_path: Path)
     assert left_of("run-ctrl-c") == []
 
 
-def test_a_missed_expectation_ends_with_1_and_bad_input_with_2(tmp_path: Path) -> None:
-    path = scenario(tmp_path, "run-expect", expect={"accuracy": ">= 0.999"})
-    assert command("run", path, "--out", tmp_path / "out", "--accept-links").returncode == 1
-    wrong = command("run", path, "--set", "network.link.rate=100Mbps")
+def test_bad_input_ends_with_2(tmp_path: Path) -> None:
+    wrong = command("run", scenario(tmp_path, "run-wrong"), "--set", "network.link.rate=100Mbps")
     assert wrong.returncode == 2
     assert "mbit" in wrong.stderr
-    assert left_of("run-expect") == []
+    assert left_of("run-wrong") == []
 
 
 def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> None:
