@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import matplotlib as mpl
+import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -225,14 +226,10 @@ def _apart(at: Sequence[float], axes: Axes, width: float) -> list[float]:
     return kept
 
 
-def _intervals(bars: Sequence[tuple[float, float, float]], most: float) -> list[list[float]]:
-    """Return how far the intervals of (place, value, half width) go down and up."""
-    return [[half for _, _, half in bars], [_upward(value, half, most) for _, value, half in bars]]
-
-
-def _upward(value: float, half: float, most: float) -> float:
-    """Return how far up the interval around a value goes: no further than ``most``; NaN where there is none."""
-    return half if math.isnan(half) or value > most else min(half, most - value)
+def _intervals(values: Sequence[float], halves: Sequence[float], most: float) -> list[Sequence[float]]:
+    """Return how far down and up the intervals around values go: up no further than ``most``; NaN: there is none."""
+    up = [half if value > most else min(half, most - value) for value, half in zip(values, halves, strict=True)]
+    return [halves, up]
 
 
 def _marked(line: Line, points: Sequence[tuple[float, float]]) -> bool:
@@ -250,13 +247,11 @@ def _draw_line(
     colour = COLOURS[line.colour]
     halves = [math.nan if half is None else half / factor for half in line.half_widths]
     if halves:
-        upward = [_upward(y, half, most / factor) for y, half in zip(ys, halves, strict=True)]
-    if halves and marked:
-        axes.errorbar(xs, ys, [halves, upward], fmt="none", ecolor=colour, elinewidth=1, capsize=2.5)
-    elif halves:
-        low = [y - half for y, half in zip(ys, halves, strict=True)]
-        high = [y + up for y, up in zip(ys, upward, strict=True)]
-        axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+        down, up = _intervals(ys, halves, most / factor)
+        if marked:
+            axes.errorbar(xs, ys, [down, up], fmt="none", ecolor=colour, elinewidth=1, capsize=2.5)
+        else:
+            axes.fill_between(xs, np.subtract(ys, down), np.add(ys, up), color=colour, alpha=0.2, linewidth=0)
     axes.plot(
         xs,
         ys,
@@ -324,18 +319,19 @@ def bar_plot(groups: Sequence[str], kinds: Sequence[Bars], *, y: Axis, x: str = 
             for place, value, half in zip(places, kind.values, halves, strict=True)
             if value is not None
         ]
+        at, heights, around = zip(*found, strict=True) if found else ((), (), ())
         bars = axes.bar(
-            [place for place, _, _ in found],
-            [value for _, value, _ in found],
+            at,
+            heights,
             bar * 0.94,
-            yerr=_intervals(found, y.most / factor) if any(half > 0 for _, _, half in found) else None,
+            yerr=_intervals(heights, around, y.most / factor) if any(half > 0 for half in around) else None,
             color=COLOURS[kind.colour],
             alpha=PRINTED if kind.printed else 1.0,
             error_kw={"ecolor": COLOURS["ink"], "elinewidth": 1, "capsize": 3},
             label=f"_{kind.name}" if kind.printed else kind.name,
         )
         if labelled:
-            texts = [formats.number(float(f"{value:.3g}")) for _, value, _ in found]
+            texts = [formats.number(float(f"{value:.3g}")) for value in heights]
             axes.bar_label(bars, texts, padding=2, color=COLOURS["soft"], fontsize=7.5)
     wrapped = ["\n".join(textwrap.wrap(group, max(6, int(room / LETTER)))) for group in groups]
     axes.set_xticks(range(len(groups)), wrapped)
