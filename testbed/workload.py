@@ -227,7 +227,10 @@ class WorkloadPart(Part):
     @classmethod
     def _of_programs(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("task") == "program":
-            return {"model": {"name": "none"}, "method": {"name": "program"}, **value}
+            stands = {"model": {"name": "none"}, "method": {"name": "program"}}
+            if unused := [key for key in stands if value.get(key, stands[key]) != stands[key]]:
+                raise ValueError(f"of the task program there is no {' nor '.join(unused)}: leave that out")
+            return {**stands, **value}
         return value
 
     @model_validator(mode="after")

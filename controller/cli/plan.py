@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from testbed.network.radio import Position
     from testbed.plan import Piece
     from testbed.prepare import Prepared
+    from testbed.workload import ProgramPart
 
 
 @click.command()
@@ -73,6 +74,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "scenario": prepared.scenario.name,
         "point": prepared.trial.point,
         "task": problem.workload.task,
+        "programs": {name: part.model_dump() for name, part in _programs(problem).items()},
         "method": chosen.method,
         "model": problem.model.name,
         "batch_size": problem.workload.batch_size,
@@ -88,6 +90,12 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "alternatives": [asdict(each) for each in prepared.method.alternatives(problem)],
         "details": chosen.details.model_dump(mode="json"),
     }
+
+
+def _programs(problem: Problem) -> dict[str, ProgramPart]:
+    from testbed.methods.program import by_device
+
+    return by_device(problem.workload.programs, [device.name for device in problem.devices])
 
 
 def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
@@ -155,6 +163,13 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     from controller.report import tables
 
     point = ", ".join(f"{key}={value}" for key, value in described["point"].items())
+    if described["programs"]:
+        console.print(f"[bold]{described['scenario']}[/bold]{' at ' + point if point else ''}: programs\n")
+        table = tables.table("device", "command", "")
+        for name, program in described["programs"].items():
+            table.add_row(name, " ".join(program["command"]), "in the background" if program["background"] else "")
+        console.print(table)
+        return
     unit = "step" if described["task"] == "train" else "request"
     console.print(
         f"[bold]{described['scenario']}[/bold]{' at ' + point if point else ''}: {described['task']} "

@@ -148,7 +148,7 @@ FIGURES = (
 
 def _has_model(metrics: Metrics) -> bool:
     """Say whether requests were answered by a model: some device holds units of one."""
-    return "requests" in metrics and any("units" in row for row in metrics["devices"].values())
+    return "requests" in metrics and any(row.get("units") for row in metrics["devices"].values())
 
 
 def _weights(metrics: Metrics) -> str:
@@ -172,6 +172,7 @@ ROWS = (
         "Path",
         "{path_compute}",
         "of what a request waited for was computing, {path_network} messages; mean",
+        when=lambda metrics: bool(metrics.get("path_compute") or metrics.get("path_network")),
     ),
     Row("Predicted", "{predicted_step_time}", "a request, by the plan; measured over predicted: {over_predicted}"),
 )

@@ -34,6 +34,18 @@ def test_a_role_stands_for_its_devices_and_ranks_are_in_their_order() -> None:
     assert told["OMP_NUM_THREADS"] == "1"
 
 
+STAR = ("network.topology=star", "devices={hub: {}, leaf: {count: 2}}")
+
+
+def test_the_hub_of_a_star_waits_for_the_leaves_whether_its_program_ends_or_not() -> None:
+    background = "workload.programs={hub: {command: serve, background: true}, leaf: {command: ask}}"
+    assert prepared(*STAR, background).plan.lead == "hub"
+    assert prepared(*STAR, "workload.programs={leaf: {command: ask}}").plan.lead == "hub"
+    without_hub = "network={topology: explicit, links: [{between: [leaf1, hub], rate: 1mbit, delay: 1ms}]}"
+    with pytest.raises(InputError, match="no device has links with all whose programs end, leaf1, leaf2, to know when"):
+        prepared(STAR[1], background, without_hub)
+
+
 def test_files_travel_and_the_device_needs_none() -> None:
     found = prepared()
     trial = found.trial
@@ -48,6 +60,7 @@ def test_files_travel_and_the_device_needs_none() -> None:
         ("workload.programs.stage.background=true", "all stay in the background"),
         ("workload.programs.stage.files=[none.py]", r"none.py cannot be read"),
         ("workload.steps=3", "leave 'steps' out"),
+        ("workload.model={name: mlp}", "of the task program there is no model: leave that out"),
         ("workload.programs={}", "'programs' and the task program go together"),
         ("workload.programs.stage.command=[]", "too short"),
         ("workload.programs.stage={command: x, image: a, packages: [b]}", "takes one of 'image' and 'packages'"),

@@ -62,11 +62,16 @@ class Program(Method[Options]):
     )
 
     def plan(self, problem: Problem[Options]) -> Plan:
-        """Divide nothing; the lead is the first device with a program that does not stay in the background."""
+        """Divide nothing; the lead is told of each end, so all that end have links with it: in a star, the hub."""
         programs = _programs(problem)
-        lead = next((name for name, part in programs.items() if not part.background), None)
-        if lead is None:
+        ending = [name for name, part in programs.items() if not part.background]
+        if not ending:
             raise InputError("all stay in the background: the run would be over at once", ("programs",))
+        names = [device.name for device in problem.devices]
+        lead = next((name for name in (*ending, *programs, *names) if _is_linked(problem, name, ending)), None)
+        if lead is None:
+            text = f"no device has links with all whose programs end, {', '.join(ending)}, to know when the run is over"
+            raise InputError(f"{text}: add links, or write `background: true` for some", ("programs",))
         pieces = tuple(Piece(device=name, first=0, last=0, memory=0) for name in programs)
         return Plan(method=self.name, lead=lead, pieces=pieces)
 
@@ -74,10 +79,13 @@ class Program(Method[Options]):
         """Run this device's command, if it has one; on the lead, wait for the others' too."""
         programs = _programs(job.problem)
         async with Mailbox(device, job.problem.links, (Ended,)) as mailbox:
-            if device.name in programs:
-                await _execute(device, job.problem, [*programs])
+            part = programs.get(device.name)
+            if part is not None:
+                work = mailbox.start(_execute(device, job.problem, [*programs]))
+                if not part.background:
+                    await work
             if device.name != job.plan.lead:
-                if device.name in programs and not programs[device.name].background:
+                if part is not None and not part.background:
                     await mailbox.post(job.plan.lead, Ended())
                 await asyncio.Event().wait()
             for name, part in programs.items():
@@ -97,6 +105,11 @@ def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[
 
 def _programs(problem: Problem[Options]) -> dict[str, ProgramPart]:
     return by_device(problem.workload.programs, [device.name for device in problem.devices])
+
+
+def _is_linked(problem: Problem[Options], device: str, others: Sequence[str]) -> bool:
+    pairs = [pair for name in others if name != device for pair in ((device, name), (name, device))]
+    return all(pair in problem.links for pair in pairs)
 
 
 def environment(problem: Problem[Options], device: str, names: list[str]) -> dict[str, str]:
