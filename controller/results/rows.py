@@ -37,6 +37,19 @@ def _devices(run: Run) -> list[Row]:
     return [{"device": name, **figures} for name, figures in run.metrics["devices"].items()]
 
 
+def _links(run: Run) -> list[Row]:
+    """Return each direction of each link, a link's properties as columns: ``requested.rate``."""
+    found = []
+    for row in run.metrics["links"]:
+        columns: Row = {}
+        for key, value in row.items():
+            columns |= (
+                {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+            )
+        found.append(columns)
+    return found
+
+
 def _series(name: str) -> Callable[[Run], list[Row]]:
     return lambda run: [dict(row) for row in run.metrics["series"][name]]
 
@@ -45,7 +58,7 @@ TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
     "figures": _figures,
     "events": _events,
     "devices": _devices,
-    "links": lambda run: [dict(row) for row in run.metrics["links"]],
+    "links": _links,
     "steps": _series("steps"),
     "evaluations": _series("evaluations"),
     "requests": _series("requests"),
@@ -78,7 +91,9 @@ def frame(found: Sequence[Row]) -> pd.DataFrame:
     try:
         import pandas as pd
     except ImportError:
-        raise InputError("frames need pandas: install it (`pip install pandas`), or take rows") from None
+        raise InputError(
+            "frames need pandas, Parquet pyarrow too: `pip install pandas pyarrow`; rows and CSV do without"
+        ) from None
     return pd.DataFrame(found)
 
 
@@ -92,10 +107,14 @@ def write_parquet(path: Path, found: Sequence[Row]) -> None:
 
 
 def write_csv(path: Path, found: Iterable[Row]) -> None:
-    """Write rows as CSV, a column for each key that any of them has."""
+    """Write rows as CSV, a column for each key that any of them has; composed values are written as JSON."""
     found = list(found)
     columns = dict.fromkeys(key for row in found for key in row)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
-        writer.writerows(found)
+        writer.writerows({key: _cell(value) for key, value in row.items()} for row in found)
+
+
+def _cell(value: object) -> object:
+    return json.dumps(value) if isinstance(value, dict | list | tuple) else value

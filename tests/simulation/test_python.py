@@ -83,6 +83,11 @@ def test_tables_in_files(tmp_path: Path) -> None:
     assert done.exit_code == 0
     with (tmp_path / "one" / "export" / "steps.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["0", "1", "2", "3"]
+    with (tmp_path / "one" / "export" / "links.csv").open() as file:
+        assert float(next(csv.DictReader(file))["requested.delay"]) > 0
+    with (tmp_path / "one" / "export" / "devices.csv").open() as file:
+        assert all(isinstance(json.loads(row["units"]), list) for row in csv.DictReader(file))
+    assert "'" not in (tmp_path / "one" / "export" / "links.csv").read_text()  # no value as Python shows it
     CliRunner().invoke(export, [str(tmp_path / "one"), "--perfetto"], catch_exceptions=False)
     assert json.loads((tmp_path / "one" / "export" / "trace.json").read_text())["traceEvents"]
 
@@ -129,3 +134,8 @@ def _has_pandas() -> bool:
     except ImportError:
         return False
     return True
+
+
+def test_users_programs_are_checked_against_its_types() -> None:
+    for package in ("controller", "testbed"):  # without the marker mypy takes what it imports for untyped
+        assert (Path(__file__).parents[2] / package / "py.typed").exists()

@@ -171,8 +171,8 @@ async def _followed(device: Device, process: Process) -> tuple[int, str]:
         while line := await stream.readline():
             text = line.decode(errors="replace").rstrip("\n")
             print(text, file=sys.stderr if name == "stderr" else sys.stdout, flush=True)
-            if name == "stderr" and text:
-                last.append(text)
+            if name == "stderr" and text.strip(" ^~"):  # Python underlines what failed
+                last.append(text.strip())
             if fields := event_of(text):
                 device.record(fields.pop("event"), **fields)
             else:
