@@ -37,13 +37,9 @@ def _digits(number: float) -> str:
         return "0"
     rounded = float(f"{number:.3g}")
     if 1e-3 <= abs(rounded) < 1e6:
-        places = max(0, 2 - _magnitude(rounded))
+        places = max(0, 2 - int(f"{rounded:e}".partition("e")[2]))
         return f"{rounded:.{places}f}".rstrip("0").rstrip(".") if places else f"{rounded:.0f}"
     return f"{number:.3g}"
-
-
-def _magnitude(number: float) -> int:
-    return int(f"{number:e}".partition("e")[2])
 
 
 def number(value: float | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
@@ -94,29 +95,19 @@ def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
     return None
 
 
-def parse_rate(value: object) -> float:
-    """Return bit/s from text like ``50mbit``; raise ValueError with a hint for ``50Mbps``."""
-    return _parse("rate", value, RATE_UNITS, "50mbit")
-
-
-def parse_duration(value: object) -> float:
-    """Return seconds from text like ``5ms``."""
-    return _parse("duration", value, DURATION_UNITS, "5ms")
+parse_rate = partial(_parse, "rate", units=RATE_UNITS, example="50mbit")
+"""Return bit/s from text like ``50mbit``; raise ValueError with a hint for ``50Mbps``."""
+parse_duration = partial(_parse, "duration", units=DURATION_UNITS, example="5ms")
+"""Return seconds from text like ``5ms``."""
+parse_speed = partial(_parse, "speed", units=SPEED_UNITS, example="3.6gflops")
+"""Return FLOP/s (a multiply and an add are two) from text like ``3.6gflops``."""
+parse_byte_rate = partial(_parse, "byte rate", units=BYTE_RATE_UNITS, example="4.4GB/s")
+"""Return bytes/s, of memory, from text like ``4.4GB/s``."""
 
 
 def parse_size(value: object) -> int:
     """Return whole bytes from text like ``1GiB``."""
     return round(_parse("size", value, SIZE_UNITS, "512MiB"))
-
-
-def parse_speed(value: object) -> float:
-    """Return FLOP/s (a multiply and an add are two) from text like ``3.6gflops``."""
-    return _parse("speed", value, SPEED_UNITS, "3.6gflops")
-
-
-def parse_byte_rate(value: object) -> float:
-    """Return bytes/s, of memory, from text like ``4.4GB/s``."""
-    return _parse("byte rate", value, BYTE_RATE_UNITS, "4.4GB/s")
 
 
 def parse_fraction(value: object) -> float:
@@ -141,34 +132,18 @@ def _format(value: float, units: Mapping[str, float]) -> str:
     return min(texts)[-1] if texts else f"{value / units[base]!r}{base}"
 
 
-def format_rate(value: float) -> str:
-    """Write bit/s with its unit."""
-    return _format(value, RATE_UNITS)
-
-
-def format_duration(value: float) -> str:
-    """Write seconds with their unit."""
-    return _format(value, DURATION_UNITS)
-
-
-def format_size(value: float) -> str:
-    """Write bytes with their unit."""
-    return _format(value, SIZE_UNITS)
-
-
-def format_speed(value: float) -> str:
-    """Write FLOP/s with its unit."""
-    return _format(value, SPEED_UNITS)
-
-
-def format_byte_rate(value: float) -> str:
-    """Write bytes/s with their unit."""
-    return _format(value, BYTE_RATE_UNITS)
-
-
-def format_fraction(value: float) -> str:
-    """Write a fraction of one as per cent."""
-    return _format(value, FRACTION_UNITS)
+format_rate = partial(_format, units=RATE_UNITS)
+"""Write bit/s with its unit."""
+format_duration = partial(_format, units=DURATION_UNITS)
+"""Write seconds with their unit."""
+format_size = partial(_format, units=SIZE_UNITS)
+"""Write bytes with their unit."""
+format_speed = partial(_format, units=SPEED_UNITS)
+"""Write FLOP/s with its unit."""
+format_byte_rate = partial(_format, units=BYTE_RATE_UNITS)
+"""Write bytes/s with their unit."""
+format_fraction = partial(_format, units=FRACTION_UNITS)
+"""Write a fraction of one as per cent."""
 
 
 def _annotate(parse: Callable[[object], float], write: Callable[[float], str], example: str) -> Any:

@@ -102,7 +102,7 @@ def type_of(name: str, tensor: torch.Tensor) -> str:
     """Return what the type of a tensor is called. Raises TensorError for one that does not travel."""
     dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
-        raise _unknown_type(name, tensor)
+        raise TensorError(f"tensor '{name}' is of {tensor.dtype}, which does not travel; convert it first")
     return dtype
 
 
@@ -171,21 +171,15 @@ def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
     """Return tensors as bytes: views where they are contiguous, copies where they are not."""
     import torch
 
-    dtypes = {getattr(torch, name): dtype for dtype, name in _TORCH_NAMES.items()}
     result = []
     for name, tensor in tensors.items():
-        if tensor.dtype not in dtypes:
-            raise _unknown_type(name, tensor)
+        dtype = type_of(name, tensor)
         # A tensor without numbers weighs as much as one with them. Not `zeros_like`, nor arithmetic or `cat` of them:
         # there torch imports sympy, which takes every device a second or more.
         real = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().to("cpu")
         flat = real.contiguous().reshape(-1).view(torch.uint8)
-        result.append(Raw(name, dtypes[tensor.dtype], tuple(tensor.shape), flat.numpy().data))
+        result.append(Raw(name, dtype, tuple(tensor.shape), flat.numpy().data))
     return result
-
-
-def _unknown_type(name: str, tensor: torch.Tensor) -> TensorError:
-    return TensorError(f"tensor '{name}' is of {tensor.dtype}, which does not travel; convert it first")
 
 
 def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:

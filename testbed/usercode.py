@@ -142,13 +142,3 @@ def line_of(error: BaseException, code: Code) -> str:
 def shown(module: str) -> str:
     """Return the file of a module's text as the user named it."""
     return _IMPORTER.files.get(module, f"<{module}>")
-
-
-def knows(module: str) -> bool:
-    """Say whether a module was imported from text."""
-    return module in _IMPORTER.sources
-
-
-def text_of(module: str) -> str:
-    """Return the text that a module was imported from."""
-    return _IMPORTER.sources[module]
