@@ -28,7 +28,7 @@ from typing import Any
 
 from controller.bench.bare import Network
 from controller.bench.figure import Measurement
-from controller.bench.flows import Flow, flows, tcp_rates, udp_rates
+from controller.bench.flows import flows, tcp_rates, udp_rates
 from controller.lab.places import BUILD, CHECKOUT
 from controller.shaping import modules
 from controller.shaping.plan import FRAME
@@ -189,7 +189,8 @@ def alterations(lab: NamespaceLab, packets: int = PACKETS) -> Iterator[Measureme
     twice, overtaking, damaged, all_of_it = links
     yield _counted("duplicate 5 %", found[twice].twice, packets, 0.05)
     yield Measurement("duplicate 5 %: lost", found[twice].lost, "packets", 0)
-    yield _counted("reorder 5 %", _early(found[overtaking], 0.0025), packets, 0.05)
+    early = sum(delay < 0.0025 for delay in found[overtaking].delays)
+    yield _counted("reorder 5 %", early, packets, 0.05)
     yield _counted("corrupt 5 %", found[damaged].lost, packets, 0.05)
     yield Measurement("corrupt 5 %: seen without checksum", found[damaged].damaged, "packets", 1, at_most=False)
     yield _counted("2 % lost, 1 % corrupt, 2 % twice", found[all_of_it].lost, packets, _gone(links[all_of_it]))
@@ -199,10 +200,6 @@ def _gone(link: Link) -> float:
     """Return the share of datagrams of which no copy arrives intact."""
     lost = expected_loss(link)
     return lost * (1 - link.duplicate) + lost * lost * link.duplicate
-
-
-def _early(flow: Flow, before: float) -> int:
-    return sum(delay < before for delay in flow.delays)
 
 
 def rates(

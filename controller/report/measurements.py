@@ -25,13 +25,11 @@ def measurements_table(measurements: Sequence[LinkMeasurement]) -> RenderableTyp
 
 def _row(each: LinkMeasurement) -> Mapping[str, Any]:
     """Return a measurement as a row of ``metrics()["links"]``, nothing having been sent yet."""
-    found = {name: value for name, value in each.to_json().items() if name not in ("requested", "problem")}
-    none = all(found[name] is None for name in ("rate", "delay", "loss"))
     return {
         "source": each.source,
         "destination": each.destination,
         "requested": each.requested.to_json(),
-        "measured": None if none else found,
+        "measured": each.figures(),
         "problem": each.problem,
         "bytes": 0,
         "used_share": None,

@@ -14,7 +14,7 @@ from controller.shaping.chain import receiving
 from controller.shaping.delayline import DelayLine, QueueImpairment
 from controller.shaping.namespaces import Namespace, command, read_proc
 from controller.shaping.nfqueue import open_socket
-from controller.shaping.plan import Access, InterfacePlan, ReceiverLine, SenderClass
+from controller.shaping.plan import InterfacePlan, ReceiverLine, SenderClass
 from controller.shaping.tc import Shown
 from testbed.errors import HostError, InputError
 from testbed.network.link import Distribution, Link
@@ -87,7 +87,7 @@ class Userspace:
         # A queue must be served before a rule leads packets into it.
         impairments = self._impairments(device, new, old)
         if impairments or old is None or old.downlink != new.downlink:
-            self._line.set(device, impairments, _rate_and_limit(new.downlink))
+            self._line.set(device, impairments, new.downlink)
         receiving(new).apply(self._iptables, None if old is None else receiving(old))
 
     def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
@@ -152,10 +152,6 @@ def _injector() -> socket.socket:
     except OSError as error:
         raise HostError(f"no packet socket can be opened: {error.strerror} (needs CAP_NET_RAW)") from error
     return made
-
-
-def _rate_and_limit(access: Access | None) -> tuple[float, int] | None:
-    return None if access is None else (access.rate, access.limit)
 
 
 class Netem:

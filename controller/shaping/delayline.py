@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from controller.shaping.helper import Helper
+from controller.shaping.plan import Access
 from testbed.network.link import Link
 
 _AT_ONCE = 64
@@ -39,11 +40,12 @@ class DelayLine(Helper):
         with netfilter, injector:
             self.ask({"do": "open", "device": device}, (netfilter.fileno(), injector.fileno()))
 
-    def set(self, device: str, impairments: Sequence[QueueImpairment], downlink: tuple[float, int] | None) -> None:
+    def set(self, device: str, impairments: Sequence[QueueImpairment], downlink: Access | None) -> None:
         """Say what becomes of the packets of these queues from now on; raises HostError if the kernel refuses.
 
-        ``downlink`` is the rate (bit/s) that all queues of the device share and the packets of each that may wait.
+        ``downlink`` is what all queues of the device share.
         """
+        shared = None if downlink is None else (downlink.rate, downlink.limit)
         for first in range(0, max(1, len(impairments)), _AT_ONCE):
             some = [asdict(each) for each in impairments[first : first + _AT_ONCE]]
-            self.ask({"do": "set", "device": device, "impairments": some, "downlink": downlink})
+            self.ask({"do": "set", "device": device, "impairments": some, "downlink": shared})

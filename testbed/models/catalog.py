@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from testbed.errors import InputError
 from testbed.models import imagenet, mobilenet, resnet
@@ -142,15 +142,13 @@ CATALOG: dict[str, Entry] = {
 def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: int) -> Model:
     """Make a model of the catalogue for images of ``input_shape``; 0 ``classes`` are data without labels.
 
-    Raises `InputError` for an unknown name, for options the model does not have and for data that do not fit.
+    Raises `InputError` for an unknown name and for data that do not fit, pydantic's error for options that it lacks:
+    those of a scenario have been checked.
     """
     entry = CATALOG.get(name)
     if entry is None:
         raise InputError(f"there is no model '{name}'; choose one of {', '.join(CATALOG)}", ("model", "name"))
-    try:
-        chosen = entry.Options.model_validate(dict(options))
-    except ValidationError as error:
-        raise _explain(entry, error) from error
+    chosen = entry.Options.model_validate(dict(options))
     if not classes and not entry.classes:
         can = ", ".join(each.name for each in CATALOG.values() if each.classes)
         raise InputError(
@@ -161,15 +159,6 @@ def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: i
     except ValueError as error:
         size = "x".join(map(str, input_shape))
         raise InputError(f"{name} cannot take inputs of {size}: {error}", ("model",)) from error
-
-
-def _explain(entry: Entry, error: ValidationError) -> InputError:
-    """Say in one line what is wrong with the options."""
-    first = error.errors()[0]
-    key = ("model", *first["loc"])
-    if first["type"] == "extra_forbidden":
-        return InputError(f"model {entry.name} has no such option; it has {', '.join(entry.Options.model_fields)}", key)
-    return InputError(f"{first['msg']}, not {first['input']!r}", key)
 
 
 def describe(model: Model) -> dict[str, Any]:

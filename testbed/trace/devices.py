@@ -8,7 +8,7 @@ down + idle is the duration.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -98,10 +98,6 @@ def _mean(key: str, record: Record) -> float | None:
     return fmean(used) if used else None
 
 
-def _largest(key: str, rows: Mapping[str, Mapping[str, Any]]) -> float:
-    return max((row[key] for row in rows.values()), default=0.0)
-
-
 def _energy(record: Record) -> float | None:
     rows = record.once(devices).values()
     found = [row["energy"] for row in rows if "energy" in row]
@@ -140,6 +136,6 @@ FIGURES = (
         "deficit_share",
         "share",
         "of the undisturbed steps' time, of the worst device",
-        lambda record: _largest("deficit_share", record.once(devices)),
+        lambda record: max((row["deficit_share"] for row in record.once(devices).values()), default=0.0),
     ),
 )

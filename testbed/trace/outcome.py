@@ -44,6 +44,11 @@ class LinkMeasurement:
         """Return it as plain values."""
         return asdict(self)
 
+    def figures(self) -> dict[str, Any] | None:
+        """Return what was found as plain values; None where nothing was measured."""
+        found = {"rate": self.rate, "delay": self.delay, "loss": self.loss}
+        return None if set(found.values()) == {None} else {**found, "packets": self.packets}
+
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> LinkMeasurement:
         """Return what `to_json` wrote; raises TypeError for a figure that there is not."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import asdict
 from typing import Any
 
-from testbed.trace.disturbances import Recovery, Strike
+from testbed.trace.disturbances import Recovery
 from testbed.trace.events import Event
 from testbed.trace.figures import Figure, Metrics, Row
 from testbed.trace.host import deficit
@@ -65,22 +66,9 @@ FIGURES = (
 )
 
 
-def _fault(strike: Strike) -> dict[str, Any]:
-    return {
-        "action": strike.action,
-        "target": strike.target,
-        "intended": strike.intended,
-        "struck": strike.struck,
-        "late": strike.struck - strike.intended,
-        "undone": strike.undone,
-        "recovered": strike.recovered,
-        "mends": strike.mends,
-    }
-
-
 def faults(record: Record) -> list[dict[str, Any]]:
     """Return ``fault_list``: every fault that struck."""
-    return [_fault(strike) for strike in record.strikes]
+    return [{**asdict(each), "late": each.struck - each.intended, "mends": each.mends} for each in record.strikes]
 
 
 def recovery_list(record: Record) -> list[dict[str, Any]]:

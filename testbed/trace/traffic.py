@@ -11,7 +11,6 @@ from testbed.framing import cast_wire_bytes, wire_bytes
 from testbed.network.link import Link, Pair
 from testbed.trace.devices import devices
 from testbed.trace.figures import Figure
-from testbed.trace.outcome import LinkMeasurement
 from testbed.trace.record import Record
 
 
@@ -101,18 +100,12 @@ def links(record: Record) -> list[dict[str, Any]]:
                 "casts_heard": heard[pair],
                 "requested": None if requested is None else asdict(requested),
                 "rate_at_best": bounded[pair].rate if pair in bounded else None,
-                "measured": _measured(found),
+                "measured": found.figures() if found else None,
                 "problem": found.problem if found else None,
                 "used_share": _used(requested, carried[pair], record.end),
             }
         )
     return rows
-
-
-def _measured(found: LinkMeasurement | None) -> dict[str, Any] | None:
-    if found is None or (found.rate is None and found.delay is None and found.loss is None):
-        return None
-    return {"rate": found.rate, "delay": found.delay, "loss": found.loss, "packets": found.packets}
 
 
 def _used(link: Link | None, wire_bytes: float, end: float) -> float | None:
