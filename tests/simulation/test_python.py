@@ -7,6 +7,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -16,7 +17,7 @@ from controller.cli.export import export
 from testbed.errors import InputError
 
 DOCS = Path(__file__).parents[2] / "docs"
-SMALL = {
+SMALL: dict[str, Any] = {
     "name": "small",
     "devices": {"source": {"profile": "laptop"}},
     "workload": {
@@ -78,7 +79,10 @@ def test_an_edited_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_tables_in_files(tmp_path: Path) -> None:
-    simulate(build(**SMALL), tmp_path / "one")
+    devices = {"source": {"profile": "laptop"}, "worker": {"profile": "laptop"}}
+    changes = {"devices": devices, "network": {"link": {"delay": "1ms", "rate": "10mbit"}}}
+    workload = SMALL["workload"] | {"method": {"name": "pipeline", "micro_batches": 1}}
+    simulate(build(**SMALL | changes | {"workload": workload}), tmp_path / "one")
     done = CliRunner().invoke(export, [str(tmp_path / "one"), "--csv"], catch_exceptions=False)
     assert done.exit_code == 0
     with (tmp_path / "one" / "export" / "steps.csv").open() as file:

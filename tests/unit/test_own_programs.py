@@ -78,5 +78,10 @@ def test_they_are_not_simulated() -> None:
 
 def test_lines_of_json_are_events() -> None:
     assert event_of('{"event": "step", "step": 3, "time": 1}') == {"event": "step", "step": 3}
-    for line in ("plain", "3", '{"step": 3}', '{"event": 3}'):
+    assert event_of('{"event": "drift", "value": [1]}') == {"event": "drift", "value": [1]}
+    for line in (
+        *("plain", "3", '{"step": 3}', '{"event": 3}', '{"event": "send"}', '{"event": "exit"}', '{"event": "step"}'),
+        *('{"event": "step", "step": "3"}', '{"event": "step", "step": 3, "loss": "low"}', '{"event": "evaluate"}'),
+        *('{"event": "request", "request": 1}', '{"event": "request", "request": 1, "latency": NaN}'),
+    ):
         assert event_of(line) is None

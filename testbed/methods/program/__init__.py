@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from testbed.methods.collaborative.figures import ROUND, ROUND_TIME
 from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.typed import Typed
 from testbed.plan import Piece, Plan
-from testbed.trace.events import EventType
+from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Declared
 from testbed.workload import ProgramPart
 
@@ -34,6 +35,13 @@ _LAST_LINES = 5
 """Of what a failed program said, that are told."""
 _LONGEST = 1 << 20
 """Bytes of a line."""
+_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "step": (("step",), ("loss", "samples")),
+    "evaluate": (("step",), ("accuracy", "loss")),
+    "request": (("request", "latency"), ()),
+    "round": (("round",), ("start", "duration")),
+}
+"""Of a program's events of which figures are made: the fields that they need, and that they may have."""
 _KEPT = ("TESTBED_TOKEN",)
 """Of the agent's environment, what is not the program's business."""
 
@@ -185,11 +193,26 @@ async def _followed(device: Device, process: Process) -> tuple[int, str]:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """Return the fields of a line that is an event, ``{"event": "step", "step": 3, "loss": 0.2}``; None: it is none."""
+    """Return the fields of a line that is an event, ``{"event": "step", "step": 3, "loss": 0.2}``; None: it is none.
+
+    Figures are made of those in ``_NUMBERS``, so these are events only with numbers; what the testbed itself writes
+    down is none of a program's.
+    """
     try:
         found = json.loads(line)
     except ValueError:
         return None
-    named = isinstance(found, dict) and isinstance(found.get("event"), str)
-    reserved = {"time", "device", "event"}
-    return {"event": found["event"], **{key: found[key] for key in found.keys() - reserved}} if named else None
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+        return None
+    name = found["event"]
+    known = {each.name for each in (*EVENTS, *Program.declared.events)}
+    needed, optional = _NUMBERS.get(name, ((), ()))
+    if name in known and not needed:
+        return None
+    for key in (*needed, *optional):
+        value = found.get(key, 0 if key in optional else None)
+        if not isinstance(value, int | float) or (key in needed and not math.isfinite(value)):
+            return None
+    if needed:
+        found[needed[0]] = int(found[needed[0]])
+    return {"event": name, **{key: found[key] for key in found.keys() - {"time", "device", "event"}}}
