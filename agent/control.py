@@ -10,7 +10,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -88,96 +89,58 @@ def application(runner: Runner) -> Flask:
     from werkzeug.exceptions import HTTPException
 
     app = Flask("agent", static_folder=None)
-    views = _Views(runner)
-    for method, path, view in (
-        ("GET", "/health", views.done),
-        ("GET", "/facts", views.facts),
-        ("PUT", "/deployment", views.deploy),
-        ("PUT", "/data", views.put_data),
-        ("PUT", "/shard", views.put_shard),
-        ("POST", "/start", views.start),
-        ("POST", "/stop", views.stop),
-        ("POST", "/leave", views.leave),
-        ("PUT", "/speed", views.set_speed),
-        ("PUT", "/links", views.set_links),
-        ("GET", "/events", views.events),
-        ("GET", "/weights", views.weights),
-        ("GET", "/metrics", views.metrics),
+
+    def put(what: str, take: Callable[[bytearray], None]) -> None:
+        runner.needs_ready(what)  # before the body is read, which may be large
+        take(_body(runner.settings.body_limit))
+
+    # What the controller has the device do; each is answered with its state.
+    for method, path, act in (
+        ("GET", "/health", lambda: None),
+        ("PUT", "/deployment", lambda: runner.deploy(_body(JSON_LIMIT))),
+        ("PUT", "/data", lambda: put("data", runner.put_data)),
+        ("PUT", "/shard", lambda: put("a shard", runner.put_shard)),
+        ("POST", "/start", lambda: runner.start(_number(_body(_SMALL), "origin", -1e12, 1e12))),
+        ("POST", "/stop", runner.stop),
+        ("POST", "/leave", runner.leave),
+        ("PUT", "/speed", lambda: runner.pace.set(_number(_body(_SMALL), "factor", 1e-6, 1e6))),
+        ("PUT", "/links", lambda: runner.set_message_loss(_body(JSON_LIMIT))),
     ):
-        app.add_url_rule(path, view_func=view, methods=[method], endpoint=path)
+        app.add_url_rule(path, path, partial(_done, runner, act), methods=[method])
+    for path, content, kind in (
+        ("/facts", lambda: json.dumps(facts(runner)) + "\n", "application/json"),
+        ("/events", lambda: _events(runner), "application/x-ndjson"),
+        ("/weights", runner.weights, "application/octet-stream"),
+        ("/metrics", lambda: exposition(runner), "text/plain"),
+    ):
+        app.add_url_rule(path, path, partial(_read, content, kind))
     app.register_error_handler(Refused, lambda error: _answer(error.status, {"error": str(error)}))
     app.register_error_handler(HTTPException, _unknown)
     app.register_error_handler(Exception, _broken)
     return app
 
 
-class _Views:
-    """What each path does."""
+def _done(runner: Runner, act: Callable[[], None]) -> Response:
+    act()
+    return _answer(200, health(runner))
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
 
-    def facts(self) -> Response:
-        return _answer(200, facts(self._runner))
+def _read(content: Callable[[], str | bytes | Iterator[bytes]], kind: str) -> Response:
+    from flask import Response
 
-    def deploy(self) -> Response:
-        self._runner.deploy(_body(JSON_LIMIT))
-        return self.done()
+    return Response(content(), mimetype=kind)
 
-    def put_data(self) -> Response:
-        self._runner.needs_ready("data")
-        self._runner.put_data(_body(self._runner.settings.body_limit))
-        return self.done()
 
-    def put_shard(self) -> Response:
-        self._runner.needs_ready("a shard")
-        self._runner.put_shard(_body(self._runner.settings.body_limit))
-        return self.done()
+def _events(runner: Runner) -> Iterator[bytes]:
+    from flask import request
 
-    def start(self) -> Response:
-        self._runner.start(_number(_body(_SMALL), "origin", -1e12, 1e12))
-        return self.done()
-
-    def stop(self) -> Response:
-        self._runner.stop()
-        return self.done()
-
-    def leave(self) -> Response:
-        self._runner.leave()
-        return self.done()
-
-    def set_speed(self) -> Response:
-        self._runner.pace.set(_number(_body(_SMALL), "factor", 1e-6, 1e6))
-        return self.done()
-
-    def set_links(self) -> Response:
-        self._runner.set_message_loss(_body(JSON_LIMIT))
-        return self.done()
-
-    def events(self) -> Response:
-        from flask import Response, request
-
-        after = request.args.get("after", "0")
-        if not after.isdecimal() or len(after) > 15:
-            raise Refused(400, f"after is a number of events, not '{after[:40]}'")
-        try:
-            lines = self._runner.log.follow(int(after))
-        except (FellBehind, NotYet) as error:
-            raise Refused(409, str(error)) from error
-        return Response(lines, mimetype="application/x-ndjson")
-
-    def weights(self) -> Response:
-        from flask import Response
-
-        return Response(self._runner.weights(), mimetype="application/octet-stream")
-
-    def metrics(self) -> Response:
-        from flask import Response
-
-        return Response(exposition(self._runner), mimetype="text/plain")
-
-    def done(self) -> Response:
-        return _answer(200, health(self._runner))
+    after = request.args.get("after", "0")
+    if not after.isdecimal() or len(after) > 15:
+        raise Refused(400, f"after is a number of events, not '{after[:40]}'")
+    try:
+        return runner.log.follow(int(after))
+    except (FellBehind, NotYet) as error:
+        raise Refused(409, str(error)) from error
 
 
 def _body(most: int) -> bytearray:

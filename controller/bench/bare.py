@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -96,13 +95,3 @@ class Network:
         for process in self._processes:
             process.kill()
             process.wait()
-
-
-@contextlib.contextmanager
-def network(*names: str) -> Iterator[Network]:
-    """Make a network and take it down again."""
-    made = Network(names)
-    try:
-        yield made
-    finally:
-        made.close()

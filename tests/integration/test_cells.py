@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.bench.bare import Network, network
+from controller.bench.bare import Network
 from controller.bench.flows import flows, tcp_rates
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
@@ -31,7 +31,7 @@ PORT = 8702
 
 @pytest.fixture
 def net() -> Iterator[Network]:
-    with network(*DEVICES) as made:
+    with contextlib.closing(Network(DEVICES)) as made:
         yield made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import statistics
@@ -15,7 +16,7 @@ from dataclasses import replace
 import pytest
 import requests
 
-from controller.bench.bare import Network, network
+from controller.bench.bare import Network
 from controller.bench.flows import flows, tcp_rates, udp_rates
 from controller.lab.health import healthy
 from controller.lab.links import Shaper
@@ -34,7 +35,7 @@ RATE = 0.1
 
 @pytest.fixture
 def net() -> Iterator[Network]:
-    with network("a", "b", "c") as made:
+    with contextlib.closing(Network(["a", "b", "c"])) as made:
         yield made
 
 
