@@ -147,23 +147,32 @@ class GraphLayer:
         """Return it with a pooling behind it, without parameters, which whoever finishes a channel does as well."""
         return replace(self, sequence=(*self.sequence, *pool.sequence))
 
-    def cost(self, part: Slice) -> Cost:
-        """Return what the forward of one sample is charged for a slice: it reads the channels that enter it."""
+    def product_cost(self, read: int, channels: int) -> Cost:
+        """Return what its first layer is charged for one sample: from ``read`` elements of the input to some channels.
+
+        FLOPs and weights are divided as the matrix is; all that is read and made is counted.
+        """
         if not self.sequence:
             return Cost()
-        read = self.inputs * len(part.columns) // self.input_channels
-        made = len(part.rows) * math.prod(self.summed[1:])
-        found = Cost(
-            2.0 * self.share(self.multiplications, part),
-            BYTES_PER_VALUE * (read + made),
-            BYTES_PER_VALUE * self.share(self.weights, part),
+        whole, divided = self.inputs * self.output_channels, read * channels
+        return Cost(
+            2 * self.multiplications * divided / whole,
+            BYTES_PER_VALUE * (read + channels * math.prod(self.summed[1:])),
+            BYTES_PER_VALUE * self.weights * divided / whole,
             self.sequence[0].kind,
         )
-        shape, share = self.summed, len(part.rows) / self.output_channels
+
+    def finish_cost(self, channels: int) -> Cost:
+        """Return what the layers after the first are charged for some channels of one sample."""
+        found, shape = Cost(), self.summed if self.sequence else ()
         for layer in self.sequence[1:]:
-            found += layer.cost(shape) * share
+            found += layer.cost(shape) * (channels / self.output_channels)
             shape = layer.output(shape)
         return found
+
+    def cost(self, read: int, channels: int) -> Cost:
+        """Return what all of its layers are charged for some channels of one sample."""
+        return self.product_cost(read, channels) + self.finish_cost(channels)
 
     def share(self, values: int, part: Slice) -> int:
         """Return how many of its ``values``, all weights or all multiplications, are in a slice."""

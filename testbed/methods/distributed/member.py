@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from testbed.device import Span
+from testbed.device import Cost, Span
 from testbed.methods.base import Problem
 from testbed.methods.distributed.member_context import MemberContext
 from testbed.methods.distributed.member_messages import OutputPiece, PartialSums, TileInput, TileOutput, TileOverlap
@@ -80,7 +80,7 @@ class InferenceMember:
             context.ledger.weights = sum(tensor.nbytes for tensor in state.values())
 
         # One operation for each value, as `costs.copy` has it for a stage without momentum.
-        await context.compute(load, float(parameters(flow, context.index)), Span("load"))
+        await context.compute(load, Cost(parameters(flow, context.index)), Span("load"))
         self._report()
         self._handle(Activation, lambda message: self._begin(message.batch, self._image(message.tensor)))
         self._handle(OutputPiece, self._take_values)

@@ -63,8 +63,8 @@ class MemberContext:
         """Send to a device of the plan, or to the coordinator, without waiting."""
         self._mailbox.post(self._coordinator if device is None else self.flow.plan.devices[device], message)
 
-    async def compute(self, work: Callable[[], T], flops: float, span: Span) -> T:
-        """Do ``flops`` floating-point operations on the device's processor, without gradients."""
+    async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
+        """Work on the device's processor, without gradients."""
 
         def without_gradients() -> T:
             import torch
@@ -74,7 +74,7 @@ class MemberContext:
 
         self.computing = True
         try:
-            return await self._mailbox.device.compute(without_gradients, Cost(flops), span)
+            return await self._mailbox.device.compute(without_gradients, cost, span)
         finally:
             self.computing = False
             self.actions += 1

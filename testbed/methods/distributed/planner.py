@@ -23,7 +23,6 @@ from testbed.methods.distributed.partition.scheme_choice import pairs_of
 from testbed.methods.distributed.partition.scheme_figures import SchemeFigures, compare, figures, formula
 from testbed.methods.distributed.partition.timing import interval, phases
 from testbed.methods.distributed.partition.transfers import of_tiles, transfers
-from testbed.methods.parts.costs import check_flops_alone
 from testbed.models.graph import Graph, graph_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Details, Piece, Plan
@@ -73,7 +72,6 @@ class DistributedDetails(Details):
 
 def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
     """Plan for all devices. Raises `InputError` for an unknown source, missing links and too little memory."""
-    check_flops_alone(method, problem.devices)
     names = [device.name for device in problem.devices]
     source = problem.options.source or names[0]
     if source not in names:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from testbed.device import Span
+from testbed.device import Cost, Span
 from testbed.methods.distributed.member_context import MemberContext
 from testbed.methods.distributed.member_messages import OutputPiece, PartialSums
 from testbed.methods.distributed.partition.layer_tasks import LayerTask
@@ -19,6 +19,7 @@ from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.storage import as_range
 from testbed.methods.distributed.store import Block, Store
 from testbed.methods.parts.stage import Output
+from testbed.models.chain import forward_of
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ class RequestWork:
         blocks = await self._new_blocks(index, task, used)
         while sum(taken.size for taken in used) < task.takes.size:
             work = partial(self._added, index, blocks, task.makes, total)
-            added = await self._compute(index, work, self._flops_of(index, blocks, task.makes.size))
+            added = await self._compute(index, work, self._product_cost(index, blocks, task.makes.size))
             if total is None:
                 self._member.ledger.hold(added)
             total = added
@@ -77,7 +78,9 @@ class RequestWork:
             if total is not None:
                 before = total[:, (chunk.first - task.makes.first) * each : (chunk.last - task.makes.first) * each]
             work = partial(self._finished, index, blocks, chunk, before)
-            made = await self._compute(index, work, self._flops_of(index, blocks, chunk.size))
+            cost = self._product_cost(index, blocks, chunk.size)
+            cost += forward_of(self._layers[index].finish_cost(chunk.size), len(blocks[0][1]))
+            made = await self._compute(index, work, cost)
             self._made(index, chunk.first * each, made)
         if total is not None:
             self._member.ledger.drop(total)
@@ -100,8 +103,9 @@ class RequestWork:
         for chunk in self._flow.chunks(index, task.makes):
             sums = await self.store.sums(index, chunk, senders)
             # An addition for each value that is merged.
-            additions = float(sum(each.numel() for each in sums[1:]))
-            made = await self._compute(index, partial(self._merged, index, sums, chunk), additions)
+            cost = Cost(sum(each.numel() for each in sums[1:]))
+            cost += forward_of(self._layers[index].finish_cost(chunk.size), len(sums[0]))
+            made = await self._compute(index, partial(self._merged, index, sums, chunk), cost)
             self._made(index, chunk.first * self._layers[index].pixels, made)
 
     async def _send_sums(self, index: int, task: LayerTask) -> None:
@@ -111,18 +115,17 @@ class RequestWork:
             merger = (own + step) % len(tasks)
             for chunk in self._flow.chunks(index, tasks[merger].makes):
                 work = partial(self._added, index, blocks, chunk, None)
-                added = await self._compute(index, work, self._flops_of(index, blocks, chunk.size))
+                added = await self._compute(index, work, self._product_cost(index, blocks, chunk.size))
                 if merger == own:
                     self.store.put_sums(index, chunk, own, added)
                 else:
                     sums = PartialSums(self._member.configuration, self.number, index, *chunk, added)
                     self._member.post(merger, sums)
 
-    def _flops_of(self, index: int, blocks: Sequence[Block], channels: int) -> float:
-        """Return the floating-point operations that parts of the input take for some output channels."""
-        layer = self._layers[index]
-        share = sum(taken.size for taken, _ in blocks) / layer.inputs * channels
-        return 2.0 * len(blocks[0][1]) * layer.multiplications * share / layer.output_channels
+    def _product_cost(self, index: int, blocks: Sequence[Block], channels: int) -> Cost:
+        """Return what parts of the input are charged for some output channels."""
+        read = sum(taken.size for taken, _ in blocks)
+        return forward_of(self._layers[index].product_cost(read, channels), len(blocks[0][1]))
 
     def _added(self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None) -> torch.Tensor:
         """Return what parts of the input add to some output channels, and what was there before."""
@@ -147,12 +150,12 @@ class RequestWork:
         """Compute a layer as it is, or pool some channels."""
         layer = self._layers[index]
         blocks = await self.store.all_of(self._flow.origins(index, task.takes))
-        flops = 2.0 * len(blocks[0][1]) * layer.multiplications
-        made = await self._compute(index, lambda: self._member.layers[index].run(_joined(blocks)), flops)
+        cost = forward_of(layer.cost(task.takes.size, task.makes.size), len(blocks[0][1]))
+        made = await self._compute(index, lambda: self._member.layers[index].run(_joined(blocks)), cost)
         self._made(index, task.makes.first * layer.pixels, made)
 
-    async def _compute(self, index: int, work: Callable[[], torch.Tensor], flops: float) -> torch.Tensor:
-        return await self._member.compute(work, flops, Span(SPAN, self.number, index))
+    async def _compute(self, index: int, work: Callable[[], torch.Tensor], cost: Cost) -> torch.Tensor:
+        return await self._member.compute(work, cost, Span(SPAN, self.number, index))
 
     # The exchange.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from testbed.device import Span
+from testbed.device import Cost, Span
 from testbed.methods.distributed.member_context import MemberContext
 from testbed.methods.distributed.member_messages import TileInput, TileOutput, TileOverlap
-from testbed.methods.distributed.partition.tiles import multiplications
+from testbed.methods.distributed.partition.tiles import costs
 from testbed.methods.distributed.request_work import SPAN
 from testbed.methods.distributed.tile_queue import TileQueue
 
@@ -118,9 +118,9 @@ class TileWork:
         flow, ledger = self._flow, self._member.ledger
         inputs, taken = self._inputs.pop((request, number)), self._taken.pop((request, number), {})
         layers = [self._member.layers[index] for index in range(flow.tiled)]
-        flops = 2.0 * len(inputs) * sum(multiplications(flow.graph.layers[: flow.tiled], flow.computed[number]))
+        cost = sum(costs(flow.graph.layers[: flow.tiled], flow.computed[number], len(inputs)), Cost())
         outputs, lent = await self._member.compute(
-            lambda: compute_tile(flow, number, layers, inputs, taken, ledger), flops, Span(SPAN, request, 0)
+            lambda: compute_tile(flow, number, layers, inputs, taken, ledger), cost, Span(SPAN, request, 0)
         )
         for tensor in taken.values():
             ledger.drop(tensor)

@@ -144,7 +144,7 @@ class LayerCosts:
 
 def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[EdgePipeOptions]) -> LayerCosts:
     """Return what some neurons of a layer cost for a batch."""
-    one = layer.cost(slice_of(layer, neurons))
+    one = layer.cost(layer.inputs, len(neurons))
     update = Cost(costs.update_flops(problem.workload.optimizer) * _parameters(layer, neurons))
     return LayerCosts(forward_of(one, samples), backward_of(one, samples), update)
 

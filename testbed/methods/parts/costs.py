@@ -65,13 +65,3 @@ def check_memory(device: DeviceSpec, memory: float) -> None:
             f"{formats.size(memory)}: use more or larger devices, a smaller model or a smaller batch_size",
             ("devices", device.name, "memory"),
         )
-
-
-def check_flops_alone(method: str, devices: Sequence[DeviceSpec]) -> None:
-    """Raise `InputError` where a device has more rates than a speed, for a method that charges FLOPs alone."""
-    for device in devices:
-        text = f"the work of the method '{method}' is charged by its FLOPs alone: "
-        if device.kinds:
-            raise InputError(text + "give `speed`, which overrides the kinds", ("devices", device.name))
-        if device.memory_rate is not None:
-            raise InputError(text + "leave the memory rate out", ("devices", device.name, "memory_rate"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from testbed.device import Cost
 from testbed.methods.distributed.partition import tiles
 from testbed.methods.distributed.partition.dataflow import Dataflow
+from testbed.methods.distributed.partition.layer_tasks import by_chunks
 from testbed.methods.distributed.partition.storage import layers_stored, stored
+from testbed.models.chain import forward_of
 
 
 def weights(flow: Dataflow, device: int) -> int:
@@ -42,6 +45,34 @@ def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
             if index >= flow.tiled:
                 rows[index][device] = layers[index].share(layers[index].multiplications, part)
     return tuple(map(tuple, rows))
+
+
+def costs(flow: Dataflow) -> list[list[Cost]]:
+    """Return what a request is charged: one row a layer, one column a device; the merging of sums is left out."""
+    layers, samples = flow.graph.layers, flow.execution.samples
+    rows = [[Cost()] * len(flow.devices) for _ in layers]
+    for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
+        for row, cost in zip(rows, tiles.costs(layers[: flow.tiled], made, samples), strict=False):
+            row[tile.device] += cost
+    for index in range(flow.tiled, len(layers)):
+        rows[index] = [forward_of(_one(flow, index, device), samples) for device in flow.devices]
+    return rows
+
+
+def _one(flow: Dataflow, index: int, device: int) -> Cost:
+    """Return what a device is charged for its part of a layer and one sample."""
+    layer, tasks = flow.graph.layers[index], flow.tasks[index]
+    task = tasks[device]
+    if task.work == "none":
+        return Cost()
+    # Chunk by chunk, each from all that is read; of sums, those of all who merge some.
+    makes = [each.makes for each in tasks] if task.work == "sums" else [task.makes]
+    products = [
+        layer.product_cost(task.takes.size, chunk.size)
+        for made in makes
+        for chunk in (flow.chunks(index, made) if by_chunks(layer, task) else (made,))
+    ]
+    return sum(products, layer.finish_cost(task.makes.size))
 
 
 def longest_path(flow: Dataflow) -> int:

@@ -14,11 +14,13 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.methods.distributed.partition.distributed_plan import Region, Tile, Tiling
 from testbed.methods.distributed.partition.overlap import between, is_late
 from testbed.methods.distributed.partition.ranges import NOTHING, Range
 from testbed.methods.distributed.partition.shares import evenly
+from testbed.models.chain import forward_of
 from testbed.models.graph import GraphLayer
 
 
@@ -219,6 +221,16 @@ def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> lis
         layer.multiplications * region.pixels // (layer.output[1] * layer.output[2])
         for layer, region in zip(layers, made, strict=True)
     ]
+
+
+def costs(layers: Sequence[GraphLayer], made: Sequence[Region], samples: int) -> list[Cost]:
+    """Return what each layer is charged in one tile that computes these regions: its share of pixels, all weights."""
+    found = []
+    for layer, region in zip(layers, made, strict=True):
+        share = region.pixels / (layer.output[1] * layer.output[2])
+        one = layer.cost(layer.inputs, layer.output_channels).scaled(flops=share, accessed=share, weights=1)
+        found.append(forward_of(one, samples))
+    return found
 
 
 def redundant_multiplications(layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]) -> int:

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.overlap import is_late
-from testbed.methods.distributed.partition.resources import multiplications
-from testbed.methods.distributed.partition.tiles import multiplications as tile_multiplications
+from testbed.methods.distributed.partition.resources import costs
+from testbed.methods.distributed.partition.tiles import costs as tile_costs
 from testbed.methods.distributed.partition.transfers import Transfer, transfers
 from testbed.models.shapes import INPUT
 from testbed.network.link import Link, Pair
@@ -84,14 +85,13 @@ def interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
 
 def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]) -> tuple[Phase, ...]:
     """Return what one full request consists of; devices in the order of the plan."""
-    samples = flow.execution.samples
     moved: dict[int, list[Transfer]] = {}
     for transfer in transfers(flow):
         moved.setdefault(transfer.value, []).append(transfer)
-    rows = multiplications(flow)
-    work = {index: _seconds(rows[index : index + 1], devices, samples) for index in range(flow.tiled, len(rows))}
+    rows = costs(flow)
+    work = {index: _seconds(rows[index : index + 1], devices) for index in range(flow.tiled, len(rows))}
     # All tiled layers count as one, between the image and their map; or as two, the second of the tiles that wait.
-    work[INPUT] = _seconds(rows[: flow.tiled], devices, samples)
+    work[INPUT] = _seconds(rows[: flow.tiled], devices)
     if flow.overlaps:
         work[INPUT], work[flow.tiled - 2] = _in_turns(flow, devices)
     return tuple(
@@ -100,21 +100,21 @@ def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, L
     )
 
 
-def _seconds(rows: Sequence[Sequence[int]], devices: Sequence[DeviceSpec], samples: int) -> float:
-    """Return when the last device is done with its part of these layers; a multiplication comes with an addition."""
-    loads = (sum(row[device] for row in rows) for device in range(len(devices)))
-    return max(2.0 * samples * load / spec.speed for load, spec in zip(loads, devices, strict=True))
+def _seconds(rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]) -> float:
+    """Return when the last device is done with its part of these layers."""
+    loads = (sum((row[device] for row in rows), Cost()) for device in range(len(devices)))
+    return max(spec.seconds(load) for load, spec in zip(loads, devices, strict=True))
 
 
 def _in_turns(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float, float]:
     """Return when the last device is done with the tiles that wait for none, and how much later with the others."""
     layers, ends = flow.graph.layers[: flow.tiled], [0.0, 0.0]
-    loads = [[0.0, 0.0] for _ in devices]
+    loads = [[Cost(), Cost()] for _ in devices]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        loads[tile.device][is_late(tile.row, tile.column)] += sum(tile_multiplications(layers, made))
-    for load, spec in zip(loads, devices, strict=True):
-        seconds = 2.0 * flow.execution.samples / spec.speed
-        ends = [max(ends[0], load[0] * seconds), max(ends[1], sum(load) * seconds)]
+        cost = sum(tile_costs(layers, made, flow.execution.samples), Cost())
+        loads[tile.device][is_late(tile.row, tile.column)] += cost
+    for (early, late), spec in zip(loads, devices, strict=True):
+        ends = [max(ends[0], spec.seconds(early)), max(ends[1], spec.seconds(early + late))]
     return ends[0], max(0.0, ends[1] - ends[0])
 
 
