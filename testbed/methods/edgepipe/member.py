@@ -179,6 +179,8 @@ class Member:
         """Return the gradient by the own outputs of what a batch adds to the cross-entropy, if results allow it."""
         training = self._training
         usable = self._missing.results(arrived)
+        if usable is None and not self._leads:
+            return None
         results = (arrived.together() if usable is None else usable).requires_grad_()
         loss = functional.cross_entropy(results, training.labels(batch), reduction="sum") / training.whole
         if self._leads:
