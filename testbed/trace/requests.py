@@ -16,10 +16,13 @@ from testbed.trace.record import Record
 
 
 def _ends(record: Record) -> list[Event]:
-    """Return what became of each request in the end: a lead that starts over after its own death asks all again."""
+    """Return what became of each request in the end: a lead that starts over after its own death asks all again.
+
+    Programs of the user's may ask on several devices; each counts its own requests.
+    """
     ends = [event for event in record.events if event.event in ("request", "failed")]
-    last = {event.fields["request"]: event for event in ends}
-    return [event for event in ends if last[event.fields["request"]] is event]
+    last = {(event.device, event.fields["request"]): event for event in ends}
+    return [event for event in ends if last[event.device, event.fields["request"]] is event]
 
 
 def _answered(record: Record) -> list[Event]:

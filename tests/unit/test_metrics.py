@@ -163,6 +163,11 @@ def test_latencies_of_inference() -> None:
     assert "step_time" not in found
 
 
+def test_each_device_counts_its_own_requests() -> None:
+    events = [Event(1.0 + place, name, "request", {"request": 0, "latency": 0.5}) for place, name in enumerate("ab")]
+    assert calm(events=events)["requests"] == 2
+
+
 def test_a_request_that_is_asked_again_counts_once_as_it_ended() -> None:
     events = [
         Event(1.0, "a", "request", {"request": 0, "latency": 0.5}),
