@@ -208,11 +208,8 @@ def _step_chart(steps: list[dict[str, Any]], draw: Callable[[list[Line], Axis], 
 def _reproduce(run: Run) -> str:
     revision = run.manifest["revision"]
     at = f"# testbed {run.manifest['versions']['testbed']}" + (f", revision {revision}" if revision else "")
-    return f"{at}\n{run.manifest['command']}\n# or, from the resolved scenario of this folder\n{_again(run)}"
-
-
-def _again(run: Run) -> str:
-    return shlex.join(["testbed", "run", str(run.path / "scenario.yaml"), "--runtime", run.outcome.runtime])
+    again = shlex.join(["testbed", "run", str(run.path / "scenario.yaml"), "--runtime", run.outcome.runtime])
+    return f"{at}\n{run.manifest['command']}\n# or, from the resolved scenario of this folder\n{again}"
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

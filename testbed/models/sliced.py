@@ -108,12 +108,6 @@ class SlicedLayer:
         finished: torch.Tensor = self._finishing(channels)(values)
         return finished
 
-    def pool(self, inputs: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
-        """Compute some channels from the same channels of the input; (samples, elements) both."""
-        channels = self.part.channels if channels is None else channels
-        maps = inputs.reshape(len(inputs), len(channels), *self.layer.input[1:])
-        return self.finish(self.layer.sequence[0].product(maps, None).flatten(1), channels)
-
     def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
         """Compute all channels of a tile, (samples, channels, height, width), padded by ``around`` pixels.
 
@@ -129,7 +123,8 @@ class SlicedLayer:
         if self.layer.splits:
             return self.finish(self.sums(inputs))
         if self.layer.by_channel:
-            return self.pool(inputs)
+            maps = inputs.reshape(len(inputs), len(self.part.channels), *self.layer.input[1:])
+            return self.finish(self.layer.sequence[0].product(maps, None).flatten(1))
         if self.layer.joins:
             return inputs
         if self._whole is None:
@@ -172,10 +167,6 @@ class SlicedShape:
     def finish(self, sums: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
         """Return the shape of the sums."""
         return torch.empty(sums.shape, device="meta")
-
-    def pool(self, inputs: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
-        """Return (samples, elements of the channels)."""
-        return self._made(inputs, self.part.channels if channels is None else channels)
 
     def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
         """Return (samples, channels, height, width) of the tile."""
