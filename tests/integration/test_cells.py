@@ -67,7 +67,7 @@ def broadcasts(
 
     def listen(name: str) -> None:
         with contextlib.suppress(TimeoutError):
-            while True:
+            while len(heard[name]) < count * len(sources):
                 source, number = struct.unpack_from("=cI", sockets[name].recv(2048))
                 heard[name][source.decode(), number] = time.monotonic()
 
