@@ -16,6 +16,7 @@ from typing import Any
 from controller.shaping import gating, sender, tc
 from controller.shaping import plan as planning
 from controller.shaping.backends import Userspace, choose, kernel_queues, queueing_iptables
+from controller.shaping.ends import Site
 from controller.shaping.gate import Gate
 from controller.shaping.interfaces import (
     Interface,
@@ -28,7 +29,7 @@ from controller.shaping.interfaces import (
 from controller.shaping.medium import Route
 from controller.shaping.namespaces import Namespace, command
 from controller.shaping.plan import Endpoint, InterfacePlan
-from controller.shaping.probes import Site, measure
+from controller.shaping.probes import measure
 from testbed.errors import HostError, InputError
 from testbed.network.cell import Cell
 from testbed.network.checks import problems

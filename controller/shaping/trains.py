@@ -1,0 +1,149 @@
+"""Measures rates by trains of full frames, whose times are the kernel's, as the frames come off the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from controller.shaping.ends import (
+    BUFFER_PER_FRAME,
+    CONTENT,
+    HEADERS,
+    MOST_FRAMES,
+    SMALL_FRAME,
+    SO_TIMESTAMPNS,
+    Ends,
+    Listener,
+)
+from controller.shaping.plan import FRAME, burst, queue_limit
+from testbed.network.impairments import longest_delay
+from testbed.network.link import Link, Pair
+
+_TRAIN_SECONDS = 0.12
+_MOST_SECONDS = 1.0
+"""Of the fewest frames over a slow link: they are smaller there."""
+_FEWEST_FRAMES = 24
+_SO_SNDBUFFORCE, _UDP_SEGMENT = 32, 103
+
+
+@dataclass
+class _Train:
+    """Full frames on their way over one link as fast as it takes them."""
+
+    pair: Pair
+    link: Link
+    """Of the lowest rate on the way."""
+    late: bool
+    """Whether that is the downlink's: packets meet it after the kernel has noted their arrival."""
+    frame: int
+    frames: int
+    together: int
+    """Frames handed to the kernel in one piece: half a bucket at most, so that the pace is kept."""
+    sent: int = 0
+    stamps: dict[int, float] = field(default_factory=dict)
+
+    def rate(self) -> float | None:
+        """Return bit/s on the wire, without what the bucket let through at once; None when too little arrived."""
+        assert self.link.rate
+        skipped = _unmetered(self.link.rate, self.frame)
+        counted = sorted(number for number in self.stamps if number >= skipped)
+        if len(counted) < 2 or self.stamps[counted[-1]] <= self.stamps[counted[0]]:
+            return None
+        if self.late:
+            # What was lost on its way never came to the downlink.
+            times = sorted(self.stamps[number] for number in counted)
+            return (len(times) - 1) * self.frame * 8 / (times[-1] - times[0])
+        if self.link.jitter or self.link.reorder:
+            # Of packets that each had a delay of its own, two alone say too little.
+            slope = statistics.linear_regression(counted, [self.stamps[number] for number in counted]).slope
+            return self.frame * 8 / slope if slope > 0 else None
+        first, last = counted[0], counted[-1]
+        return (last - first) * self.frame * 8 / (self.stamps[last] - self.stamps[first])
+
+
+def _unmetered(rate: float, frame: int) -> int:
+    """Return how many frames of a train to leave out: what a full bucket lets through at once, twice over."""
+    return 2 * burst(rate) // frame + 2
+
+
+def _train(pair: Pair, link: Link, late: bool) -> _Train:
+    rate = link.rate
+    assert rate
+    frame = int(min(FRAME, max(SMALL_FRAME, rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES)))
+    frames = int(min(MOST_FRAMES, max(_FEWEST_FRAMES, rate / 8 * _TRAIN_SECONDS / frame)))
+    together = max(1, min(40, burst(rate) // frame // 2))
+    return _Train(pair, link, late, frame, _unmetered(rate, frame) + frames, together)
+
+
+def _push(index: int, train: _Train, run: bytes, ends: Mapping[str, Ends]) -> bool:
+    """Send what the socket takes; say whether frames are left.
+
+    Several frames go to the kernel in one piece, which it cuts up before the wire: frame by frame a host under load
+    would measure itself at high rates.
+    """
+    source, destination = train.pair
+    sender, address = ends[source].sender, ends[destination].receiver.getsockname()
+    content = train.frame - HEADERS
+    with contextlib.suppress(BlockingIOError):
+        while train.sent < train.frames:
+            following = range(train.sent, min(train.frames, train.sent + train.together))
+            piece = b"".join(CONTENT.pack(run, index, number, 0.0).ljust(content, b"\0") for number in following)
+            sender.sendto(piece, address)
+            train.sent = following.stop
+    return train.sent < train.frames
+
+
+def _note_arrivals(receiver: socket.socket, run: bytes, trains: Mapping[int, _Train]) -> None:
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(256):
+            data, ancillary, _, _ = receiver.recvmsg(FRAME, 64)
+            if len(data) < CONTENT.size or not data.startswith(run):
+                continue
+            _, index, number, _ = CONTENT.unpack_from(data)
+            if trains[index].late:
+                trains[index].stamps[number] = time.monotonic()
+                continue
+            for level, kind, value in ancillary:
+                if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS:
+                    seconds, nanoseconds = struct.unpack_from("=qq", value)
+                    trains[index].stamps[number] = seconds + nanoseconds * 1e-9
+
+
+def rates(links: Mapping[Pair, Link], late: Collection[Pair], ends: Mapping[str, Ends]) -> dict[Pair, float | None]:
+    """Send a train over each of these links, which share no device; return bit/s, None where too little arrived.
+
+    Each link is that of the lowest rate on the way; ``late`` are those of which it is the downlink's.
+    """
+    run = os.urandom(8)
+    trains = [_train(pair, link, pair in late) for pair, link in links.items()]
+    by_index = dict(enumerate(trains))
+    for train in trains:
+        # As much as the queue before the link holds may be sent ahead; more would be lost there.
+        sender = ends[train.pair[0]].sender
+        buffer = int(0.6 * queue_limit(train.link)) * BUFFER_PER_FRAME
+        sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
+        sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, train.frame - HEADERS)
+    longest = max(train.frames * train.frame * 8 / (train.link.rate or 1) for train in trains)
+    until = time.monotonic() + 2 * longest + max(longest_delay(link) for link in links.values()) + 0.2
+    quiet = max(longest_delay(link) for link in links.values()) + 0.1
+    quiet += 10 * FRAME * 8 / min(link.rate or 1 for link in links.values())
+    last_heard = time.monotonic()
+    with Listener([ends[pair[1]].receiver for pair in links]) as listener:
+        while (now := time.monotonic()) < until:
+            sending = [index for index, train in by_index.items() if _push(index, train, run, ends)]
+            if not sending and all(train.frames - 1 in train.stamps for train in trains):
+                break
+            if not sending and now > last_heard + quiet:
+                break
+            for receiver in listener.ready(0.002 if sending else 0.02):
+                last_heard = time.monotonic()
+                _note_arrivals(receiver, run, by_index)
+    for train in trains:
+        ends[train.pair[0]].sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, 0)
+    return {train.pair: train.rate() for train in trains}
