@@ -53,6 +53,7 @@ def test_run_times_on_one_channel_rank_as_communication_does(tmp_path: Path) -> 
         tmp_path,
         "stahl-table-2",
         "workload.data.name=photos-160x160",
+        "workload.numerics=none",
         among=lambda point: point.get("network.cells", []) != [],
     )
     for one, other in pairwise(ORDER):
@@ -83,5 +84,5 @@ def test_fused_pairs_gain_at_10_mbit_as_in_table_1(tmp_path: Path) -> None:
         return point.get("devices.worker.count") == 5 and point["devices.source"]["uplink"] == "10mbit"
 
     # At the paper's size: of smaller images the messages' overhead is a larger part.
-    rows = reproduced(tmp_path, "stahl-table-1", among=six_at_10_mbit)
+    rows = reproduced(tmp_path, "stahl-table-1", "workload.numerics=none", among=six_at_10_mbit)
     assert rows["6 devices, 10 mbit: LOP over FUSE"].holds
