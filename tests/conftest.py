@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections import Counter
 
 import pytest
@@ -22,7 +23,7 @@ NOT_MEASURED = "not measured here"
 ATTEMPTS = 4
 """Times that a test of time is made, until it passes or has failed twice on a host that was all its own."""
 AWAITED = 40.0
-"""Seconds that it waits, each time, for others to leave the host alone."""
+"""Seconds that it waits, each time, for others to leave the host alone; less where its time-out is near."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,15 +39,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     failed, found = 0, None
+    marker = pyfuncitem.get_closest_marker("timeout")
+    until = time.monotonic() + float(marker.args[0] if marker else pyfuncitem.config.getini("timeout"))
     for _ in range(ATTEMPTS):
+        began = time.monotonic()
         failure, seen = watched(lambda: pyfuncitem.obj(**arguments))
         if failure is None:
             return True
         found = disturbance(seen)
         failed += found is None
-        if failed == 2:
+        left = until - time.monotonic() - 2 * (time.monotonic() - began) - 5.0
+        if failed == 2 or (failed and left < 0):
             raise failure
-        await_quiet(AWAITED)
+        if left < 0:
+            break
+        await_quiet(min(AWAITED, left))
     pytest.skip(f"{NOT_MEASURED}: {found}")
 
 
