@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def up(scenario: Path, overrides: tuple[str, ...], links: LinkBackend, as_json: bool) -> None:
     """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
 
-    Of a sweep the first point is taken. `testbed fault`, `link`, `ps` and `logs` work on it; `testbed down` ends it.
+    Of a sweep the first point is taken. `testbed start` runs a scenario on it, `exec` a command on a device; `fault`,
+    `link`, `ps` and `logs` work on it; `testbed down` ends it.
     """
     from controller.lab.lab import Lab
     from testbed.scenario.expand import trials

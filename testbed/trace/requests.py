@@ -175,7 +175,7 @@ ROWS = (
         "Path",
         "{path_compute}",
         "of what a request waited for was computing, {path_network} messages; mean",
-        when=lambda metrics: bool(metrics.get("path_compute") or metrics.get("path_network")),
+        when=lambda metrics: bool(metrics.get("path_compute")),
     ),
     Row("Predicted", "{predicted_step_time}", "a request, by the plan; measured over predicted: {over_predicted}"),
 )

@@ -26,7 +26,7 @@ from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.parts.typed import Typed
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EVENTS, EventType
-from testbed.trace.figures import Declared
+from testbed.trace.figures import Declared, Row
 from testbed.workload import ProgramPart
 
 PORT = 29500
@@ -67,6 +67,9 @@ class Program(Method[Options]):
             ROUND,
         ),
         figures=(ROUND_TIME,),
+        rows=(
+            Row("Sent", "{wire_bytes}", "by all devices, as their kernels count; which link carried it is not known"),
+        ),
     )
 
     def plan(self, problem: Problem[Options]) -> Plan:
@@ -159,6 +162,7 @@ async def _execute(device: Device, problem: Problem[Options], names: list[str]) 
         finally:
             if process.returncode is None:
                 process.kill()
+                await process.wait()
     device.record("exit", status=status)
     if status != 0:
         raise TestbedError(f"{' '.join(part.command)} ended with status {status}: {last or 'it said nothing'}")
