@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from testbed.device import Cost
@@ -170,6 +171,20 @@ class Model:
     def cut_bytes(self, cut: int) -> int:
         """Return the bytes of one sample that cross the cut before unit ``cut``."""
         return BYTES_PER_VALUE * sum(math.prod(shape) for _, shape in self.crossing(cut))
+
+    def weight_bytes(self, units: range) -> int:
+        """Return the bytes of the trained values of units in a row."""
+        return self._sums[0][units.stop] - self._sums[0][units.start]
+
+    def activation_bytes(self, units: range) -> int:
+        """Return the bytes of what units in a row make of one sample."""
+        return self._sums[1][units.stop] - self._sums[1][units.start]
+
+    @cached_property
+    def _sums(self) -> tuple[list[int], list[int]]:
+        """By cut: the bytes of weights and of activations before it. Planners ask for many parts."""
+        weights = accumulate((unit.weight_bytes for unit in self.units), initial=0)
+        return [*weights], [*accumulate((unit.activation_bytes for unit in self.units), initial=0)]
 
     @property
     def parameters(self) -> int:

@@ -26,12 +26,11 @@ def training_bytes(model: Model, units: range, samples: int, momentum: bool) -> 
 def asynchronous_bytes(model: Model, units: range, samples: int, versions: int, momentum: bool) -> float:
     """Return the bytes that a stage needs with ``samples`` samples in flight and ``versions`` of its weights."""
     copies = versions + (2 if momentum else 1)
-    kept = sum(model.units[index].activation_bytes for index in units)
     entering = model.cut_bytes(units.start) if units else 0
-    return float(copies * sum(model.units[index].weight_bytes for index in units) + samples * (kept + entering))
+    return float(copies * model.weight_bytes(units) + samples * (model.activation_bytes(units) + entering))
 
 
 def inference_bytes(model: Model, units: range, samples: int) -> float:
     """Return the bytes that an inference stage of these units needs with ``samples`` samples at once."""
     widest = max((model.cut_bytes(index) + model.units[index].activation_bytes for index in units), default=0)
-    return float(sum(model.units[index].weight_bytes for index in units) + samples * widest)
+    return float(model.weight_bytes(units) + samples * widest)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
 from testbed import formats
@@ -26,6 +26,9 @@ from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.schedule import Action, Schedule, in_flight, orders, play
 from testbed.schedule.timeline import Slot
 from testbed.wire import size_around
+
+OfStage = Callable[[int, int, int], float]
+"""(stage, first unit, one after its last) -> what they take there."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +84,8 @@ class Chain:
         return inference_bytes(self.model, range(first, last), self.batch_size)
 
     @cached_property
-    def _memory(self) -> Callable[[int, int, int], float]:
-        known: dict[tuple[int, int, int], float] = {}
-
-        def memory(stage: int, first: int, last: int) -> float:
-            key = (stage, first, last)
-            if key not in known:
-                known[key] = self.memory(stage, first, last)
-            return known[key]
-
-        return memory
+    def _memory(self) -> OfStage:
+        return cache(self.memory)
 
     def _fitting(self, costs: Costs) -> Costs:
         """Forbid stages that do not fit into their device."""
@@ -264,11 +259,16 @@ class SynchronousPipeline(Chain):
         """Return the seconds of the update that ends a step."""
         return self.devices[stage].seconds(Cost(self.update_flops * (self._parameters[last] - self._parameters[first])))
 
-    def _stage_time(self, stage: int, first: int, last: int) -> float:
+    @cached_property
+    def _stage_time(self) -> OfStage:
         """Forward and backward of the largest micro-batch, and its share of the update."""
         samples = self._sizes[0]
-        compute = self.forward_time(stage, first, last, samples) + self.backward_time(stage, first, last, samples)
-        return compute + self.update_time(stage, first, last) / self.micro_batches
+
+        def stage_time(stage: int, first: int, last: int) -> float:
+            compute = self.forward_time(stage, first, last, samples) + self.backward_time(stage, first, last, samples)
+            return compute + self.update_time(stage, first, last) / self.micro_batches
+
+        return cache(stage_time)
 
     @property
     def bottleneck_costs(self) -> Costs:
