@@ -175,7 +175,6 @@ ROWS = (
         "Path",
         "{path_compute}",
         "of what a request waited for was computing, {path_network} messages; mean",
-        when=lambda metrics: bool(metrics.get("path_compute")),
     ),
     Row("Predicted", "{predicted_step_time}", "a request, by the plan; measured over predicted: {over_predicted}"),
 )
