@@ -29,6 +29,8 @@ class Piece(BaseModel):
     """Values it holds of the model; None: all of its units'. Of units that are divided, its part of each."""
     flops: float | None = None
     """That it computes of one sample in a forward; None: all of its units'."""
+    seconds: float | None = None
+    """Of its device, for the forward of a batch; None: what its units are charged."""
 
 
 class Details(BaseModel):

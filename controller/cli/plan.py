@@ -11,7 +11,6 @@ import click
 from controller.cli.options import as_json, overrides
 from controller.cli.printing import dump, make_console
 from testbed import formats
-from testbed.device import Cost
 from testbed.methods.parts import costs
 
 CLASSES_SHOWN = 4
@@ -132,12 +131,9 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
     """Return what a device holds by one piece, and what that takes of it."""
     workload, device = problem.workload, problem.device(piece.device)
     units = problem.model.units[piece.first : piece.last]
-    if piece.flops is not None:
-        cost = Cost(piece.flops) * workload.batch_size
-    else:
-        cost = costs.forward(units, workload.batch_size)
-        if workload.task == "train":
-            cost += costs.backward(units, workload.batch_size)
+    cost = costs.forward(units, workload.batch_size)
+    if workload.task == "train":
+        cost += costs.backward(units, workload.batch_size)
     parameters = piece.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)
@@ -154,8 +150,8 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
         "parameters": parameters,
         "memory": piece.memory,
         "memory_available": device.memory,
-        "flops": cost.of().flops,
-        "compute_time": device.seconds(cost),
+        "flops": cost.of().flops if piece.flops is None else piece.flops * workload.batch_size,
+        "compute_time": device.seconds(cost) if piece.seconds is None else piece.seconds,
     }
 
 

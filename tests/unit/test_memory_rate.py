@@ -11,6 +11,7 @@ from testbed.models import create
 from testbed.models.chain import backward_of, forward_of
 from testbed.models.graph import graph_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Residual
+from testbed.plan import Plan
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
@@ -115,11 +116,14 @@ def test_edgepipe_plans_slots_by_kind() -> None:
     method = {"name": "edgepipe", "allocation": "horizontal"}
     keys = {"model": {"name": "mlp"}, "batch_size": 32}
 
-    def longest(device: dict) -> float:
+    def planned(device: dict) -> Plan:
         (trial,) = trials(scenario(method, device, **keys))
-        return max(prepare(trial).plan.details.backward)
+        return prepare(trial).plan
 
-    assert longest(BY_KIND) > 2 * longest(PLAIN)
+    by_kind, plain = planned(BY_KIND), planned(PLAIN)
+    assert max(by_kind.details.backward) > 2 * max(plain.details.backward)
+    # All layers lie on all devices: one that has the most of each takes as long as all of them together.
+    assert max(piece.seconds for piece in by_kind.pieces) == pytest.approx(sum(by_kind.details.forward), rel=0.01)
 
 
 @pytest.mark.parametrize("device", [{**PLAIN, "memory_rate": "10MB/s"}, BY_KIND], ids=["memory rate", "kinds"])
@@ -130,6 +134,7 @@ def test_an_inference_takes_what_is_planned(options: dict, device: dict) -> None
         (trial,) = trials(scenario(method, device, task="infer", requests=2, steps=None))
         ready = prepare(trial)
         outcome = simulate(ready, load(trial.scenario.workload.data))
+        assert max(piece.seconds for piece in ready.plan.pieces) < ready.plan.step_time
         return metrics(outcome, trial.experiment, ready.plan)["latency"], ready.plan.step_time
 
     slow, plain = taken(device), taken(PLAIN)

@@ -8,6 +8,7 @@ from itertools import permutations
 
 from pydantic import BaseModel, ConfigDict
 
+from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.base import Alternative, Problem
@@ -18,7 +19,7 @@ from testbed.methods.distributed.partition.distributed_plan import DistributedPl
 from testbed.methods.distributed.partition.execution import Execution
 from testbed.methods.distributed.partition.fitting import fitting_plan
 from testbed.methods.distributed.partition.memory_bound import memory
-from testbed.methods.distributed.partition.resources import multiplications, parameters
+from testbed.methods.distributed.partition.resources import costs, multiplications, parameters
 from testbed.methods.distributed.partition.scheme_choice import pairs_of
 from testbed.methods.distributed.partition.scheme_figures import SchemeFigures, compare, figures, formula
 from testbed.methods.distributed.partition.timing import interval, phases
@@ -150,6 +151,7 @@ def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[
 def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piece, ...]:
     """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
     needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
+    charged = [sum(column, Cost()) for column in zip(*costs(spread), strict=True)]
     found = [
         Piece(
             device=name,
@@ -159,6 +161,7 @@ def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piec
             part="a part",
             parameters=parameters(spread, index),
             flops=work[index],
+            seconds=problem.device(name).seconds(charged[index]),
         )
         for index, name in enumerate(spread.plan.devices)
     ]

@@ -332,7 +332,7 @@ def _piece(
     problem: Problem[EdgePipeOptions], table: Timetable, division: Partition, part: SuperNeuron, name: str
 ) -> Piece:
     layers, samples = layers_of(problem), problem.workload.batch_size
-    parameters, flops, values = 0, 0.0, 0
+    parameters, values, cost = 0, 0, Cost()
     for layer in part.layers:
         if layer == 0:
             continue
@@ -340,7 +340,7 @@ def _piece(
         own = _parameters(whole, part.of(layer))
         kept = table.staleness(layer)  # of one batch, however it is cut
         parameters += own
-        flops += layer_costs(whole, part.of(layer), 1, problem).forward.of().flops
+        cost += layer_costs(whole, part.of(layer), samples, problem).forward
         # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
         made = len(part.of(layer)) * math.prod(whole.summed[1:])
         values += own * (2 + kept) + samples * kept * (whole.inputs + made)
@@ -353,5 +353,6 @@ def _piece(
         memory=memory,
         part=f"share {part.place + 1} of {len(division.members(part.group))}",
         parameters=parameters,
-        flops=flops,
+        flops=cost.of().flops / samples,
+        seconds=problem.device(name).seconds(cost),
     )
