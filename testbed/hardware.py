@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from testbed.device import KINDS, Cost, Kind, Work
 
@@ -66,13 +67,13 @@ class DeviceSpec:
         Plans, estimates, pacing and the simulator all take it from here. Normalisation, activation and pooling have no
         FLOPs; a convolution has all that is charged.
         """
-        others = Rates(self.speed, self.memory_rate)
-        if not self.kinds:
-            return others.seconds(cost.of())
-        rest = [kind for kind in KINDS if kind not in self.kinds]
-        return sum(
-            (rates.seconds(cost.of([kind])) for kind, rates in self.kinds.items()), others.seconds(cost.of(rest))
-        )
+        return sum(rates.seconds(cost.of(kinds)) for kinds, rates in self._rates)
+
+    @cached_property
+    def _rates(self) -> list[tuple[Sequence[Kind], Rates]]:
+        """Kinds that have rates together, with these; each kind once."""
+        others = [kind for kind in KINDS if kind not in self.kinds]
+        return [(others, Rates(self.speed, self.memory_rate)), *(((kind,), each) for kind, each in self.kinds.items())]
 
 
 @dataclass(frozen=True)

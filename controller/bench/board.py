@@ -7,6 +7,7 @@ Prints a profile that a scenario names by its file.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -40,12 +41,23 @@ class Measured(NamedTuple):
     kind: str
     name: str
     flops: float
-    bytes: float
-    """Of the values that it reads and writes."""
+    accessed: float
+    """Bytes of the values that it reads and writes."""
     weights: float
     """Bytes of weights, read twice, and of their gradients."""
     seconds: float
     """Of the processor."""
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute on one thread for a while."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def seconds(module: nn.Module, inputs: torch.Tensor) -> float:
@@ -128,19 +140,17 @@ def update_seconds(values: int) -> float:
 
 def measure() -> list[Measured]:
     """Train each layer by itself on random values, on one thread; what a call costs without any work is left out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    idle = seconds(nn.Identity(), torch.randn(1))
-    found = []
-    for kind, name, module, shape, flops in layers():
-        inputs = torch.randn(BATCH, *shape)
-        values = inputs.numel() + module(inputs).numel()
-        matrices = sum(each.numel() for each in module.parameters() if each.ndim > 1)
-        amounts = (3 * flops * BATCH, 2.0 * _BYTES * values, 3.0 * _BYTES * matrices)
-        found.append(Measured(kind, name, *amounts, max(_LEAST, seconds(module, inputs) - idle)))
-    for values in (1 << 16, 1 << 20):
-        found.append(Measured("other", f"SGD {values}", 2.0 * values, 0.0, 0.0, update_seconds(values)))
-    torch.set_num_threads(threads)
+    with one_thread():
+        idle = seconds(nn.Identity(), torch.randn(1))
+        found = []
+        for kind, name, module, shape, flops in layers():
+            inputs = torch.randn(BATCH, *shape)
+            values = inputs.numel() + module(inputs).numel()
+            matrices = sum(each.numel() for each in module.parameters() if each.ndim > 1)
+            amounts = (3 * flops * BATCH, 2.0 * _BYTES * values, 3.0 * _BYTES * matrices)
+            found.append(Measured(kind, name, *amounts, max(_LEAST, seconds(module, inputs) - idle)))
+        for values in (1 << 16, 1 << 20):
+            found.append(Measured("other", f"SGD {values}", 2.0 * values, 0.0, 0.0, update_seconds(values)))
     return found
 
 
@@ -187,7 +197,7 @@ def link(peer: str, port: int = PORT) -> tuple[float, float]:
 def profile(peer: str | None = None) -> str:
     """Return the profile of this machine as a YAML text."""
     found = measure()
-    speed, memory_rate = fitted([(each.flops, each.bytes, each.seconds) for each in found])
+    speed, memory_rate = fitted([(each.flops, each.accessed, each.seconds) for each in found])
     if speed is None:
         raise ValueError("the time of layers does not grow with their work here: let nothing else run, and try again")
     about = f"{platform.node()}, {platform.machine()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"

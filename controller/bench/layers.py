@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ class LayerTime:
 def measure(model: Model, batch_size: int) -> list[LayerTime]:
     """Train each layer by itself on random values, on one thread of this machine."""
     found = []
-    with _one_thread():
+    with board.one_thread():
         for unit in model.units:
             shape = unit.input
             for layer in unit.layers:
@@ -42,19 +41,9 @@ def measure(model: Model, batch_size: int) -> list[LayerTime]:
 
 def measure_whole(model: Model, batch_size: int) -> float:
     """Return the processor time of forward and backward of all layers in a row, on one thread of this machine."""
-    with _one_thread():
+    with board.one_thread():
         module = model.build(0, len(model.units), seed=0)
         return board.seconds(module, torch.randn(batch_size, *model.input))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def rates(times: Sequence[LayerTime]) -> tuple[float, float | None]:

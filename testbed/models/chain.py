@@ -235,6 +235,11 @@ class Model:
         return Segment(first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)])
 
 
+def cost_of(units: Sequence[Unit]) -> Cost:
+    """Return what the forward of one sample through units is charged."""
+    return sum((unit.cost for unit in units), Cost())
+
+
 def forward_of(cost: Cost, samples: int) -> Cost:
     """Return what a forward of a batch is charged, where ``cost`` is that of one sample: it reads the weights once."""
     return cost.scaled(flops=samples, accessed=samples, weights=1)

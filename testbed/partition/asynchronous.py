@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.models.chain import Unit, backward_of, forward_of
+from testbed.models.chain import Unit, backward_of, cost_of, forward_of
 from testbed.network.link import Link, Pair
 from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
@@ -219,7 +219,7 @@ def capacities(devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size:
     Of all units together, as the paper has one for a device: exact for each unit where all rates of the devices are in
     proportion.
     """
-    one = sum((unit.cost for unit in units), Cost())
+    one = cost_of(units)
     whole = forward_of(one, batch_size) + backward_of(one, batch_size)
     return tuple(device.seconds(whole) / devices[0].seconds(whole) for device in devices)
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from testbed import usercode
-from testbed.device import KINDS, Cost
+from testbed.device import KINDS
 from testbed.errors import InputError
 from testbed.models import CATALOG, Model, create
+from testbed.models.chain import cost_of
 from testbed.models.graph import graph_of
 from testbed.models.layers import Flatten, shapes
 from testbed.models.making import KEY
@@ -124,14 +125,10 @@ def test_what_is_counted_is_what_our_formulas_say(name: str, tmp_path: Path) -> 
     )
     kept, formula = (sum(unit.activation_bytes for unit in model.units) // 4 for model in (counted, ours))
     assert kept == pytest.approx(formula - flattened, rel=0.005)  # dropout makes a mask beside its output
-    accessed, formula = (sum(unit.cost.of().accessed for unit in model.units) for model in (counted, ours))
+    accessed, formula = (cost_of(model.units).of().accessed for model in (counted, ours))
     assert accessed == pytest.approx(formula, rel=0.01)  # joining reads and writes, too
     for kind in KINDS[:4]:
-        assert cost(counted).of([kind]) == cost(ours).of([kind])
-
-
-def cost(model: Model) -> Cost:
-    return sum((unit.cost for unit in model.units), Cost())
+        assert cost_of(counted.units).of([kind]) == cost_of(ours.units).of([kind])
 
 
 def test_units_by_hand() -> None:

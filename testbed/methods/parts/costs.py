@@ -13,7 +13,7 @@ from testbed import formats
 from testbed.device import Cost
 from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.models.chain import Unit, backward_of, forward_of
+from testbed.models.chain import Unit, backward_of, cost_of, forward_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.workload import OptimizerPart
 
@@ -25,16 +25,12 @@ def parameters(units: Sequence[Unit]) -> int:
 
 def forward(units: Sequence[Unit], samples: int) -> Cost:
     """Return the cost of a forward."""
-    return forward_of(_one(units), samples)
+    return forward_of(cost_of(units), samples)
 
 
 def backward(units: Sequence[Unit], samples: int) -> Cost:
     """Return the cost of a backward."""
-    return backward_of(_one(units), samples)
-
-
-def _one(units: Sequence[Unit]) -> Cost:
-    return sum((unit.cost for unit in units), Cost())
+    return backward_of(cost_of(units), samples)
 
 
 def update_flops(optimizer: OptimizerPart) -> float:
