@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 from agent.receiving import Arrival, Inbox
 from agent.settings import Address
-from testbed.cast import CastForm
-from testbed.framing import CAST_CHUNK, CAST_HEADER
-from testbed.wire import Envelope, Message, WireError
+from testbed.wire.cast import CastForm
+from testbed.wire.framing import CAST_CHUNK, CAST_HEADER
+from testbed.wire.message import Envelope, Message, WireError
 
 _PREFIX = struct.Struct("<4sQIHH")
 """Mark of the run, sender's incarnation, number of the cast, number of the chunk, number of chunks."""

@@ -26,7 +26,7 @@ from agent.http import (
     respond,
 )
 from agent.metrics import exposition, memory_limit, resident_bytes
-from testbed.token import authorised
+from testbed.wire.token import authorised
 
 if TYPE_CHECKING:
     from flask import Flask, Response

@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent.http import Refused
 from agent.settings import Address, Settings, address
-from testbed.errors import InputError
-from testbed.methods.base import Method, Problem
+from testbed.common.errors import InputError
+from testbed.method import Method, Problem
 from testbed.network.link import Link, Pair
 from testbed.plan import Plan
-from testbed.ports import CAST_PORT, DATA_PORT
 from testbed.prepare import Carried, build_problem
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+from testbed.wire.ports import CAST_PORT, DATA_PORT
 
 _FEW_PACKETS = 8 * 1514
 """Bytes that a kernel puts into a queue before it waits for acknowledgements, generously."""

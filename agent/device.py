@@ -17,11 +17,11 @@ from agent.pacing import Charge, DeviceTime, Pace, Processors, WorkTimes, fixed,
 from agent.receiving import Arrival, Inbox
 from agent.sending import Lane
 from agent.settings import Settings
-from testbed.cast import CastForm
 from testbed.device import Cost, Span
-from testbed.tensors import without_values
 from testbed.trace.events import Event
-from testbed.wire import Message, encode
+from testbed.wire.cast import CastForm
+from testbed.wire.message import Message, encode
+from testbed.wire.tensors import without_values
 
 if TYPE_CHECKING:
     import torch

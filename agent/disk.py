@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from testbed.wire import Message, decode, encode
+from testbed.wire.message import Message, decode, encode
 
 if TYPE_CHECKING:
     from agent.settings import Settings

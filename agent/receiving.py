@@ -17,8 +17,8 @@ from agent.http import (
     respond,
 )
 from agent.settings import Settings
-from testbed.token import authorised
-from testbed.wire import Envelope, WireError, decode
+from testbed.wire.message import Envelope, WireError, decode
+from testbed.wire.token import authorised
 
 
 @dataclass(frozen=True)

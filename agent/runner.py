@@ -20,10 +20,10 @@ from agent.pacing import Pace, precise_sleep
 from agent.receiving import DataApplication
 from agent.settings import Settings
 from agent.waiting import WaitingTime
-from testbed import tensors
-from testbed.errors import TestbedError
+from testbed.common.errors import TestbedError
 from testbed.network.broadcast import heard, received
 from testbed.trace.events import Event
+from testbed.wire import tensors
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agent.deployment import Deployment
     from agent.device import RealDevice
     from testbed.data.dataset import Dataset
-    from testbed.wire import Message
+    from testbed.wire.message import Message
 
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -193,7 +193,7 @@ class Runner:
 
     async def _main(self, deployment: Deployment, origin: float) -> None:
         from agent.device import RealDevice
-        from testbed.methods.base import Job
+        from testbed.method import Job
 
         settings, problem = self.settings, deployment.problem
         device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment))

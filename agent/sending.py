@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from agent.connection import Answer, Connection, ConnectionLost
 from agent.settings import Address
-from testbed.framing import WINDOW
+from testbed.wire.framing import WINDOW
 
 BACKOFF_SECONDS = 0.01
 BACKOFF_SECONDS_MOST = 0.25

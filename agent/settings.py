@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from testbed.ports import CAST_PORT, CONTROL_PORT, DATA_PORT
+from testbed.wire.ports import CAST_PORT, CONTROL_PORT, DATA_PORT
 
 Address = tuple[str, int]
 

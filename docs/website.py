@@ -19,8 +19,8 @@ from typing import Any
 
 from controller.cli.main import COMMANDS
 from controller.cli.printing import options
+from testbed.method import Method
 from testbed.methods import METHODS
-from testbed.methods.base import Method
 from testbed.scenario.expand import swept
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario

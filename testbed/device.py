@@ -13,7 +13,7 @@ from itertools import cycle, repeat
 from operator import add, mul, sub
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
-from testbed.wire import Message
+from testbed.wire.message import Message
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ class Device(Protocol):
 
         Retries while the peer is gone or cut off, for ever. Cancelling the call withdraws the message unless all of it
         has left; ``asyncio.timeout`` limits how long to wait. The order is that of the calls, so several sends may be
-        under way as tasks, and the link is used without a break: up to `testbed.framing.WINDOW` bytes leave before
+        under way as tasks, and the link is used without a break: up to `testbed.wire.framing.WINDOW` bytes leave before
         the first acknowledgement is back. A peer that restarts is the same peer with an empty inbox: methods number
         their configurations and ignore what is not theirs.
         """

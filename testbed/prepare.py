@@ -14,17 +14,19 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from testbed import formats, usercode, validation
+from testbed import validation
+from testbed.common import formats, usercode
+from testbed.common.errors import Diagnostic, InputError, Key
+from testbed.common.usercode import Code
 from testbed.data import catalog as data
 from testbed.data.batches import Indices, steps_per_epoch
 from testbed.data.dataset import Dataset
 from testbed.data.split import split
-from testbed.errors import Diagnostic, InputError, Key
 from testbed.experiment import Experiment
 from testbed.faults import checks
 from testbed.faults.replay import traced_links
 from testbed.faults.setting import Setting
-from testbed.methods.base import Method, Problem
+from testbed.method import Method, Problem
 from testbed.methods.external import code_of, from_code
 from testbed.models import create, weights
 from testbed.models.chain import Model
@@ -37,7 +39,6 @@ from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import events_of
-from testbed.usercode import Code
 from testbed.validation import find_method
 from testbed.workload import WorkloadPart
 

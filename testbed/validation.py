@@ -12,11 +12,11 @@ from ipaddress import IPv4Network
 from pydantic import ValidationError
 
 from testbed import methods
+from testbed.common.errors import Diagnostic, InputError, Key
 from testbed.data import catalog as data
 from testbed.data.pictures import is_picture
-from testbed.errors import Diagnostic, InputError, Key
 from testbed.faults.checks import devices_named
-from testbed.methods.base import Method
+from testbed.method import Method
 from testbed.models import CATALOG
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.scenario import paper

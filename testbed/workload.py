@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from testbed.part import Part
+from testbed.common.part import Part
 
 
 class ModelPart(Part):

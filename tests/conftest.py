@@ -4,9 +4,12 @@ import os
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.helpers.remembered import RememberedLab
 
 # Before anything imports torch: with several threads, tiny tensors wait for threads that a busy machine does not run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,7 +38,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """
     if pyfuncitem.get_closest_marker("timed") is None:
         return None
-    from hostload import await_quiet, disturbance, watched
+    from tests.helpers.hostload import await_quiet, disturbance, watched
 
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     failed, found = 0, None
@@ -65,3 +68,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if reasons:
         found = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
         terminalreporter.write_line(f"not proved here: {found}", yellow=True)
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RememberedLab:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return RememberedLab()

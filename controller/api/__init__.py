@@ -5,7 +5,7 @@
     run = simulate(load("quickstart", {"workload.epochs": 2}))
     run.figures["accuracy"], run.frame("steps"), run.plot("Loss")
 
-Errors are those of `testbed.errors`: `InputError` says in one line what is wrong and what would be right.
+Errors are those of `testbed.common.errors`: `InputError` says in one line what is wrong and what would be right.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from controller.results import files
 from controller.results.recorder import numbered
 from controller.results.rows import Row, frame, points, rows
 from controller.results.run import Run, run_name
-from testbed import usercode
-from testbed.errors import InputError
+from testbed.common import usercode
+from testbed.common.errors import InputError
 from testbed.prepare import Prepared, prepare
 from testbed.scenario import loading
 from testbed.scenario.expand import trials

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 
 from controller.watch.feed import INTERVAL
-from testbed import formats
+from testbed.common import formats
 from testbed.prepare import Prepared, batches, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.files import weights_file

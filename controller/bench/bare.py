@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from controller.shaping.namespaces import Namespace
 from controller.shaping.plan import Endpoint
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 T = TypeVar("T")
 _COUNT = itertools.count()

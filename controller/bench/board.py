@@ -86,13 +86,14 @@ def fitted(work: Sequence[tuple[float, ...]], relative: bool = False) -> tuple[f
     amounts, wanted = table[:, :-1], table[:, -1]
     scale = amounts.amax(0)
     used = [place for place, largest in enumerate(scale.tolist()) if largest > 0]
+    rounding = 1e-12 * float((wanted**2).sum())  # a rate more must say more than that
     best: tuple[float, tuple[float | None, ...]] = (math.inf, (None,) * len(scale))
     for count in range(1, len(used) + 1):
         for columns in map(list, itertools.combinations(used, count)):
             scaled = amounts[:, columns] / scale[columns]
             times = torch.linalg.lstsq(scaled, wanted, driver="gelsd").solution
             error = float(((scaled @ times - wanted) ** 2).sum())
-            if bool((times > 0).all()) and error < best[0]:
+            if bool((times > 0).all()) and error < best[0] - rounding:
                 found = dict(zip(columns, (scale[columns] / times).tolist(), strict=True))
                 best = (error, tuple(found.get(place) for place in range(len(scale))))
     return best[1]

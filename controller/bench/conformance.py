@@ -34,7 +34,7 @@ from controller.shaping import modules
 from controller.shaping.plan import FRAME
 from controller.shaping.shaper import Shaping
 from controller.shaping.tolerance import RATE_HIGHEST, RATE_LOWEST, binomial_interval, delay_tolerance
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 from testbed.network.impairments import burst_lengths, chain, expected_loss
 from testbed.network.link import GilbertElliott, Link, Pair
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from controller.bench.bare import Network
 from controller.shaping.plan import FRAME, queue_limit
-from testbed.framing import MTU, SEGMENT
 from testbed.network.link import Link, Pair
+from testbed.wire.framing import MTU, SEGMENT
 
 HEADERS = 42
 """Bytes of Ethernet, IP and UDP before a datagram's content."""

@@ -17,8 +17,8 @@ from controller.lab.containers import DeviceContainer
 from controller.lab.engine import connect
 from controller.lab.lab import Lab
 from controller.running.emulation import emulate
+from testbed.common.errors import TestbedError
 from testbed.data import load as load_data
-from testbed.errors import TestbedError
 from testbed.plan import Plan
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials

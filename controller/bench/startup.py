@@ -19,9 +19,9 @@ from controller.lab.images import ensure_images
 from controller.lab.lab import WORKERS, Lab
 from controller.lab.networks import subnets
 from controller.lab.removal import RUN, remove_run
-from testbed.ports import CONTROL_PORT
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+from testbed.wire.ports import CONTROL_PORT
 
 CURVE = (4, 8, 16, 32)
 AT = 16

@@ -129,8 +129,8 @@ def show(name: str, folder: Path | None, path: Path | None, count: int, as_json:
     """
     import numpy as np
 
+    from testbed.common.errors import InputError
     from testbed.data import describe, load
-    from testbed.errors import InputError
     from testbed.workload import DataPart
 
     if describe(name).from_path and path is None:

@@ -8,7 +8,7 @@ import click
 
 from controller.cli.options import as_json
 from controller.cli.printing import dump
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 
 @click.command()

@@ -43,7 +43,7 @@ def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_inpu
     from controller.lab import runstate
     from controller.lab.containers import container_name
     from controller.lab.engine import connect
-    from testbed.errors import InputError, TestbedError
+    from testbed.common.errors import InputError, TestbedError
 
     # What stands behind DEVICE is not click's to read, the sign that says so included.
     words = list(command[1:] if command[0] == "--" else command)

@@ -48,7 +48,7 @@ def run(folder: Path, kind: str, out: Path | None) -> None:
     from controller.results.files import load, load_figures, places
     from controller.results.rows import TABLES, points, rows, write_csv, write_parquet
     from controller.results.summary import summary_of
-    from testbed.errors import HostError, InputError
+    from testbed.common.errors import HostError, InputError
 
     found_in = places(folder)
     several = len(found_in) > 1
@@ -94,7 +94,7 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
     from controller.lab.engine import ensure_engine
     from controller.lab.images import ensure_images
     from controller.lab.programimages import device_images
-    from testbed.errors import HostError
+    from testbed.common.errors import HostError
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
 

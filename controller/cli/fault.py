@@ -16,10 +16,10 @@ from controller.lab.lab import Lab
 from controller.running.byhand import carry_out_by_hand, checked, strike, summary
 from controller.running.byhand import flap as flapping
 from controller.running.faults import Containers
-from testbed.errors import InputError
+from testbed.common.errors import InputError
+from testbed.common.quantities import parse_duration
 from testbed.faults.actions.flap import Flap
 from testbed.faults.script import FaultOperation
-from testbed.quantities import parse_duration
 
 
 def _apply(run_id: str | None, given: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from testbed.errors import ExpectationError, StoppedError, TestbedError
+from testbed.common.errors import ExpectationError, StoppedError, TestbedError
 
 if TYPE_CHECKING:
     from controller.results.reproduction import ReproducedRow

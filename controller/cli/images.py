@@ -8,7 +8,7 @@ import click
 
 from controller.cli.options import as_json
 from controller.cli.printing import dump, say
-from testbed import formats
+from testbed.common import formats
 
 
 @click.command()

@@ -56,7 +56,7 @@ def down(run: str | None, everything: bool) -> None:
     from controller.lab import runstate
     from controller.lab.engine import connect
     from controller.lab.removal import labelled_runs, remove_run
-    from testbed.errors import InputError
+    from testbed.common.errors import InputError
 
     if everything and run:
         raise InputError("name a run or say --all, not both")

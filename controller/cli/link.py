@@ -16,8 +16,8 @@ from controller.lab.lab import Lab
 from controller.report.grouping import describe
 from controller.running.byhand import carry_out_by_hand
 from controller.running.faults import Containers
-from testbed import formats
-from testbed.errors import InputError, TestbedError
+from testbed.common import formats
+from testbed.common.errors import InputError, TestbedError
 from testbed.faults.conditions import Conditions
 from testbed.network import checks
 from testbed.network.link import Link, Pair, links_from_json, links_to_json

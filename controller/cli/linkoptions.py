@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

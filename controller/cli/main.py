@@ -11,7 +11,7 @@ import click
 
 from controller.cli.options import CommandGroup
 from testbed import __version__
-from testbed.errors import HostError, TestbedError
+from testbed.common.errors import HostError, TestbedError
 
 COMMANDS = {
     "run": "controller.cli.run:run",

@@ -6,7 +6,7 @@ import click
 
 from controller.cli.options import as_json
 from controller.cli.printing import dump, options, print_catalogue
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 
 
 @click.command()

@@ -11,9 +11,9 @@ import click
 
 from controller.cli.options import as_json
 from controller.cli.printing import dump, make_console, options, print_catalogue
-from testbed import formats
-from testbed.errors import InputError
-from testbed.quantities import format_byte_rate, format_speed
+from testbed.common import formats
+from testbed.common.errors import InputError
+from testbed.common.quantities import format_byte_rate, format_speed
 
 if TYPE_CHECKING:
     from controller.bench.layers import LayerTime
@@ -93,7 +93,7 @@ def _model(name: str, function: str | None, data: str) -> Model:
     source = describe(data)
     if not name.endswith(".py"):
         return create(name, {}, source.shape, source.classes)
-    from testbed import usercode
+    from testbed.common import usercode
     from testbed.models.making import KEY
     from testbed.models.own import create_own
 

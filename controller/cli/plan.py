@@ -10,8 +10,8 @@ import click
 
 from controller.cli.options import as_json, overrides
 from controller.cli.printing import dump, make_console
-from testbed import formats
-from testbed.methods.parts import costs
+from testbed.common import formats
+from testbed.kits.layers import costs
 
 CLASSES_SHOWN = 4
 """Of a device, those with most samples; all of them are in the JSON."""
@@ -21,7 +21,7 @@ COLUMNS = 44
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from testbed.methods.base import Problem
+    from testbed.method import Problem
     from testbed.network.radio import Position
     from testbed.plan import Piece
     from testbed.prepare import Prepared

@@ -25,7 +25,7 @@ def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> N
       testbed profile --program | ssh pi python3 - --peer 192.168.1.7 > my-pi.yaml
     """
     from controller.bench import board
-    from testbed.errors import HostError
+    from testbed.common.errors import HostError
 
     if program:
         click.echo(Path(board.__file__).read_text(), nl=False)

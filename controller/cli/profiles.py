@@ -10,7 +10,7 @@ import click
 
 from controller.cli.options import as_json
 from controller.cli.printing import dump, make_console
-from testbed import formats
+from testbed.common import formats
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,10 +35,10 @@ def profiles(as_json: bool) -> None:
         link: {preset: 802.11a, delay: 3ms}
         radio: {preset: 802.11a, area: [50, 50]}
     """
+    from testbed.common.quantities import format_rate, format_size
     from testbed.hardware import PROFILES
     from testbed.network.presets import PRESETS
     from testbed.network.radio import TRANSCEIVERS
-    from testbed.quantities import format_rate, format_size
 
     if as_json:
         dump(
@@ -82,7 +82,7 @@ def _basis(profile: Profile) -> str:
 
 
 def _delay(preset: LinkPreset) -> str:
-    from testbed.quantities import format_duration
+    from testbed.common.quantities import format_duration
 
     delay = "delay is yours to give" if preset.delay is None else f"{format_duration(preset.delay)} one way"
     return delay if preset.frame is None else f"{delay}; frame {preset.frame} B"

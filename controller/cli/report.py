@@ -91,7 +91,7 @@ def compare(folders: tuple[Path, ...], out: Path | None, plots: Path | None, as_
     from controller.report.plots import save_all
     from controller.results.comparison import compare as put_side_by_side
     from controller.results.files import load_figures, places
-    from testbed.errors import InputError
+    from testbed.common.errors import InputError
     from testbed.trace.metrics import finite
 
     runs = [load_figures(place) for folder in folders for place in places(folder)]

@@ -14,7 +14,7 @@ from controller.api.execution import run_one_by_one, simulate_side_by_side
 from controller.cli.finished import explain, judge, reproduce, show_run, summarize
 from controller.cli.options import accept_links, links, metrics_as_json, out, overrides, watched
 from controller.cli.printing import dump
-from testbed.errors import InputError, TestbedError
+from testbed.common.errors import InputError, TestbedError
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

@@ -45,7 +45,7 @@ def start(
     from controller.results.recorder import numbered
     from controller.results.run import run_name
     from controller.running.inputs import InitialWeights
-    from testbed.errors import TestbedError
+    from testbed.common.errors import TestbedError
     from testbed.prepare import prepare
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load

@@ -10,7 +10,7 @@ import click
 
 from controller.cli.options import as_json, overrides
 from controller.cli.printing import dump
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 
 
 @click.command()

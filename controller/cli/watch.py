@@ -28,7 +28,7 @@ def watch(run: str | None, pace: float | None, show_page: bool) -> None:
     from controller.lab import runstate
     from controller.running.byhand import strike
     from controller.watch.server import PageServer
-    from testbed.errors import InputError
+    from testbed.common.errors import InputError
 
     if run is not None and Path(run).is_dir():
         server = PageServer(Path(run), pace=pace or 1.0)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
-from testbed.errors import HostError, InputError
+from testbed.common.errors import HostError, InputError
 from testbed.network.checks import has_room, no_room, prefix_for
 
 DEFAULT_RANGE = "198.18.0.0/15"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import requests
 
 from controller.lab.client import Client, refusal
-from testbed import tensors
-from testbed.errors import TestbedError
+from testbed.common.errors import TestbedError
 from testbed.trace.events import Event
+from testbed.wire import tensors
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from controller.lab.containers import SHAPER_CAPABILITIES
 from controller.lab.images import names
 from controller.lab.removal import RUN, remove_run
 from controller.shaping.capability import Capability
-from testbed.errors import HostError, InputError
+from testbed.common.errors import HostError, InputError
+from testbed.common.quantities import format_rate
 from testbed.experiment import Experiment
-from testbed.quantities import format_rate
 
 
 def measure(client: docker.DockerClient, backend: str) -> Capability:

@@ -16,8 +16,8 @@ from controller.lab.networks import CLOSED
 from controller.lab.runstate import RunState
 from controller.shaping.plan import Endpoint
 from testbed.network.checks import SHAPER
-from testbed.ports import CONTROL_PORT
 from testbed.scenario.trial import Trial
+from testbed.wire.ports import CONTROL_PORT
 
 FIRST_PORT = 8710
 """Of the host, for the shaper; the devices' follow."""

@@ -14,10 +14,10 @@ from docker.types import HostConfig, LogConfig, Mount
 from controller.lab.networks import network_name
 from controller.lab.removal import DEVICE, ROLE, RUN, labelled_runs
 from controller.lab.runstate import RunState
-from testbed.errors import HostError, InputError
+from testbed.common.errors import HostError, InputError
 from testbed.hardware import DeviceSpec
 from testbed.network.checks import SHAPER
-from testbed.ports import CONTROL_PORT
+from testbed.wire.ports import CONTROL_PORT
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
 """To configure networks, to enter the devices' namespaces (two of them), and to be scheduled in time."""

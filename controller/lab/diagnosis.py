@@ -23,8 +23,8 @@ from controller.lab.images import REGISTRY_BASE, exists, names
 from controller.shaping import modules
 from controller.shaping.backends import MODULES
 from controller.shaping.capability import DEVICE_RATE
-from testbed.errors import HostError
-from testbed.quantities import format_duration, format_rate
+from testbed.common.errors import HostError
+from testbed.common.quantities import format_duration, format_rate
 
 CheckStatus = Literal["ok", "missing", "unknown"]
 

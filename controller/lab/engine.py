@@ -15,7 +15,7 @@ import docker
 from docker.errors import DockerException
 
 from controller.lab.places import CHECKOUT, state_folder
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 Say = Callable[[str], None]
 

@@ -15,8 +15,8 @@ import docker
 from docker.errors import NotFound
 
 from controller.lab.containers import container_logs, container_name
-from testbed.errors import HostError
-from testbed.quantities import format_size
+from testbed.common.errors import HostError
+from testbed.common.quantities import format_size
 
 PATIENCE = 60.0
 """Seconds for a container to answer; many starting at once on few processors take their time."""

@@ -29,7 +29,7 @@ from docker.errors import APIError, BuildError, DockerException, ImageNotFound
 
 from controller.lab.engine import Say, install_packages
 from controller.lab.places import BUILD, CHECKOUT
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 REGISTRY_BASE = "python:3.11-slim-bookworm"
 PULL_PATIENCE = 60.0

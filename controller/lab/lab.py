@@ -35,12 +35,12 @@ from controller.lab.networks import make_networks, network_name
 from controller.lab.programimages import device_images
 from controller.lab.removal import DEVICE, RUN, remove_run
 from controller.shaping.plan import Endpoint
-from testbed.errors import HostError, InputError, TestbedError
+from testbed.common.errors import HostError, InputError, TestbedError
+from testbed.common.quantities import format_size
 from testbed.experiment import Experiment
 from testbed.methods.program import by_device
 from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
-from testbed.quantities import format_size
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial

@@ -11,7 +11,7 @@ from docker.types import IPAMConfig, IPAMPool
 
 from controller.lab.addresses import DEFAULT_RANGE, free_subnets, host_routes
 from controller.lab.removal import RUN
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 CLOSED = {
     "com.docker.network.bridge.enable_icc": "false",

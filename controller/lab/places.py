@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 BUILD = CHECKOUT / ".build"

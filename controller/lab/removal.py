@@ -11,7 +11,7 @@ import docker
 from docker.errors import APIError, NotFound
 
 from controller.lab import runstate
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 RUN = "testbed.run"
 DEVICE = "testbed.device"

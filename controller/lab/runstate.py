@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.lab.places import state_folder
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 
 
 @dataclass(frozen=True)

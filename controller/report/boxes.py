@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from testbed.seeds import derive
+from testbed.common.seeds import derive
 from testbed.trace.events import Event
 
 if TYPE_CHECKING:

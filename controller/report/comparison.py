@@ -18,7 +18,7 @@ from controller.report.plots import SERIES, Axis, Draw, Line, inline, line_plot
 from controller.report.terminal import VERDICTS
 from controller.results.comparison import groups
 from controller.results.run import Run
-from testbed import formats
+from testbed.common import formats
 
 HEAD = 24
 """Letters of a column's name in a row of its head."""

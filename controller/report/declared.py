@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.results.run import Run
-from testbed import formats
-from testbed.formats import FigureKind
+from testbed.common import formats
+from testbed.common.formats import FigureKind
 from testbed.scenario.expect import look_up
 from testbed.trace.figures import Column, Figure, Row, Table
 from testbed.trace.registry import kind_of, rows_of, tables_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from testbed import formats
+from testbed.common import formats
 
 MOST_NAMED = 3
 """Links of a group that are named one by one."""

@@ -19,7 +19,7 @@ from controller.report.terminal import VERDICTS, found_text, object_rows, recove
 from controller.report.timeline import shaded, timeline
 from controller.results.recorder import scenario_yaml
 from controller.results.run import Run, value_text
-from testbed import formats
+from testbed.common import formats
 from testbed.plan import Piece
 
 EXPLAINED = {

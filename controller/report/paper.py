@@ -25,7 +25,7 @@ from controller.report.plots import (
 from controller.report.terminal import VERDICTS
 from controller.results.reproduction import ReproducedRow
 from controller.results.run import Run, point_text, value_text
-from testbed import formats
+from testbed.common import formats
 from testbed.scenario.paper import is_at
 from testbed.scenario.schema import PaperChart, PaperPart, PaperSeries
 

@@ -21,8 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from testbed import formats
-from testbed.formats import FigureKind
+from testbed.common import formats
+from testbed.common.formats import FigureKind
 
 COLOURS = {
     "ink": "#1b2330",

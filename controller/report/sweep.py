@@ -13,9 +13,9 @@ from controller.report.html import environment
 from controller.report.plots import SERIES, Axis, Bars, Draw, Line, bar_plot, inline, line_plot
 from controller.results.comparison import compare
 from controller.results.run import Run, point_text, short_keys, value_text
-from testbed import formats
-from testbed.formats import FigureKind
-from testbed.quantities import RATE_UNITS, on_one_scale
+from testbed.common import formats
+from testbed.common.formats import FigureKind
+from testbed.common.quantities import RATE_UNITS, on_one_scale
 
 MOST_MARKED = 12
 """Places on the x axis that each have their figure."""

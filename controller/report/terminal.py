@@ -18,8 +18,8 @@ from controller.report import declared, tables
 from controller.report.grouping import group_links
 from controller.results.reproduction import ReproducedRow
 from controller.results.run import Run, short_keys, value_text
-from testbed import formats
-from testbed.formats import FigureKind
+from testbed.common import formats
+from testbed.common.formats import FigureKind
 from testbed.scenario.expect import Expectation
 from testbed.trace.registry import kind_of
 

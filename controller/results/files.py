@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from controller.results.manifest import RUNNING
 from controller.results.recorder import beside_its_code, scenario_yaml
 from controller.results.run import Run, declared_by
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario

@@ -15,8 +15,8 @@ from ruamel.yaml import YAML
 
 from controller.results.manifest import finished, manifest
 from controller.results.run import Run, declared_by
-from testbed import usercode
-from testbed.errors import HostError, InputError
+from testbed.common import usercode
+from testbed.common.errors import HostError, InputError
 from testbed.plan import Plan
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from controller.results.run import Run, point_text
 from controller.results.summary import CONFIDENCE, all_figures, interval, is_number
-from testbed.formats import FigureKind
+from testbed.common.formats import FigureKind
 from testbed.scenario.expect import look_up, parse_condition
 from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
 from testbed.scenario.schema import PaperPart, PaperRow

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controller.results.run import Run
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd

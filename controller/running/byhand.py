@@ -18,7 +18,7 @@ from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.lab.tail import Tail
 from controller.running.faults import Containers, events_of
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 from testbed.faults.actions.flap import Flap
 from testbed.faults.conditions import Changed, FaultAction
 from testbed.faults.machines import RecordedStep, carry_out

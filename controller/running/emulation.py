@@ -22,7 +22,7 @@ from controller.running.byhand import Journal
 from controller.running.faults import Containers, events_of
 from controller.running.fidelity import HostMonitor, since
 from controller.running.turns import Turns
-from testbed.errors import TestbedError
+from testbed.common.errors import TestbedError
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.replay import Changes, TraceScript

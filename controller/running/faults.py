@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from controller.lab import runstate
 from controller.lab.agents import AgentGone
 from controller.lab.lab import Lab
-from testbed.errors import TestbedError
+from testbed.common.errors import TestbedError
 from testbed.faults.actions.throttle import MIN_FACTOR
 from testbed.faults.conditions import Changed, Conditions, DeviceState
 from testbed.faults.machines import RecordedStep

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from controller.running.live import LiveProgress
-from testbed.errors import TestbedError
+from testbed.common.errors import TestbedError
 from testbed.prepare import Prepared, batches
 from testbed.scenario.files import data_folder, weights_file
 from testbed.validation import batch_problems

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from controller.running.fidelity import HostMonitor
 from controller.shaping.tolerance import RATE_LOWEST
-from testbed.errors import HostError
+from testbed.common.errors import HostError
+from testbed.common.quantities import format_rate
 from testbed.network.link import Pair
-from testbed.quantities import format_rate
 from testbed.trace.outcome import LinkMeasurement
 from testbed.trace.verdict import STOLEN_SHARE
 

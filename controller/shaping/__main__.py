@@ -9,8 +9,8 @@ import sys
 
 from controller.shaping import server
 from controller.shaping.shaper import Shaping
-from testbed.errors import TestbedError
-from testbed.ports import CONTROL_PORT
+from testbed.common.errors import TestbedError
+from testbed.wire.ports import CONTROL_PORT
 
 
 def main() -> int:

@@ -16,9 +16,9 @@ from controller.shaping.namespaces import Namespace, command, read_proc
 from controller.shaping.nfqueue import open_socket
 from controller.shaping.plan import InterfacePlan, ReceiverLine, SenderClass
 from controller.shaping.tc import Shown
-from testbed.errors import HostError, InputError
+from testbed.common.errors import HostError, InputError
+from testbed.common.seeds import derive
 from testbed.network.link import Distribution, Link
-from testbed.seeds import derive
 
 
 class Backend(Protocol):

@@ -18,7 +18,7 @@ from pathlib import Path
 from controller.shaping.namespaces import Namespace, command
 from controller.shaping.plan import FRAME, Endpoint
 from controller.shaping.shaper import Shaping
-from testbed.errors import TestbedError
+from testbed.common.errors import TestbedError
 from testbed.network.link import Link
 from testbed.trace.outcome import LinkMeasurement
 

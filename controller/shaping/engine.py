@@ -21,9 +21,9 @@ from controller.shaping import nfqueue
 from controller.shaping.bottleneck import Bottleneck
 from controller.shaping.helper import serve_request
 from controller.shaping.lateness import LatenessHistogram
-from testbed.framing import ETHERNET_HEADER
 from testbed.network import impairments
 from testbed.network.link import Link
+from testbed.wire.framing import ETHERNET_HEADER
 
 _MOST_READ = 64
 """Packets read from one device before those that are due are let go."""

@@ -18,7 +18,7 @@ from controller.shaping.gating import QUEUE
 from controller.shaping.helper import serve_request
 from controller.shaping.lateness import LatenessHistogram
 from controller.shaping.medium import Media, Route
-from testbed.framing import ETHERNET_HEADER
+from testbed.wire.framing import ETHERNET_HEADER
 
 LIMIT = 5000
 """Packets of one device that may wait; the buffers of its sockets are smaller."""

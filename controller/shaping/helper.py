@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 LARGEST_REQUEST = 1 << 20
 """Bytes of one request or answer, at most."""

@@ -18,7 +18,7 @@ from typing import Any
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 _SIOCETHTOOL = 0x8946
 _LINK_SCOPE = 253

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from controller.shaping import interfaces, nfqueue
 from controller.shaping.namespaces import Namespace, command
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 HELP = (
     "load them as root on the host with modprobe; where that finds none, install the distribution's full kernel "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 T = TypeVar("T")
 

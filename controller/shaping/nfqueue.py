@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from testbed.errors import HostError
+from testbed.common.errors import HostError
 
 ACCEPT = 1
 DROP = 0

@@ -12,10 +12,10 @@ from cheroot import wsgi
 
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
-from testbed.errors import InputError, TestbedError
+from testbed.common.errors import InputError, TestbedError
 from testbed.network.cell import Cell
 from testbed.network.link import links_from_json
-from testbed.token import authorised
+from testbed.wire.token import authorised
 
 _LARGEST_REQUEST = 16 << 20
 

@@ -30,7 +30,7 @@ from controller.shaping.medium import Route
 from controller.shaping.namespaces import Namespace, command
 from controller.shaping.plan import Endpoint, InterfacePlan
 from controller.shaping.probes import measure
-from testbed.errors import HostError, InputError
+from testbed.common.errors import HostError, InputError
 from testbed.network.cell import Cell
 from testbed.network.checks import problems
 from testbed.network.link import Link, Pair, links_to_json

@@ -19,9 +19,9 @@ from jinja2 import Environment, PackageLoader
 from controller.results.files import begun
 from controller.results.run import declared_by
 from controller.watch.feed import batches
-from testbed.errors import TestbedError
+from testbed.common.errors import TestbedError
 from testbed.scenario.trial import Trial
-from testbed.token import authorised
+from testbed.wire.token import authorised
 
 Strike = Callable[[Mapping[str, object]], str]
 """Carries out a fault, given as a scenario writes it, and says what it did."""

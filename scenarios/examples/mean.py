@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from testbed.device import Cost, Device, Span
-from testbed.methods.base import Job, Method, Options, Problem
-from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.typed import Typed
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
+from testbed.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType
 from testbed.trace.figures import Declared, Figure, Row

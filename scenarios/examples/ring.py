@@ -3,11 +3,11 @@
 import asyncio
 
 from testbed.device import Cost, Device, Span
-from testbed.methods.base import Job, Method, Options, Problem
+from testbed.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType
 from testbed.trace.figures import Declared, Figure, Row
-from testbed.wire import Message
+from testbed.wire.message import Message
 
 
 class RingOptions(Options):

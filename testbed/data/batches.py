@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from testbed.seeds import derive
+from testbed.common.seeds import derive
 
 Indices = npt.NDArray[np.int64]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from testbed.common.errors import InputError, Key
 from testbed.data import files, own, pictures, synthetic
 from testbed.data.dataset import Dataset
 from testbed.data.files import Bytes
 from testbed.data.split import holdout
-from testbed.errors import InputError, Key
 
 if TYPE_CHECKING:
     from testbed.workload import DataPart

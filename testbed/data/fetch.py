@@ -14,9 +14,9 @@ from typing import IO
 import pooch
 import requests
 
+from testbed.common.errors import HostError, InputError
 from testbed.data.catalog import Remote, describe
 from testbed.data.files import find
-from testbed.errors import HostError, InputError
 
 DownloadProgress = Callable[[str, int, int | None], None]
 """(file, bytes so far, bytes in all if known)."""

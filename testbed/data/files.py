@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 
 Bytes = npt.NDArray[np.uint8]
 

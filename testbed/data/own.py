@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from testbed import usercode
+from testbed.common import usercode
+from testbed.common.errors import InputError, Key
 from testbed.data import pictures
 from testbed.data.dataset import Dataset
 from testbed.data.split import holdout
-from testbed.errors import InputError, Key
 
 if TYPE_CHECKING:
     from testbed.workload import DataPart

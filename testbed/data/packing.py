@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from testbed import tensors
 from testbed.data.dataset import Dataset
-from testbed.tensors import Buffer, TensorError
+from testbed.wire import tensors
+from testbed.wire.tensors import Buffer, TensorError
 
 _ARRAYS = {"train_images": "float32", "train_labels": "int64", "test_images": "float32", "test_labels": "int64"}
 

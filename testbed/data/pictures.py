@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from testbed.common.errors import InputError
 from testbed.data.files import Bytes
-from testbed.errors import InputError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

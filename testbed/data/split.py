@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from testbed.common.errors import InputError, Key
+from testbed.common.seeds import derive
 from testbed.data.batches import Indices
-from testbed.errors import InputError, Key
-from testbed.seeds import derive
 from testbed.workload import Split, SplitPart
 
 _KEY: Key = ("data", "split")

@@ -11,9 +11,9 @@ import re
 import numpy as np
 import numpy.typing as npt
 
+from testbed.common.errors import InputError
+from testbed.common.seeds import derive
 from testbed.data.dataset import Dataset
-from testbed.errors import InputError
-from testbed.seeds import derive
 
 _NAME = re.compile(r"synthetic(?:-(\d+)x(\d+)x(\d+)(?:-(\d+))?)?\Z")
 _BLOCK = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from testbed.errors import Diagnostic, Key
+from testbed.common.errors import Diagnostic, Key
 from testbed.faults.conditions import ALL
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.faults.setting import Setting

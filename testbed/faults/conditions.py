@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from testbed.errors import Key
+from testbed.common.errors import Key
 from testbed.faults.setting import Setting
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair

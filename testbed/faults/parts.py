@@ -6,14 +6,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from testbed.common.part import Name, Part
+from testbed.common.quantities import Duration
 from testbed.faults.actions import ACTIONS
 from testbed.faults.actions.degrade import DegradePart
 from testbed.faults.actions.flap import FlapPart
 from testbed.faults.actions.obstruct import ObstructPart
 from testbed.faults.actions.throttle import ThrottlePart
 from testbed.faults.conditions import FaultAction
-from testbed.part import Name, Part
-from testbed.quantities import Duration
 
 
 class TriggerPart(Part):

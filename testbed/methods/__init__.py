@@ -9,12 +9,12 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 from testbed.methods import external
 from testbed.workload import MethodPart
 
 if TYPE_CHECKING:
-    from testbed.methods.base import Method
+    from testbed.method import Method
 
 _CLASSES = {
     "single": "testbed.methods.single:Single",

@@ -1,6 +1,6 @@
 """Methods that are no part of this code: in a file that a scenario names, or in an installed package.
 
-Devices are sent their source text (`testbed.usercode`): they have neither the file nor the package.
+Devices are sent their source text (`testbed.common.usercode`): they have neither the file nor the package.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from testbed import usercode
-from testbed.errors import InputError
+from testbed.common import usercode
+from testbed.common.errors import InputError
+from testbed.common.usercode import Code
 from testbed.trace.registry import figures_of
-from testbed.usercode import Code
 
 if TYPE_CHECKING:
-    from testbed.methods.base import Method
+    from testbed.method import Method
 
 GROUP = "testbed.methods"
 """Entry points under which an installed package registers its methods: ``name = "module:Class"``."""
@@ -42,7 +42,7 @@ def from_code(code: Code) -> Method:
 
 def _classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
     """Return the methods that a module defines, by name."""
-    from testbed.methods.base import Method
+    from testbed.method import Method
 
     own = (each for each in vars(module).values() if inspect.isclass(each) and each.__module__ in code.sources)
     return {each.name: each for each in own if issubclass(each, Method) and isinstance(vars(each).get("name"), str)}

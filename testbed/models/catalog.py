@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 from testbed.models import imagenet, mobilenet, resnet
 from testbed.models import yolov2 as yolo
 from testbed.models.chain import Model, chain

@@ -14,10 +14,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
+from testbed.common.seeds import derive
 from testbed.device import Cost
 from testbed.models.layers import Layer, sequence, shapes
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
-from testbed.seeds import derive
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 from testbed.models.chain import Model
 from testbed.models.layers import Conv2d, LeakyReLU, Linear
 from testbed.models.shapes import BYTES_PER_VALUE

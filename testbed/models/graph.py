@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from testbed.common.errors import InputError
 from testbed.device import Cost
-from testbed.errors import InputError
 from testbed.models.chain import Model, Unit
 from testbed.models.layers import Division, Layer, PixelWindow, shapes
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Shape

@@ -316,7 +316,7 @@ class Reorganise(Plain):
 class Dropout(Plain):
     """Zeroes values at random in training.
 
-    Draws from torch's global generator: what trains seeds that for each unit and batch (`testbed.methods.parts.shard`),
+    Draws from torch's global generator: what trains seeds that for each unit and batch (`testbed.kits.layers.shard`),
     so that the masks depend neither on where the model is cut nor on what else runs.
     """
 

@@ -6,12 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from testbed import usercode
+from testbed.common import usercode
+from testbed.common.errors import InputError
+from testbed.common.usercode import Code
 from testbed.device import Cost
-from testbed.errors import InputError
 from testbed.models.layers import Division, Plain
 from testbed.models.shapes import BYTES_PER_VALUE, Shape
-from testbed.usercode import Code
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from testbed.part import Part
+from testbed.common.part import Part
 
 MOST_LAYERS = 1000
 """Of one list: plans of more take longer than anybody waits."""

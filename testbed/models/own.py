@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from testbed import usercode
-from testbed.errors import InputError
+from testbed.common import usercode
+from testbed.common.errors import InputError
+from testbed.common.usercode import Code
 from testbed.models.chain import Model
 from testbed.models.making import KEY, Maker
 from testbed.models.shapes import Shape
-from testbed.usercode import Code
 
 
 def create_own(

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from testbed.common.seeds import derive
 from testbed.models.chain import Model
 from testbed.models.graph import GraphLayer
 from testbed.models.layers import shapes
 from testbed.models.slices import NONE, Channels, Slice, pick
-from testbed.seeds import derive
 
 Tensors = Mapping[str, torch.Tensor]
 """Weights and what belongs to channels, as `Model.build` names them."""

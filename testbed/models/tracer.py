@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from testbed import usercode
+from testbed.common import usercode
+from testbed.common.errors import InputError
+from testbed.common.seeds import derive
 from testbed.device import Cost, Kind
-from testbed.errors import InputError
 from testbed.models.making import KEY, Maker
 from testbed.models.shapes import BYTES_PER_VALUE, Shape
-from testbed.seeds import derive
 
 BATCHES = (2, 3)
 """Samples with which the network is run: what differs between the two is the batch's."""

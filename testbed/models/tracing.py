@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from testbed import usercode
+from testbed.common import usercode
+from testbed.common.errors import InputError
 from testbed.device import Cost
-from testbed.errors import InputError
 from testbed.models.chain import Model, Unit, joined
 from testbed.models.making import KEY, CountedUnit, Maker
 from testbed.models.shapes import INPUT, Shape

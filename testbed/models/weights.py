@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 from testbed.models import darknet
 from testbed.models.chain import Model
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from testbed.cast import with_gaps
+from testbed.common.seeds import derive
 from testbed.network.link import Link
-from testbed.seeds import derive
-from testbed.wire import Message
+from testbed.wire.cast import with_gaps
+from testbed.wire.message import Message
 
 _DRAWS = float(1 << 63)
 

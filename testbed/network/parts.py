@@ -7,10 +7,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from testbed.errors import Key
+from testbed.common.errors import Key
+from testbed.common.part import Name, Part
+from testbed.common.quantities import Duration, Fraction, Rate, Size
 from testbed.network.link import Distribution
-from testbed.part import Name, Part
-from testbed.quantities import Duration, Fraction, Rate, Size
 
 
 class BurstsPart(Part):

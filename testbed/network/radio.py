@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from testbed.common.seeds import derive
 from testbed.network.link import Pair
-from testbed.seeds import derive
 
 Position = tuple[float, float]
 """Metres east and north of a corner of the area."""

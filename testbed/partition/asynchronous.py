@@ -23,7 +23,7 @@ from testbed.partition.pipeline import Chain
 from testbed.schedule import Action, asynchronous_1f1b, play
 from testbed.schedule.timeline import Slot
 from testbed.schedule.versions import in_flight, kept
-from testbed.wire import size_around
+from testbed.wire.message import size_around
 
 Extra = Callable[[int, int, int], float]
 """(stage, first unit, one after its last) -> bytes it keeps beside its own training, such as replicas."""

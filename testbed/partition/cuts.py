@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 
 Cuts = tuple[int, ...]
 Combine = Callable[[float, float], float]

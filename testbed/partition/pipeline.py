@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
-from testbed import formats
+from testbed.common import formats
+from testbed.common.errors import InputError
 from testbed.data.batches import micro_batches
 from testbed.device import Cost
-from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.models.chain import Model, Unit, backward_of, forward_of
 from testbed.network.link import Link, Pair
@@ -25,7 +25,7 @@ from testbed.partition.cuts import Costs, Cuts
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.schedule import Action, Schedule, in_flight, orders, play
 from testbed.schedule.timeline import Slot
-from testbed.wire import size_around
+from testbed.wire.message import size_around
 
 OfStage = Callable[[int, int, int], float]
 """(stage, first unit, one after its last) -> what they take there."""

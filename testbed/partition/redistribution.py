@@ -2,7 +2,7 @@
 
 Devices go by their names, so nothing has to be renumbered: the paper's correction of an index by the failed ones is
 what taking names out of a list does. Everything here speaks of one state of the model, such as that after batch 200:
-the caller has made sure that all that is held belongs to it (`testbed.methods.asynchronous.replication`).
+the caller has made sure that all that is held belongs to it (`testbed.kits.asynchronous.replication`).
 
 Held are, after a chain replication, each stage's own units and those of the stage before it; the last stage's are at
 the coordinator. After a global replication all units are at the coordinator too. The coordinator is the first

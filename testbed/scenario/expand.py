@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from testbed.errors import Diagnostic, InputError, Key, parse_key
+from testbed.common.errors import Diagnostic, InputError, Key, parse_key
+from testbed.common.seeds import derive
 from testbed.experiment import Experiment
 from testbed.faults.replay import Change
 from testbed.hardware import PROFILES, DeviceSpec, Profile, Rates
@@ -29,7 +30,6 @@ from testbed.scenario.radio import radio
 from testbed.scenario.schema import DevicePart, ProfilePart, Scenario
 from testbed.scenario.trace import changes
 from testbed.scenario.trial import Trial
-from testbed.seeds import derive
 
 _MAX_NAME = 31
 MAX_RUNS = 10_000

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.formats import FigureKind
-from testbed.quantities import parse_duration, parse_fraction, parse_size
+from testbed.common.formats import FigureKind
+from testbed.common.quantities import parse_duration, parse_fraction, parse_size
 from testbed.trace.figures import Figure, Metrics
 from testbed.trace.registry import kind_of
 

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from testbed.errors import Diagnostic, InputError, Key, format_key, parse_key
+from testbed.common.errors import Diagnostic, InputError, Key, format_key, parse_key
 from testbed.scenario.schema import Scenario
 from testbed.scenario.source import Source
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from testbed.errors import Diagnostic
+from testbed.common.errors import Diagnostic
 from testbed.network.parts import RadioPart
 from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
 from testbed.scenario.loading import nearest

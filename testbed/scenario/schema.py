@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
 
+from testbed.common.part import Name, Part
+from testbed.common.quantities import ByteRate, Duration, Rate, Size, Speed
 from testbed.device import Kind
 from testbed.faults.parts import FaultPart
 from testbed.network.parts import NetworkPart
-from testbed.part import Name, Part
-from testbed.quantities import ByteRate, Duration, Rate, Size, Speed
 from testbed.scenario.source import Source
 from testbed.workload import WorkloadPart
 

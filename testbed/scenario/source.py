@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from testbed.errors import Diagnostic, InputError, Key
+from testbed.common.errors import Diagnostic, InputError, Key
 
 
 @dataclass(frozen=True)

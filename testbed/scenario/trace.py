@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from testbed.errors import Diagnostic, Key
+from testbed.common.errors import Diagnostic, Key
+from testbed.common.quantities import parse_duration
 from testbed.faults.actions.throttle import MIN_FACTOR, ThrottlePart
 from testbed.faults.replay import Change, traced_links
 from testbed.hardware import DeviceSpec
@@ -23,7 +24,6 @@ from testbed.network import checks
 from testbed.network.link import Link, Pair
 from testbed.network.overlay import FIGURES
 from testbed.network.parts import LinkPart
-from testbed.quantities import parse_duration
 from testbed.scenario.loading import explain, nearest
 
 KEYS = tuple(name for name in FIGURES if name != "bursts")

@@ -11,7 +11,7 @@ from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.simulation.world import World
-from testbed.wire import Message
+from testbed.wire.message import Message
 
 
 @dataclass(frozen=True)

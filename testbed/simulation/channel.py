@@ -11,13 +11,13 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
-from testbed.framing import WINDOW, chunks, wire_bytes
 from testbed.network.broadcast import heard, received
 from testbed.network.link import Link
 from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
 from testbed.simulation.host import Guest, Host
 from testbed.simulation.loop import VirtualLoop
-from testbed.wire import Message
+from testbed.wire.framing import WINDOW, chunks, wire_bytes
+from testbed.wire.message import Message
 
 STALL_SECONDS = 2.0
 """Without an answer for this long the sender gives the connection up and connects again, as the agent does."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-from testbed.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 from testbed.network import impairments
 from testbed.network.link import Link
+from testbed.wire.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 
 RETRANSMISSION_TIMEOUT = 0.2
 """Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum); doubles each time."""

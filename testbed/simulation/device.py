@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from testbed.cast import CastForm
 from testbed.device import Cost, Span
-from testbed.framing import CAST_CHUNK, cast_wire_bytes, wire_bytes
 from testbed.simulation.channel import Cast, Channel, Parcel
 from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium, occupy
 from testbed.trace.events import Event
-from testbed.wire import Message, as_cast, delivered
+from testbed.wire.cast import CastForm
+from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes, wire_bytes
+from testbed.wire.message import Message, as_cast, delivered
 
 if TYPE_CHECKING:
     import torch

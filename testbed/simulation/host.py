@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from testbed.faults.conditions import DeviceState
 from testbed.hardware import DeviceSpec
-from testbed.wire import Message
+from testbed.wire.message import Message
 
 if TYPE_CHECKING:
     import torch

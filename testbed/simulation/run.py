@@ -7,14 +7,13 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
-from testbed import tensors
-from testbed.errors import InputError, TestbedError
+from testbed.common.errors import InputError, TestbedError
+from testbed.common.seeds import derive
 from testbed.experiment import Experiment
 from testbed.faults.replay import TraceScript
 from testbed.faults.script import FaultScript
-from testbed.methods.base import Job
+from testbed.method import Job
 from testbed.prepare import Prepared
-from testbed.seeds import derive
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.faults import FaultExecution, TraceExecution
 from testbed.simulation.host import Guest
@@ -22,6 +21,7 @@ from testbed.simulation.loop import Stillness, TimeLimit
 from testbed.simulation.world import LeadGoneError, ProgramError, World
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome, Status
+from testbed.wire import tensors
 
 if TYPE_CHECKING:
     import torch

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from testbed.framing import WINDOW
 from testbed.network.link import Link
 from testbed.simulation.channel import Channel, Parcel
 from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.sharing import Shared, SharedTransfer, Sharing
+from testbed.wire.framing import WINDOW
 
 
 class SharedChannel(Channel):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from math import inf
 
 from testbed.experiment import Experiment
-from testbed.framing import wire_bytes
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval, clip
+from testbed.wire.framing import wire_bytes
 
 
 def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -> float:

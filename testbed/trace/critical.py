@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from testbed.experiment import Experiment
-from testbed.framing import WINDOW, wire_bytes
 from testbed.network.link import Link, Pair
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval
+from testbed.wire.framing import WINDOW, wire_bytes
 
 _SAME = 1e-6
 """Seconds within which two instants are one: they went through a text of nine digits."""

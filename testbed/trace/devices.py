@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from testbed.formats import FigureKind
+from testbed.common.formats import FigureKind
 from testbed.trace.events import Event
 from testbed.trace.figures import Figure
 from testbed.trace.gantt import Bar

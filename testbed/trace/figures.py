@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from testbed.formats import FigureKind
+from testbed.common.formats import FigureKind
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.record import Record, Tell
 

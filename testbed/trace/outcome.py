@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from testbed import tensors
 from testbed.network.link import Link
 from testbed.trace.events import Event
+from testbed.wire import tensors
 
 if TYPE_CHECKING:
     import torch

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
-from testbed.framing import wire_bytes
 from testbed.network.link import Pair
 from testbed.trace.figures import Figure, Metrics, Row
 from testbed.trace.gantt import lanes
 from testbed.trace.intervals import holds, subtract, total, union
 from testbed.trace.record import Record, Step, after
+from testbed.wire.framing import wire_bytes
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

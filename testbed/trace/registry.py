@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from testbed.formats import FigureKind
+from testbed.common.formats import FigureKind
 from testbed.trace import course, devices, learning, pace, phases, recovery, requests, traffic
 from testbed.trace.figures import Declared, Figure, Row, Table, by_name
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from testbed.framing import cast_wire_bytes, wire_bytes
 from testbed.network.link import Link, Pair
 from testbed.trace.devices import devices
 from testbed.trace.figures import Figure
 from testbed.trace.record import Record
+from testbed.wire.framing import cast_wire_bytes, wire_bytes
 
 
 def _sum(key: str, record: Record) -> int:

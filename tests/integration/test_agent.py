@@ -18,7 +18,6 @@ import pytest
 import requests
 import safetensors.torch
 import torch
-from agents import TOKEN, LoopbackDevice, deployment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +25,8 @@ from agent.pacing import LEAD_SECONDS
 from controller.lab.agents import AgentError, AgentGone
 from testbed.data.dataset import Dataset
 from testbed.trace.events import Event
-from testbed.wire import Message, encode
+from testbed.wire.message import Message, encode
+from tests.helpers.agents import TOKEN, LoopbackDevice, deployment
 
 
 @pytest.fixture(scope="module")

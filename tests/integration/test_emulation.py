@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import owners
 import pytest
 
 from controller.bench.pacing import loaded
 from controller.lab.engine import connect
 from controller.lab.removal import DEVICE, RUN
 from controller.running.emulation import emulate
+from testbed.common.errors import TestbedError
 from testbed.data import load as load_data
-from testbed.errors import TestbedError
 from testbed.network.broadcast import heard
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -26,6 +25,7 @@ from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
+from tests.helpers import owners
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
 

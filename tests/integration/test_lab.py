@@ -22,7 +22,7 @@ from controller.lab.engine import connect
 from controller.lab.lab import Lab
 from controller.lab.removal import RUN
 from controller.lab.runstate import RunState
-from testbed.errors import HostError, InputError, TestbedError
+from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario

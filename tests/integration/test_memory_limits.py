@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_whole_runs import command, left_of, scenario
+
+from tests.integration.test_whole_runs import command, left_of, scenario
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 

@@ -8,6 +8,7 @@ import pytest
 
 from controller.api import build, emulate, load
 from controller.lab import images
+from tests.helpers import ROOT
 
 pytestmark = pytest.mark.containers
 
@@ -54,7 +55,7 @@ def test_a_server_and_a_client_by_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert request["latency"] >= 0.04  # there and back, twice: a connection, then an answer
 
 
-EXAMPLES = Path(__file__).parents[2] / "scenarios" / "examples"
+EXAMPLES = ROOT / "scenarios" / "examples"
 
 
 @pytest.mark.parametrize(

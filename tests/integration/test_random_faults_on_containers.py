@@ -14,11 +14,9 @@ import torch
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
-sys.path.append(str(Path(__file__).parents[1] / "simulation"))
-
-from delayed import Reference
-from runs import scenario, written
-from schedules import STEPS, random_keys
+from tests.helpers.delayed import Reference
+from tests.helpers.runs import scenario, written
+from tests.helpers.schedules import STEPS, random_keys
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 

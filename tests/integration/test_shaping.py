@@ -22,7 +22,7 @@ from controller.lab.health import healthy
 from controller.lab.links import Shaper
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
-from testbed.errors import HostError, InputError
+from testbed.common.errors import HostError, InputError
 from testbed.network.link import GilbertElliott, Link
 
 pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]

@@ -14,12 +14,13 @@ from typing import Any
 import docker
 import pytest
 import requests
-from browser import CHROMIUM, opened
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
 from controller.lab.engine import connect
 from controller.lab.removal import RUN
+from tests.helpers import ROOT
+from tests.helpers.browser import CHROMIUM, opened
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 
@@ -90,7 +91,7 @@ def eventually(condition: Callable[[], bool], seconds: float) -> bool:
 
 @pytest.mark.timed  # a fault strikes while a device holds the token
 def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(tmp_path: Path) -> None:
-    ring = Path(__file__).parents[2] / "scenarios" / "examples" / "ring.yaml"
+    ring = ROOT / "scenarios" / "examples" / "ring.yaml"
     out = tmp_path / "ring"
     # A round takes three seconds; the fault strikes in the third, and one more shows that it goes on.
     shorter = ["--set", "workload.requests=4", "--set", "expect.requests=== 4"]
@@ -125,7 +126,7 @@ def test_both_clocks_compute_the_same_and_an_expectation_that_both_miss_ends_the
 
 @pytest.mark.timed
 def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(tmp_path: Path) -> None:
-    smoke = Path(__file__).parents[2] / "scenarios" / "smoke" / "edgepipe.yaml"
+    smoke = ROOT / "scenarios" / "smoke" / "edgepipe.yaml"
     # Of a slot, computing and transmitting need a tenth: the rest is for a slow host.
     changes = ["faults=[]", "expect={}", "workload.steps=3", "workload.method.slot=450ms", "network.link.delay=20ms"]
     shorter = [*(part for change in changes for part in ("--set", change)), "--accept-links"]

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from netem.vm import ROOT, UNAVAILABLE
 
 _FILES = ("tests/integration/test_conformance.py", "tests/integration/test_shaping.py")

@@ -24,8 +24,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from tests.helpers import ROOT
+
 UNAVAILABLE, TIMED_OUT = 3, 124
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / ".build" / "vm"
 HOST_PACKAGES = {"qemu-system-x86_64": "qemu-system-x86", "cpio": "cpio", "depmod": "kmod"}
 MODULES = [

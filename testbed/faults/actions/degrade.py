@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from testbed.errors import Key
+from testbed.common.errors import Key
 from testbed.faults.actions.linkset import LinkFault, LinkSetPart
 from testbed.faults.conditions import Conditions
 from testbed.faults.setting import Setting

@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from testbed.common.quantities import Duration
 from testbed.faults.actions.linkset import LinkFault, LinkSetPart
 from testbed.faults.conditions import Conditions
 from testbed.network.link import Link, Pair
-from testbed.quantities import Duration
 
 
 class FlapPart(LinkSetPart):

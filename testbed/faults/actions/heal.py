@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.errors import Key
+from testbed.common.errors import Key
 from testbed.faults.actions.degrade import Degrade
 from testbed.faults.actions.flap import Flap
 from testbed.faults.actions.obstruct import Obstruct

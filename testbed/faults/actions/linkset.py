@@ -7,11 +7,11 @@ from typing import Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from testbed.errors import Key
+from testbed.common.errors import Key
+from testbed.common.part import Name, Part
 from testbed.faults.conditions import FaultAction
 from testbed.faults.setting import Setting
 from testbed.network.link import Pair
-from testbed.part import Name, Part
 
 
 class LinkSetPart(Part):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from testbed.errors import Key
+from testbed.common.errors import Key
 from testbed.faults.actions.linkset import LinkFault, LinkSetPart
 from testbed.faults.conditions import Conditions
 from testbed.faults.setting import Setting

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from testbed.errors import Key
+from testbed.common.errors import Key
 from testbed.faults.conditions import Conditions, FaultAction
 from testbed.faults.setting import Setting
 from testbed.network.link import Link, Pair

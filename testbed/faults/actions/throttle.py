@@ -7,11 +7,11 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from testbed.errors import Key
+from testbed.common.errors import Key
+from testbed.common.part import Name, Part
+from testbed.common.quantities import Speed, format_speed
 from testbed.faults.conditions import FaultAction
 from testbed.faults.setting import Setting
-from testbed.part import Name, Part
-from testbed.quantities import Speed, format_speed
 
 MIN_FACTOR = 1e-6
 """Least share of its own speed at which a device can compute."""

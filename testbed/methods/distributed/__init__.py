@@ -5,7 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from testbed.device import Device
-from testbed.methods.base import Alternative, Job, Method, Problem
+from testbed.kits.layers.shard import State, weights_of
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.membership import MEMBERSHIP_KINDS
+from testbed.kits.messaging.recovery import persist
+from testbed.kits.messaging.roles import RoleHolder
+from testbed.kits.messaging.supervision import Supervisor, Timeouts
+from testbed.kits.pipeline.checkpointing import FromCheckpoint
+from testbed.kits.pipeline.serving import Serving
+from testbed.method import Alternative, Job, Method, Problem
 from testbed.methods.distributed.figures import DECLARED
 from testbed.methods.distributed.member import InferenceMember
 from testbed.methods.distributed.member_messages import MEMBER_KINDS, ConfigureMember
@@ -14,14 +22,6 @@ from testbed.methods.distributed.partition.distributed_plan import DistributedPl
 from testbed.methods.distributed.partition.storage import layers_stored
 from testbed.methods.distributed.planner import DistributedDetails, alternatives, distributed, flow_of, over, plan
 from testbed.methods.distributed.request_work import SPAN
-from testbed.methods.parts.checkpointing import FromCheckpoint
-from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.membership import MEMBERSHIP_KINDS
-from testbed.methods.parts.recovery import persist
-from testbed.methods.parts.roles import RoleHolder
-from testbed.methods.parts.serving import Serving
-from testbed.methods.parts.shard import State, weights_of
-from testbed.methods.parts.supervision import Supervisor, Timeouts
 from testbed.plan import Piece, Plan
 
 DistributedJob = Job[DistributedOptions, DistributedDetails]
@@ -31,7 +31,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     """The source spreads an image, workers exchange what the schemes need, the source has the result.
 
     A device holds the weights of its own parts and no others. Devices that die are dealt with as
-    `testbed.methods.parts.checkpointing` says, the layers being divided again over those that are left.
+    `testbed.kits.pipeline.checkpointing` says, the layers being divided again over those that are left.
     """
 
     name = "distributed"

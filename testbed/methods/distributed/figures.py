@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from testbed.formats import size
+from testbed.common.formats import size
 from testbed.methods.distributed.member_messages import TileInput, TileOutput, TileOverlap
 from testbed.trace.events import EventType
 from testbed.trace.figures import Declared, Figure, Metrics, Row

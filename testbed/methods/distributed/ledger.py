@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from testbed import formats
-from testbed.errors import TestbedError
+from testbed.common import formats
+from testbed.common.errors import TestbedError
 
 if TYPE_CHECKING:
     import torch

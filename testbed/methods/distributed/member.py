@@ -10,7 +10,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from testbed.device import Cost, Span
-from testbed.methods.base import Problem
+from testbed.kits.layers.shard import State
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
+from testbed.kits.pipeline.stage import Activation
+from testbed.method import Problem
 from testbed.methods.distributed.member_context import MemberContext
 from testbed.methods.distributed.member_messages import OutputPiece, PartialSums, TileInput, TileOutput, TileOverlap
 from testbed.methods.distributed.partition.dataflow import Dataflow
@@ -19,10 +23,6 @@ from testbed.methods.distributed.partition.resources import parameters
 from testbed.methods.distributed.partition.storage import layers_stored, stored
 from testbed.methods.distributed.request_work import RequestWork
 from testbed.methods.distributed.tile_work import TileWork
-from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.shard import State
-from testbed.methods.parts.stage import Activation
-from testbed.methods.parts.typed import Typed
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ K = TypeVar("K", bound=Typed)
 
 
 class InferenceMember:
-    """A `testbed.methods.parts.roles.LayerTask`; lives as long as its configuration."""
+    """A `testbed.kits.messaging.roles.LayerTask`; lives as long as its configuration."""
 
     def __init__(
         self, mailbox: Mailbox, problem: Problem, flow: Dataflow, coordinator: str, state: State | None

@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from testbed.device import Cost, Span
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
 from testbed.methods.distributed.ledger import Ledger
 from testbed.methods.distributed.partition.dataflow import Dataflow
-from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.typed import Typed
 
 if TYPE_CHECKING:
     from testbed.models.sliced import SlicedLayer, SlicedShape

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from testbed.methods.parts.shard import State
-from testbed.methods.parts.stage import Activation, Output
-from testbed.methods.parts.typed import Typed
+from testbed.kits.layers.shard import State
+from testbed.kits.messaging.typed import Typed
+from testbed.kits.pipeline.stage import Activation, Output
 
 if TYPE_CHECKING:
     import torch

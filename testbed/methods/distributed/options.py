@@ -6,11 +6,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from testbed.methods.base import Options
+from testbed.common.quantities import Duration
+from testbed.method import Options
 from testbed.methods.distributed.partition.candidates import SchemeName
 from testbed.methods.distributed.partition.communication import Reuse
 from testbed.methods.distributed.partition.execution import ExchangeMode, Execution, OverlapMode
-from testbed.quantities import Duration
 
 
 class DistributedOptions(Options):

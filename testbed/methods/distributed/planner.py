@@ -8,10 +8,10 @@ from itertools import permutations
 
 from pydantic import BaseModel, ConfigDict
 
+from testbed.common.errors import InputError
 from testbed.device import Cost
-from testbed.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.methods.base import Alternative, Problem
+from testbed.method import Alternative, Problem
 from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.partition.candidates import Candidate, PlanRequest, candidate
 from testbed.methods.distributed.partition.dataflow import Dataflow, dataflow

@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from testbed.device import Cost, Span
+from testbed.kits.pipeline.stage import Output
 from testbed.methods.distributed.member_context import MemberContext
 from testbed.methods.distributed.member_messages import OutputPiece, PartialSums
 from testbed.methods.distributed.partition.layer_tasks import LayerTask
 from testbed.methods.distributed.partition.ranges import Range
 from testbed.methods.distributed.partition.storage import as_range
 from testbed.methods.distributed.store import Block, Store
-from testbed.methods.parts.stage import Output
 from testbed.models.chain import forward_of
 
 if TYPE_CHECKING:

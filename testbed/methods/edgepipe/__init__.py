@@ -8,7 +8,7 @@ both from 1.
 from __future__ import annotations
 
 from testbed.device import Device
-from testbed.methods.base import Job, Method, Problem
+from testbed.method import Job, Method, Problem
 from testbed.methods.edgepipe.figures import DECLARED
 from testbed.methods.edgepipe.planner import EdgePipeDetails, EdgePipeOptions, plan, timetable_of
 from testbed.methods.edgepipe.timeslots import draw

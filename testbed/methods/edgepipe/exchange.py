@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from testbed.kits.messaging.mailbox import Mailbox
 from testbed.methods.edgepipe.messages import Losses, Outputs
 from testbed.methods.edgepipe.missing import Arrived, SenderPart, share_without
 from testbed.methods.edgepipe.partition import Partition
 from testbed.methods.edgepipe.recovery import Transmit
-from testbed.methods.parts.mailbox import Mailbox
 from testbed.models.slices import Channels, elements, pick
 
 Sent = TypeVar("Sent", Outputs, Losses)

@@ -6,8 +6,8 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
+from testbed.common.seeds import derive
 from testbed.methods.edgepipe.topology import Matrix
-from testbed.seeds import derive
 
 Order = tuple[int, ...]
 """For each super neuron, the index of its device."""

@@ -9,7 +9,9 @@ import torch
 from torch.nn import functional
 
 from testbed.device import Device
-from testbed.methods.base import Job
+from testbed.kits.layers.feed import Training
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.method import Job
 from testbed.methods.edgepipe.exchange import CastExchange, Placement, Planned
 from testbed.methods.edgepipe.messages import KINDS, Losses, Outputs
 from testbed.methods.edgepipe.microbatches import MicroBatches, update_after
@@ -28,8 +30,6 @@ from testbed.methods.edgepipe.recovery import Acknowledged, Repeated, Transmit
 from testbed.methods.edgepipe.slots import slots
 from testbed.methods.edgepipe.testing import TestRuns
 from testbed.methods.edgepipe.timeslots import LayerAction, SlotSegment, Timetable, segments
-from testbed.methods.parts.feed import Training
-from testbed.methods.parts.mailbox import Mailbox
 from testbed.models.slices import pick
 
 EdgePipeJob = Job[EdgePipeOptions, EdgePipeDetails]

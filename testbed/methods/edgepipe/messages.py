@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from testbed.methods.parts.typed import Typed
+from testbed.kits.messaging.typed import Typed
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from testbed.data.batches import micro_batches
+from testbed.kits.layers.feed import Training
+from testbed.kits.layers.layer_shard import LayerShard
 from testbed.methods.edgepipe.missing import Learn, at_once, back
-from testbed.methods.parts.feed import Training
-from testbed.methods.parts.layer_shard import LayerShard
 
 
 class MicroBatches:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from testbed.methods.parts.layer_shard import LayerShard
+from testbed.kits.layers.layer_shard import LayerShard
 from testbed.models.slices import Channels, elements
 
 

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 
 from testbed.device import Device, Span
-from testbed.methods.base import Problem
+from testbed.kits.layers.layer_shard import LayerShard
+from testbed.kits.layers.shard import State
+from testbed.method import Problem
 from testbed.methods.edgepipe.missing import Learn
 from testbed.methods.edgepipe.planner import EdgePipeOptions, LayerCosts, layer_costs, layers_of, slice_of
-from testbed.methods.parts.layer_shard import LayerShard
-from testbed.methods.parts.shard import State
 from testbed.models.sliced import draw
 from testbed.models.slices import Channels
 

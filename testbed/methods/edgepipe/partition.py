@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 
 Allocation = Literal["vertical", "hybrid", "horizontal"]
 """Groups of one layer each, as equation (1) has them, or one group of all layers."""

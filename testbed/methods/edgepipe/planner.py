@@ -10,15 +10,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed import cast, formats
+from testbed.common import formats
+from testbed.common.errors import InputError
+from testbed.common.quantities import Duration
 from testbed.device import Cost
-from testbed.errors import InputError
-from testbed.methods.base import Options, Problem
+from testbed.kits.layers import costs
+from testbed.method import Options, Problem
 from testbed.methods.edgepipe import mapping
 from testbed.methods.edgepipe.partition import Allocation, Partition, SuperNeuron, partition
 from testbed.methods.edgepipe.timeslots import MARGIN, Timetable, fill_and_drain, timetable
 from testbed.methods.edgepipe.topology import Matrix, connectivity, coordinator, passes
-from testbed.methods.parts import costs
 from testbed.models.chain import backward_of, forward_of
 from testbed.models.graph import Graph, GraphLayer, graph_of
 from testbed.models.layers import Dropout
@@ -27,7 +28,7 @@ from testbed.models.slices import Channels, Slice
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Pair
 from testbed.plan import Details, Piece, Plan
-from testbed.quantities import Duration
+from testbed.wire import cast
 
 ANSWER = 0.005
 """Seconds that a device may take to acknowledge a cast, beside the transmission."""

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from testbed.kits.messaging.mailbox import Mailbox
 from testbed.methods.edgepipe.messages import Heard, Losses, Outputs
-from testbed.methods.parts.mailbox import Mailbox
 
 
 class Transmit(Protocol):

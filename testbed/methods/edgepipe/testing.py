@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from testbed.data.dataset import Dataset
-from testbed.methods.parts.feed import Requests
-from testbed.methods.parts.score import Score
+from testbed.kits.layers.feed import Requests
+from testbed.kits.layers.score import Score
 
 
 class TestRuns:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from testbed.common.errors import InputError
+from testbed.common.quantities import Size
 from testbed.device import Device
-from testbed.errors import InputError
-from testbed.methods.base import Job, Method, Options, Problem
+from testbed.method import Job, Method, Options, Problem
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Piece, Plan
-from testbed.quantities import Size
-from testbed.wire import Message
+from testbed.wire.message import Message
 
 DEFAULT_REQUESTS = 50
 LISTENING_SECONDS = 0.2

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from testbed.methods.asynchronous.method import AsynchronousMethod
-from testbed.methods.asynchronous.partitioners import HomogeneousPartitioner
-from testbed.methods.base import Problem
+from testbed.kits.asynchronous.method import AsynchronousMethod
+from testbed.kits.asynchronous.partitioners import HomogeneousPartitioner
+from testbed.method import Problem
 from testbed.methods.ftpipehd.partitioner import AdaptivePartitioner, FTPipeHDOptions
 
 

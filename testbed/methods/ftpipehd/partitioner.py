@@ -10,9 +10,9 @@ from statistics import fmean
 
 from pydantic import Field
 
-from testbed.errors import InputError
-from testbed.methods.asynchronous.partitioners import AsynchronousOptions, HomogeneousPartitioner, pipeline_over
-from testbed.methods.base import Problem
+from testbed.common.errors import InputError
+from testbed.kits.asynchronous.partitioners import AsynchronousOptions, HomogeneousPartitioner, pipeline_over
+from testbed.method import Problem
 from testbed.methods.ftpipehd.adaptation import Repartition, estimate, worthwhile
 from testbed.network.link import Link, Pair
 from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, measured

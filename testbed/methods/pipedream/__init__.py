@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.methods.asynchronous.method import AsynchronousMethod
-from testbed.methods.asynchronous.partitioners import AsynchronousOptions, EvenPartitioner, HomogeneousPartitioner
-from testbed.methods.base import Problem
+from testbed.kits.asynchronous.method import AsynchronousMethod
+from testbed.kits.asynchronous.partitioners import AsynchronousOptions, EvenPartitioner, HomogeneousPartitioner
+from testbed.method import Problem
 
 
 class PipeDreamOptions(AsynchronousOptions):

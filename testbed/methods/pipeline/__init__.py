@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from testbed.device import Device
-from testbed.methods.base import Job, Method, Problem
-from testbed.methods.parts.feed import Requests, Training
-from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.membership import MEMBERSHIP_KINDS
-from testbed.methods.parts.recovery import persist
-from testbed.methods.parts.roles import RoleHolder
-from testbed.methods.parts.stage import Configure, Stage, StagePosition
-from testbed.methods.parts.stages import recover_stages, supervise_stages
+from testbed.kits.layers.feed import Requests, Training
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.membership import MEMBERSHIP_KINDS
+from testbed.kits.messaging.recovery import persist
+from testbed.kits.messaging.roles import RoleHolder
+from testbed.kits.pipeline.stage import Configure, Stage, StagePosition
+from testbed.kits.pipeline.stages import recover_stages, supervise_stages
+from testbed.method import Job, Method, Problem
 from testbed.methods.pipeline.options import PipelineOptions
 from testbed.methods.pipeline.planner import PipelineDetails, plan, stages_over
 from testbed.methods.pipeline.trainer import Trainer
@@ -26,7 +26,7 @@ class Pipeline(Method[PipelineOptions, PipelineDetails]):
 
     A batch is cut into micro-batches whose gradients add up to the batch's, so weights equal the undivided model's
     to round-off; batch normalisation alone sees micro-batches, as in GPipe, and so differs. Stages that die, come back
-    or stay away are dealt with as `testbed.methods.parts.checkpointing` says.
+    or stay away are dealt with as `testbed.kits.pipeline.checkpointing` says.
     """
 
     name = "pipeline"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.methods.parts.arrangement import StagesOptions
+from testbed.kits.pipeline.arrangement import StagesOptions
 
 MICRO_BATCHES = {"model-parallelism": 1, "gpipe": 4, "1f1b": 4}
 """What ``micro_batches`` is where it is not given."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pydantic import ConfigDict
 
 from testbed.hardware import DeviceSpec
-from testbed.methods.base import Problem
-from testbed.methods.parts import costs
-from testbed.methods.parts.arrangement import all_devices, devices_among, pieces
+from testbed.kits.layers import costs
+from testbed.kits.pipeline.arrangement import all_devices, devices_among, pieces
+from testbed.method import Problem
 from testbed.methods.pipeline.options import PipelineOptions
 from testbed.partition import Cuts, SynchronousPipeline
 from testbed.plan import Details, Piece, Plan

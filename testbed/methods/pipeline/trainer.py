@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from testbed.data.batches import micro_batches
-from testbed.methods.parts.checkpointing import FromCheckpoint
-from testbed.methods.parts.feed import Requests, Training
-from testbed.methods.parts.forwarding import evaluate
-from testbed.methods.parts.score import told
-from testbed.methods.parts.stage import Activation, Labels
-from testbed.methods.parts.supervision import Supervisor
+from testbed.kits.layers.feed import Requests, Training
+from testbed.kits.layers.score import told
+from testbed.kits.messaging.supervision import Supervisor
+from testbed.kits.pipeline.checkpointing import FromCheckpoint
+from testbed.kits.pipeline.forwarding import evaluate
+from testbed.kits.pipeline.stage import Activation, Labels
 from testbed.methods.pipeline.updates import Loss, Routine, Updated
 
 
 class Trainer:
-    """A `testbed.methods.parts.recovery.ResumableWork`."""
+    """A `testbed.kits.messaging.recovery.ResumableWork`."""
 
     def __init__(
         self, supervisor: Supervisor, recovery: FromCheckpoint, training: Training, tests: Requests, routine: Routine

@@ -8,12 +8,12 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from testbed.device import Span
-from testbed.methods.parts import costs
-from testbed.methods.parts.checkpointing import UnitState
-from testbed.methods.parts.shard import State, restrict
-from testbed.methods.parts.stage import STAGE_KINDS, Activation, Gradient, Stage
-from testbed.methods.parts.stage_loop import Passage, StageLoop
-from testbed.methods.parts.typed import Fixed, Typed
+from testbed.kits.layers import costs
+from testbed.kits.layers.shard import State, restrict
+from testbed.kits.messaging.typed import Fixed, Typed
+from testbed.kits.pipeline.checkpointing import UnitState
+from testbed.kits.pipeline.stage import STAGE_KINDS, Activation, Gradient, Stage
+from testbed.kits.pipeline.stage_loop import Passage, StageLoop
 from testbed.schedule import Action, Schedule
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Routine:
     evaluate_every: int | None = None
     """Steps; None: at the end only."""
     recompute: bool = False
-    """See `testbed.methods.parts.stage_loop.UpdatePolicy`."""
+    """See `testbed.kits.pipeline.stage_loop.UpdatePolicy`."""
 
     def checkpoints(self, step: int, steps: int) -> bool:
         """Say whether the state after ``step`` of ``steps`` is kept."""
@@ -60,7 +60,7 @@ class Routine:
 
 
 class SynchronousUpdates:
-    """An `testbed.methods.parts.stage_loop.UpdatePolicy`: the same weights for all micro-batches of a step."""
+    """An `testbed.kits.pipeline.stage_loop.UpdatePolicy`: the same weights for all micro-batches of a step."""
 
     def __init__(self, stage: Stage, routine: Routine) -> None:
         self.recompute = routine.recompute

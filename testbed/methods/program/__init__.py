@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
-from testbed.errors import InputError, TestbedError
-from testbed.methods.base import Job, Method, Options, Problem
-from testbed.methods.collaborative.figures import ROUND, ROUND_TIME
-from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.typed import Typed
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
+from testbed.kits.rounds.figures import ROUND, ROUND_TIME
+from testbed.method import Job, Method, Options, Problem
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Declared, Row

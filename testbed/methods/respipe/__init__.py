@@ -7,14 +7,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.methods.asynchronous.method import AsynchronousMethod
-from testbed.methods.asynchronous.partitioners import (
+from testbed.kits.asynchronous.method import AsynchronousMethod
+from testbed.kits.asynchronous.partitioners import (
     AsynchronousOptions,
     HomogeneousPartitioner,
     TakeOverPartitioner,
     pipeline_over,
 )
-from testbed.methods.base import Problem
+from testbed.method import Problem
 from testbed.partition.asynchronous import AsynchronousPipeline, capacities
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from testbed.device import Device
-from testbed.methods.base import Job, Method, Problem
-from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.membership import MEMBERSHIP_KINDS
-from testbed.methods.parts.recovery import persist
-from testbed.methods.parts.roles import RoleHolder
-from testbed.methods.parts.serving import Serving
-from testbed.methods.parts.stage import STAGE_KINDS, Configure, Stage, StagePosition
-from testbed.methods.parts.stages import recover_stages, supervise_stages
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.membership import MEMBERSHIP_KINDS
+from testbed.kits.messaging.recovery import persist
+from testbed.kits.messaging.roles import RoleHolder
+from testbed.kits.pipeline.serving import Serving
+from testbed.kits.pipeline.stage import STAGE_KINDS, Configure, Stage, StagePosition
+from testbed.kits.pipeline.stages import recover_stages, supervise_stages
+from testbed.method import Job, Method, Problem
 from testbed.methods.sequential.planner import SequentialDetails, SequentialOptions, plan, stages_over
 from testbed.plan import Plan
 
@@ -21,7 +21,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     """Each device computes its units and passes the result on; the outputs come back to the first device.
 
     With one request in flight its latency is that of the whole chain; with more the devices work on several at once
-    ("layer pipelining"). Devices that die are dealt with as `testbed.methods.parts.checkpointing` says; requests that
+    ("layer pipelining"). Devices that die are dealt with as `testbed.kits.pipeline.checkpointing` says; requests that
     got lost with them are sent again, and their latency counts from the first time.
     """
 

@@ -9,12 +9,12 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from testbed.hardware import DeviceSpec
-from testbed.methods.base import Problem
-from testbed.methods.parts.arrangement import StagesOptions, all_devices, devices_among, pieces
+from testbed.kits.pipeline.arrangement import StagesOptions, all_devices, devices_among, pieces
+from testbed.method import Problem
 from testbed.partition import Chain, Cuts
 from testbed.partition.cuts import Costs, least_bottleneck
 from testbed.plan import Details, Piece, Plan
-from testbed.wire import size_around
+from testbed.wire.message import size_around
 
 
 class SequentialOptions(StagesOptions):

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from testbed.common.errors import InputError
 from testbed.data.dataset import Dataset
 from testbed.device import Device, Span
-from testbed.errors import InputError
-from testbed.methods.base import Job, Method, Options, Problem
-from testbed.methods.parts import costs
-from testbed.methods.parts.answers import Answers
-from testbed.methods.parts.feed import Requests, Training
-from testbed.methods.parts.score import Score, told
-from testbed.methods.parts.shape_shard import ShapeShard
-from testbed.methods.parts.shape_shard import shard as make
-from testbed.methods.parts.shard import Shard, weights_of
+from testbed.kits.layers import costs
+from testbed.kits.layers.answers import Answers
+from testbed.kits.layers.feed import Requests, Training
+from testbed.kits.layers.score import Score, told
+from testbed.kits.layers.shape_shard import ShapeShard
+from testbed.kits.layers.shape_shard import shard as make
+from testbed.kits.layers.shard import Shard, weights_of
+from testbed.method import Job, Method, Options, Problem
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.plan import Piece, Plan
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pydantic import Field
 
 from testbed.device import Device
-from testbed.methods.base import Job, Method, Problem
-from testbed.methods.collaborative import planner
-from testbed.methods.collaborative.figures import DECLARED
-from testbed.methods.collaborative.options import SPLIT, RoundOptions, SplitPoints
-from testbed.methods.collaborative.planner import CollaborativeDetails, Team
-from testbed.methods.collaborative.programs import Style, run
+from testbed.kits.rounds import planner
+from testbed.kits.rounds.figures import DECLARED
+from testbed.kits.rounds.options import SPLIT, RoundOptions, SplitPoints
+from testbed.kits.rounds.planner import CollaborativeDetails, Team
+from testbed.kits.rounds.programs import Style, run
+from testbed.method import Job, Method, Problem
 from testbed.plan import Plan
 
 

@@ -6,7 +6,7 @@ Layers and batches are numbered as in `testbed.methods.edgepipe`, whose partitio
 from __future__ import annotations
 
 from testbed.device import Device
-from testbed.methods.base import Job, Method, Problem
+from testbed.method import Job, Method, Problem
 from testbed.methods.edgepipe.planner import timetable_of
 from testbed.methods.edgepipe.timeslots import draw
 from testbed.methods.versatile.figures import DECLARED

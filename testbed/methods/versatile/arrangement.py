@@ -10,9 +10,9 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from testbed.common.seeds import derive
 from testbed.methods.edgepipe.partition import Partition
 from testbed.models.slices import NONE, Channels, as_channels
-from testbed.seeds import derive
 
 Holders = Mapping[str, Channels]
 """The neurons of one layer, by device; every member of the layer's group has at least one."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from testbed.kits.messaging.mailbox import Mailbox
 from testbed.methods.edgepipe.exchange import Placement
 from testbed.methods.edgepipe.messages import Losses, Outputs
 from testbed.methods.edgepipe.missing import Arrived
 from testbed.methods.edgepipe.recovery import Transmit
-from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.versatile.messages import Complete
 
 

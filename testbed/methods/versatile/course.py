@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from testbed.methods.parts.mailbox import Mailbox
-from testbed.methods.parts.typed import Typed
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
 from testbed.methods.versatile.arrangement import moves
 from testbed.methods.versatile.credibility import average, silent
 from testbed.methods.versatile.decisions import Decision, Setting, after_window, coordinator, entered, without

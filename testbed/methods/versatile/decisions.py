@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from testbed.errors import TestbedError
+from testbed.common.errors import TestbedError
 from testbed.methods.versatile.arrangement import Arrangement, joined, left, rearranged
 
 Cause = Literal["failure", "credibility", "retirement", "join"]

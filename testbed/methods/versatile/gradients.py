@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from testbed.kits.layers.layer_shard import LayerShard
+from testbed.kits.layers.shard import State
 from testbed.methods.edgepipe.missing import back
-from testbed.methods.parts.layer_shard import LayerShard
-from testbed.methods.parts.shard import State
 from testbed.methods.versatile.planner import Granularity
 
 

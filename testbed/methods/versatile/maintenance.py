@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from testbed.device import Device
+from testbed.kits.layers.layer_shard import LayerShard
 from testbed.methods.edgepipe.missing import Arrived, Confirm, Missing
-from testbed.methods.parts.layer_shard import LayerShard
 from testbed.methods.versatile.forward import Rates, merged, valid
 from testbed.methods.versatile.gradients import Saved, fresh, pass_on
 from testbed.methods.versatile.knowledge import Knowledge

@@ -6,12 +6,12 @@ from contextlib import aclosing
 
 from testbed.data.batches import steps_per_epoch
 from testbed.device import Device
-from testbed.methods.base import Job
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.method import Job
 from testbed.methods.edgepipe.exchange import CastExchange
 from testbed.methods.edgepipe.member import Member, recovery
 from testbed.methods.edgepipe.neurons import Neurons
 from testbed.methods.edgepipe.planner import answering_time, neuron_values, timetable_of
-from testbed.methods.parts.mailbox import Mailbox
 from testbed.methods.versatile.confirming import Confirming, Ideal
 from testbed.methods.versatile.course import Course
 from testbed.methods.versatile.credibility import Reception
@@ -22,7 +22,7 @@ from testbed.methods.versatile.maintenance import Maintenance
 from testbed.methods.versatile.messages import KINDS
 from testbed.methods.versatile.planner import VersatileDetails, VersatileOptions, arrangement
 from testbed.methods.versatile.windows import Windows
-from testbed.wire import Message
+from testbed.wire.message import Message
 
 VersatileJob = Job[VersatileOptions, VersatileDetails]
 STARTED = "started"

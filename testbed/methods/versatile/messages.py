@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from testbed.kits.messaging.typed import Typed
 from testbed.methods.edgepipe.messages import KINDS as CASTS
-from testbed.methods.parts.typed import Typed
 
 if TYPE_CHECKING:
-    from testbed.methods.parts.shard import State
+    from testbed.kits.layers.shard import State
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.errors import InputError
-from testbed.methods.base import Problem
+from testbed.common.errors import InputError
+from testbed.common.quantities import Fraction
+from testbed.common.seeds import derive
+from testbed.method import Problem
 from testbed.methods.edgepipe import planner as edgepipe
 from testbed.methods.edgepipe.planner import EdgePipeDetails, EdgePipeOptions, division_of, timetable_of
 from testbed.methods.versatile.arrangement import Arrangement, arrangement_of
@@ -19,8 +21,6 @@ from testbed.methods.versatile.credibility import ALPHA
 from testbed.methods.versatile.thresholds import PATIENCE
 from testbed.models.slices import as_channels
 from testbed.plan import Plan
-from testbed.quantities import Fraction
-from testbed.seeds import derive
 
 Granularity = Literal["layer", "neuron", "link"]
 """What has to have arrived for new gradients: all transmissions to the layer, all to the neuron, or any to it."""

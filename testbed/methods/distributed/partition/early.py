@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 from testbed.models.graph import Graph
 from testbed.models.shapes import INPUT
 

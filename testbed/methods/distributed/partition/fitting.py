@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from testbed import formats
-from testbed.errors import InputError
+from testbed.common import formats
+from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.partition.candidates import PlanRequest, SchemeName, candidate
 from testbed.methods.distributed.partition.distributed_plan import DistributedPlan

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from fractions import Fraction
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, elements
 from testbed.methods.distributed.partition.distributed_plan import Scheme
 from testbed.models.graph import Graph

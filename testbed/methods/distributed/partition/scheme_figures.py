@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from testbed.errors import InputError
+from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.partition.candidates import SCHEMES, Candidate, PlanRequest, candidate
 from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, total

@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+from testbed.common.errors import InputError
 from testbed.device import Cost
-from testbed.errors import InputError
 from testbed.methods.distributed.partition.distributed_plan import Region, Tile, Tiling
 from testbed.methods.distributed.partition.overlap import between, is_late
 from testbed.methods.distributed.partition.ranges import NOTHING, Range

@@ -11,7 +11,7 @@ from itertools import pairwise
 from testbed.methods.distributed.partition.dataflow import Dataflow
 from testbed.methods.distributed.partition.ranges import Pieces, Range, common
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
-from testbed.wire import size_around
+from testbed.wire.message import size_around
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What several papers share, said once, with hooks where papers differ."""

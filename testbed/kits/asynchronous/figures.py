@@ -1,0 +1,300 @@
+"""What asynchronous training tells of its runs: how it recovered, how it changed its partition, what it kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from testbed.kits.asynchronous.messages import FetchedUnit
+from testbed.trace.disturbances import Recovery
+from testbed.trace.events import Event, EventType
+from testbed.trace.figures import Column, Declared, Figure, Item, Metrics, Row, Table
+from testbed.trace.record import Record
+
+# How it recovers: the phases "repartitioned", "redistributed" and "trained" of its recovery events.
+
+
+def _received(record: Record, begun: float, ended: float) -> float:
+    """Return the bytes of weights and optimizer state that devices received in this time, as messages."""
+    got = (event for event in record.of("receive") if begun <= event.time <= ended)
+    return float(sum(event.fields["bytes"] for event in got if event.fields["message"] == FetchedUnit.kind))
+
+
+def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
+    decided, sent, trained = (item.phases.get(name) for name in ("repartitioned", "redistributed", "trained"))
+    return {
+        "repartitioned": decided.time if decided else None,
+        "redistributed": sent.time if sent else None,
+        "trained": trained.time if trained else None,
+        "moved": _received(record, item.detected, sent.time) if sent else None,
+        "case": decided.fields.get("case") if decided else None,
+    }
+
+
+def _recoveries(record: Record) -> list[dict[str, Any]]:
+    return [{"struck": item.struck, "detected": item.detected} | _recovery(item, record) for item in record.recoveries]
+
+
+def _outage(record: Record, recovery: Item) -> float | None:
+    """Return the seconds from the strike of what was recovered from until a batch was done that had not been before."""
+    struck, detected = recovery["struck"], recovery["detected"]
+    if struck is None:
+        return None
+    steps = record.of("step")
+    before = max((step.fields["step"] for step in steps if step.time <= detected), default=-1)
+    return next((step.time - struck for step in steps if step.time > detected and step.fields["step"] > before), None)
+
+
+def _longest_outage(record: Record) -> float | None:
+    found = [_outage(record, recovery) for recovery in record.once(_recoveries)]
+    return max((seconds for seconds in found if seconds is not None), default=None)
+
+
+def _rest(record: Record) -> float | None:
+    """Return the seconds from the last resumption to the last batch."""
+    resumed = [item.resumed for item in record.recoveries if item.resumed is not None]
+    steps = record.of("step")
+    return steps[-1].time - resumed[-1] if resumed and steps else None
+
+
+def _span(item: Item, begun: str, ended: str) -> float | None:
+    first, last = item.get(begun), item.get(ended)
+    return None if first is None or last is None else last - first
+
+
+def _longest(record: Record, begun: str, ended: str) -> float | None:
+    spans = [_span(item, begun, ended) for item in record.once(_recoveries)]
+    return max((span for span in spans if span is not None), default=None)
+
+
+def _moved(record: Record) -> float | None:
+    moved = [item["moved"] for item in record.once(_recoveries) if item["moved"] is not None]
+    return sum(moved) if moved else None
+
+
+def _told(metrics: Metrics) -> list[Item]:
+    """Return the recoveries that came as far as a decision."""
+    return [
+        item
+        for item in metrics["recovery_list"]
+        if item.get("repartitioned") is not None or item.get("trained") is not None
+    ]
+
+
+RECOVERY = (
+    Figure(
+        "repartition_time",
+        "seconds",
+        "longest, from the detection to the decision who goes on with what",
+        lambda record: _longest(record, "detected", "repartitioned"),
+    ),
+    Figure(
+        "redistribution_time",
+        "seconds",
+        "longest, from that decision until all devices have what they need",
+        lambda record: _longest(record, "repartitioned", "redistributed"),
+    ),
+    Figure(
+        "first_batch_time",
+        "seconds",
+        "longest, from the detection until the first batch after it was trained",
+        lambda record: _longest(record, "detected", "trained"),
+    ),
+    Figure(
+        "outage",
+        "seconds",
+        "longest, from the strike until a batch was trained that had not been before: with all that is done again",
+        _longest_outage,
+    ),
+    Figure("rest", "seconds", "from the last resumption after a fault until the last batch was trained", _rest),
+    Figure("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved),
+)
+
+RECOVERIES = Table(
+    "Recoveries",
+    "How the method went on after a fault. Detection: from the strike. Repartition: from then until it is decided who "
+    "goes on with what. Redistribution: until all devices have what they need for it. First batch: from the detection "
+    "until a batch is trained again.",
+    _told,
+    (
+        Column("Missing", "text", lambda item: ", ".join(item["missing"])),
+        Column("Case", "text", "case", wide=True),
+        Column("Batch", "number", "step", wide=True),
+        Column("Detection", "seconds", lambda item: _span(item, "struck", "detected")),
+        Column("Repartition", "seconds", lambda item: _span(item, "detected", "repartitioned")),
+        Column("Redistribution", "seconds", lambda item: _span(item, "repartitioned", "redistributed")),
+        Column("First batch", "seconds", lambda item: _span(item, "detected", "trained")),
+        Column("Moved", "bytes", "moved"),
+    ),
+)
+
+
+# Changes of the partition in a run that goes on: its events "repartition".
+
+
+def _changes(record: Record) -> list[Event]:
+    return record.of("repartition")
+
+
+def _of_longest(record: Record, key: str) -> float | None:
+    changes = [event.fields for event in _changes(record)]
+    return max(changes, key=lambda fields: float(fields["seconds"]))[key] if changes else None
+
+
+def _moving(record: Record) -> float | None:
+    return max((event.fields["seconds"] - event.fields["draining"] for event in _changes(record)), default=None)
+
+
+def _changed_bytes(record: Record) -> float | None:
+    changes = _changes(record)
+    return sum(_moved_by(event, record) for event in changes) if changes else None
+
+
+def _moved_by(change: Event, record: Record) -> float:
+    return _received(record, change.time - change.fields["seconds"] + change.fields["draining"], change.time)
+
+
+def _repartition_list(record: Record) -> list[dict[str, Any]]:
+    return [{"time": event.time, **event.fields, "bytes": _moved_by(event, record)} for event in _changes(record)]
+
+
+def _partition(item: Item) -> str:
+    return ", ".join(f"{device} {units(first, last)}" for device, first, last in item["partition"])
+
+
+def units(first: int, last: int) -> str:
+    """Write the units from ``first`` to before ``last``."""
+    return f"{first}–{last - 1}" if last - first > 1 else f"{first}" if last > first else "none"
+
+
+CHANGES = (
+    Figure(
+        "repartitions",
+        "number",
+        "changes of the partition in a run that goes on, without those of recoveries",
+        lambda record: len(_changes(record)) if record.of("versions") else None,
+    ),
+    Figure(
+        "repartition_pause",
+        "seconds",
+        "longest that such a change let no batch in, draining included",
+        lambda record: _of_longest(record, "seconds"),
+    ),
+    Figure(
+        "repartition_draining",
+        "seconds",
+        "of that pause, until the pipeline was empty",
+        lambda record: _of_longest(record, "draining"),
+    ),
+    Figure(
+        "repartition_moving",
+        "seconds",
+        "longest that such a change took from then on: agreeing and moving",
+        _moving,
+    ),
+    Figure(
+        "repartition_bytes",
+        "bytes",
+        "received in such changes: weights and optimizer state, as messages",
+        _changed_bytes,
+    ),
+)
+
+REPARTITIONS = Table(
+    "Repartitions",
+    "Changes of the partition in a run that goes on. Pause: from when no further batch was let in until training could "
+    "go on. Draining: the part of it until the pipeline was empty. Moved: weights and optimizer state.",
+    "repartition_list",
+    (
+        Column("At", "moment", "time"),
+        Column("Batch", "number", "step", wide=True),
+        Column("Units from then on", "text", _partition),
+        Column("Pause", "seconds", "seconds"),
+        Column("Draining", "seconds", "draining"),
+        Column("Moved", "bytes", "bytes"),
+    ),
+)
+
+
+# Versions of the weights: its events "versions", one of each stage and stretch.
+
+
+def _version_list(record: Record) -> list[dict[str, Any]]:
+    return [{"device": event.device, **event.fields} for event in record.of("versions")]
+
+
+VERSIONS_KEPT = Figure(
+    "versions_kept",
+    "number",
+    "of its weights, that any stage kept at once",
+    lambda record: max((event.fields["kept"] for event in record.of("versions")), default=None),
+)
+
+VERSIONS = Table(
+    "Versions of the weights",
+    "What each stage held at most, in each stretch of training between two changes of the partition. A stretch that a "
+    "failure ended is missing. In use: versions that batches under way still needed. Kept: with the latest, and those "
+    "kept for aggregation. Allowed: batches that may be under way from this stage on. Replicas: of other stages.",
+    lambda metrics: sorted(metrics.get("version_list", ()), key=lambda item: (item["step"], item["stage"])),
+    (
+        Column("Until batch", "number", "step", wide=True),
+        Column("Stage", "number", "stage"),
+        Column("Device", "text", "device"),
+        Column("In use", "number", "in_use"),
+        Column("Kept", "number", "kept"),
+        Column("Allowed", "number", "allowed"),
+        Column("Size", "bytes", "bytes"),
+        Column("Replicas", "bytes", "replicas"),
+    ),
+)
+
+
+def _changed(metrics: Metrics) -> bool:
+    return bool(metrics.get("repartitions") or metrics["recoveries"])
+
+
+def _pause_note(metrics: Metrics) -> str:
+    single = metrics["repartitions"] == 1
+    what = "pause for a repartition" if single else "longest pause of {repartitions} repartitions"
+    return what + "; {repartition_draining} of it the pipeline ran empty"
+
+
+DECLARED = Declared(
+    figures=(*RECOVERY, *CHANGES, VERSIONS_KEPT),
+    lists={"version_list": _version_list, "repartition_list": _repartition_list},
+    recovery=_recovery,
+    events=(
+        EventType(
+            "stretch",
+            "a stretch of training begins with this batch",
+            ("batch",),
+            ("step", "in_flight", "partition", "configuration"),
+        ),
+        EventType(
+            "repartition",
+            "the partition has changed before this batch",
+            ("batch",),
+            ("step", "partition", "seconds", "draining"),
+            pause=True,
+        ),
+        EventType(
+            "versions",
+            "what a stage kept in the stretch that ended before this batch",
+            ("batch",),
+            ("step", "stage", "in_use", "kept", "allowed", "bytes", "replicas"),
+        ),
+        EventType("profile", "what each unit takes, as measured before training", (), ("seconds",)),
+        EventType("bandwidth", "what a link carries, as measured", (), ("source", "destination", "rate")),
+    ),
+    rows=(
+        Row("Step time after", "{step_time_after}", "since the last recovery or repartition", when=_changed),
+        Row("Repartition", "{repartition_pause}", _pause_note, when=lambda metrics: "repartitions" in metrics),
+        Row(
+            "Busiest",
+            "{busiest_share}",
+            lambda metrics: f"of the time{' since then' if _changed(metrics) else ''}, one device or link",
+            when=lambda metrics: "versions_kept" in metrics,
+        ),
+        Row("Versions", "{versions_kept}", "of its weights, kept at once by a stage"),
+    ),
+    tables=(RECOVERIES, REPARTITIONS, VERSIONS),
+)

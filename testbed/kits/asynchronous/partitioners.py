@@ -1,0 +1,232 @@
+"""Partitions of an asynchronous pipeline as the methods choose them; what each knows of the devices by then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pydantic import ConfigDict, Field
+
+from testbed.common.quantities import Duration
+from testbed.kits.asynchronous.replication import Replication
+from testbed.kits.asynchronous.updates import Asynchrony
+from testbed.kits.layers import costs
+from testbed.kits.pipeline.arrangement import StagesOptions, all_devices, pieces
+from testbed.method import Problem
+from testbed.network.link import Pair
+from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, divisible_limit
+from testbed.partition.asynchronous import capacities as given
+from testbed.partition.cuts import even
+from testbed.partition.redistribution import StagePartition, take_over
+from testbed.plan import Details, Piece, Plan
+
+
+class AsynchronousOptions(StagesOptions):
+    """Options of every method that trains asynchronously."""
+
+    in_flight: int | None = Field(
+        None, ge=1, description="batches under way at once, at most; default, and never more than: one a stage"
+    )
+    vertical_sync: bool = Field(True, description="one version of the weights for a batch on all stages")
+    aggregate: int = Field(
+        0, ge=0, description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never"
+    )
+    evaluate_every: int | None = Field(None, ge=1, description="in steps; default: at the end only")
+    return_window: Duration = Field(0.0, description="how long a lost device may take to come back")
+    selection: Duration = Field(5.0, description="how long devices may take to answer before training begins without")
+    chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")
+    global_every: int = Field(100, ge=0, description="batches after which all weights go to the first device; 0: never")
+    copies: int = Field(1, ge=1, description="of the next devices, that keep each stage's weights: i lost neighbours")
+
+    @property
+    def replication(self) -> Replication:
+        """When weights are replicated."""
+        return Replication(self.chain_every, self.global_every, self.copies)
+
+    @property
+    def asynchrony(self) -> Asynchrony:
+        """What every stage has to know."""
+        return Asynchrony(self.replication, self.in_flight, self.vertical_sync, self.aggregate)
+
+
+def pipeline_over(
+    problem: Problem[AsynchronousOptions],
+    names: Sequence[str],
+    profile: UnitTimes | None = None,
+    capacities: Sequence[float] | None = None,
+) -> AsynchronousPipeline:
+    """Return the pipeline over these devices, by default with all as fast as the first.
+
+    Without a profile the units take on the first device what the testbed charges it.
+    """
+    options, workload, units = problem.options, problem.workload, problem.model.units
+    update_flops = costs.update_flops(workload.optimizer)
+    chain = options.chain_every > 0
+
+    def extra(stage: int, start: int, end: int) -> float:
+        """Return the most bytes that replicas take.
+
+        A stage has its own units, and in a chain those of stages before, which the planner counts as all before its
+        own, of up to three points: the last one, the next, which is not complete yet, and where a repartition goes on
+        from. The first device has everything of two, and may have the last stage's units of one that is but a chain.
+        """
+        if stage == 0:
+            return (2 + chain) * costs.state_bytes(units, workload.optimizer)
+        points = 3 if chain or options.global_every else 2
+        return points * costs.state_bytes(units[0 if chain else start : end], workload.optimizer)
+
+    def replicas(stage: int, start: int, end: int) -> dict[int, float]:
+        """Return the bytes of a stage's own units that go to the next stage and to the first, a batch's share."""
+        state, sent = costs.state_bytes(units[start:end], workload.optimizer), dict.fromkeys(range(len(names)), 0.0)
+        if chain:
+            for keeper in options.replication.keepers(stage, len(names)):
+                sent[keeper] += state / options.chain_every
+        if options.global_every:
+            sent[0] += state / options.global_every
+        return {target: size for target, size in sent.items() if size and target != stage}
+
+    return AsynchronousPipeline(
+        model=problem.model,
+        devices=tuple(problem.device(name) for name in names),
+        links=problem.links,
+        batch_size=workload.batch_size,
+        profile=profile or UnitTimes.by_formula(units, workload.batch_size, problem.devices[0], update_flops),
+        capacities=tuple(capacities or [1.0] * len(names)),
+        momentum=workload.optimizer.momentum > 0,
+        vertical_sync=options.vertical_sync,
+        window=options.in_flight,
+        extra=extra,
+        replicas=replicas,
+    )
+
+
+class HomogeneousPartitioner:
+    """PipeDream's choice: all devices count as equal, and nothing that the run shows changes that."""
+
+    admits = True
+    profile_runs = 0
+    """How often each unit is tried before training; 0: nothing is measured."""
+
+    def __init__(self, problem: Problem[AsynchronousOptions]) -> None:
+        self.problem = problem
+
+    def initial(self) -> StagePartition:
+        """Return the partition to begin with."""
+        names = [device.name for device in all_devices(self.problem)]
+        return self.over(names)
+
+    def over(self, names: Sequence[str]) -> StagePartition:
+        """Return the partition over these devices; raises `InputError` where none fits."""
+        names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
+        return StagePartition(tuple(names), self.pipeline(names).least_bottleneck())
+
+    def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
+        """Return what is known of the pipeline over these devices."""
+        return pipeline_over(self.problem, names)
+
+    def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
+        """Return the partition over the devices that are there; raises `InputError` where there is none."""
+        return self.over(there)
+
+    def due(self, done: int) -> bool:
+        """Say whether a better partition is looked for after ``done`` batches."""
+        options = self.problem.options
+        every = options.chain_every or options.global_every
+        return bool(every) and done % every == 0
+
+    def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
+        """Take in the mean seconds of a batch of each stage."""
+
+    def unknown(self, partition: StagePartition) -> list[Pair]:
+        """Return the neighbours, both ways, whose link is yet to be measured."""
+        return []
+
+    def profiled(self, profile: UnitTimes) -> None:
+        """Take in the seconds of each unit on the first device."""
+
+    def measured(self, pair: Pair, rate: float) -> None:
+        """Take in the bit/s of a link."""
+
+    def forget(self, one: str, other: str) -> None:
+        """Take back what was measured between two devices: it is so no more."""
+
+    def better(self, old: StagePartition, there: Sequence[str]) -> StagePartition | None:
+        """Return a partition that is worth changing to, or None: only for devices that have come."""
+        if set(there) == set(old.devices):
+            return None
+        found = self.over(there)
+        return None if len(found.devices) <= len(old.devices) else found
+
+    def pieces(self, partition: StagePartition) -> tuple[Piece, ...]:
+        """Return the partition with the memory that each stage needs."""
+        return pieces(self.pipeline(partition.devices), partition.cuts)
+
+
+class TakeOverPartitioner(HomogeneousPartitioner):
+    """ResPipe's choice: the device that has a lost stage's replica takes its units; none joins again."""
+
+    admits = False
+
+    def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
+        """Return the partition over the devices that are left."""
+        return take_over(old, set(old.devices).difference(there))
+
+    def due(self, done: int) -> bool:
+        """Say that no better partition is ever looked for."""
+        return False
+
+
+class EvenPartitioner(HomogeneousPartitioner):
+    """Parts of as many units each, whatever they cost."""
+
+    def over(self, names: Sequence[str]) -> StagePartition:
+        """Return even cuts over these devices; raises `InputError` where they do not fit."""
+        names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
+        pipeline = self.pipeline(names)
+        cuts = even(len(self.problem.model.units), len(names))
+        pipeline.check(cuts)
+        return StagePartition(tuple(names), cuts)
+
+
+class AsynchronousDetails(Details):
+    """What the plan of an asynchronous pipeline tells, with the devices as they are; in seconds of a batch."""
+
+    model_config = ConfigDict(extra="forbid")
+    in_flight: int
+    """Batches in the pipeline at once."""
+    bottleneck: float
+    """Of the slowest stage or link."""
+    slowest_stage: float
+    least_bottleneck: float
+    """The best that any partition could reach."""
+    least_slowest_stage: float
+    """The same if links took no time."""
+    divisible_limit: float
+    """How many times longer even parts take than optimal ones, were a model divisible without end."""
+    stage_times: tuple[float, ...]
+
+
+def plan(
+    method: str, problem: Problem[AsynchronousOptions], partitioner: HomogeneousPartitioner
+) -> Plan[AsynchronousDetails]:
+    """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
+    partition = partitioner.initial()
+    devices = [problem.device(name) for name in partition.devices]
+    capacities = given(devices, problem.model.units, problem.workload.batch_size)
+    true = pipeline_over(problem, partition.devices, capacities=capacities)
+    alone = true.without_links()
+    return Plan(
+        method=method,
+        lead=problem.devices[0].name,
+        pieces=partitioner.pieces(partition),
+        step_time=true.batch_time(partition.cuts),
+        details=AsynchronousDetails(
+            in_flight=problem.options.asynchrony.window(len(devices)),
+            bottleneck=true.bottleneck(partition.cuts),
+            slowest_stage=true.slowest_stage(partition.cuts),
+            least_bottleneck=true.bottleneck(true.least_bottleneck()),
+            least_slowest_stage=alone.bottleneck(alone.least_bottleneck()),
+            divisible_limit=divisible_limit([1 / capacity for capacity in true.capacities]),
+            stage_times=tuple(true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))),
+        ),
+    )

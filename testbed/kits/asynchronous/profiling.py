@@ -1,0 +1,139 @@
+"""What a device finds out by trying: how long each unit takes on it, and how fast its links are."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from testbed.device import Cost, Device, Span
+from testbed.kits.asynchronous.messages import Packet
+from testbed.kits.layers import costs
+from testbed.kits.layers.shape_shard import shard as make
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.method import Problem
+from testbed.partition.asynchronous import UnitTimes
+from testbed.wire.framing import wire_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+T = TypeVar("T")
+
+SMALL, LARGE = 1_000, 256_000
+"""Bytes of the messages that a link is measured with, at least and at most."""
+ENOUGH = 0.1
+"""Seconds that a message has to take longer than a small one for the link to be known."""
+
+
+RECENT = 10
+"""Messages in a row that show whether a link has changed."""
+NOTICEABLE = 0.01
+"""Seconds below which the time of a message tells nothing."""
+DEVIATION = 1.5
+"""How many times as long, or as short, as it should a message takes on a link that has changed."""
+
+
+async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> UnitTimes:
+    """Train every unit by itself on one batch, ``runs`` times; return the mean seconds.
+
+    ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
+    """
+    optimizer, units, samples = problem.workload.optimizer, problem.model.units, len(labels)
+    shards = [make(problem.model, unit, unit + 1, problem.seed, problem.workload) for unit in range(len(units))]
+    forward, backward, update = ([0.0] * len(units) for _ in range(3))
+
+    async def timed(spent: list[float], index: int, work: Callable[[], T], cost: Cost) -> T:
+        begun = device.now()
+        result = await device.compute(work, cost, Span("profile"))
+        spent[index] += (device.now() - begun) / runs
+        return result
+
+    for run in range(runs):
+        values = images
+        for index, shard in enumerate(shards):
+            cost = costs.forward(units[index : index + 1], samples)
+            if index + 1 < len(shards):
+                values = await timed(forward, index, partial(shard.forward, run, values), cost)
+            else:
+                await timed(forward, index, partial(shard.forward_loss, run, values, labels, samples), cost)
+        gradient: torch.Tensor | None = None
+        for index in reversed(range(len(shards))):
+            one, shard = units[index : index + 1], shards[index]
+            gradient = await timed(
+                backward, index, partial(shard.backward, run, gradient), costs.backward(one, samples)
+            )
+            await timed(update, index, shard.update, costs.update(one, optimizer))
+    return UnitTimes(tuple(forward), tuple(backward), tuple(update))
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """What a link was found to do."""
+
+    rate: float
+    """Bit/s on the wire; infinite where sending takes no time."""
+    latency: float
+    """Seconds until a message of `SMALL` bytes is acknowledged."""
+
+    def seconds(self, size: float) -> float:
+        """Return how long a message of this many bytes on the wire should take until it is acknowledged."""
+        return max(0.0, self.latency + 8 * (size - wire_bytes(SMALL)) / self.rate)
+
+
+class LinkWatch:
+    """Tells from the messages that are sent anyway whether a link still does what was measured."""
+
+    def __init__(self, measurement: MeasuredLink) -> None:
+        self._measurement = measurement
+        self._ratios: deque[float] = deque(maxlen=RECENT)
+        """Of the last messages: seconds that each took over those that it should have taken."""
+        self._usual = 1.0
+        """The least ratio there was at first: below 1 where the link was shared while it was measured."""
+        self._seen = 0
+        self._last = -math.inf
+        """When the message before was acknowledged."""
+
+    def deviates(self, size: float, posted: float, acknowledged: float) -> bool:
+        """Note a message of this many bytes on the wire; say whether all recent ones took longer, or all took less.
+
+        A message waits for the one before it, whose bytes have left one latency before its acknowledgement.
+        """
+        begun = max(posted, self._last - self._measurement.latency)
+        self._last = acknowledged
+        took, expected = acknowledged - begun, self._measurement.seconds(size)
+        if max(took, expected) < NOTICEABLE:
+            return False
+        self._ratios.append(took / expected if expected else math.inf)
+        self._seen += 1
+        if self._seen <= RECENT:
+            self._usual = min(self._usual, self._ratios[-1])
+        full = len(self._ratios) == RECENT
+        return full and (min(self._ratios) > DEVIATION or max(self._ratios) < self._usual / DEVIATION)
+
+
+async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
+    """Measure the link to a peer: its rate is what a larger message takes longer than a small one.
+
+    The messages are posted, so that a peer that is not reached is overdue as with any other message.
+
+    The delay is in both and cancels. Messages grow until one takes long enough to be told apart, so that neither a slow
+    link is kept busy for long nor a fast one measured by its jitter; the first one opens the connection.
+    """
+
+    async def taken(size: int) -> float:
+        begun = mailbox.device.now()
+        await mailbox.post(peer, Packet(mailbox.configuration, padding=size))
+        return mailbox.device.now() - begun
+
+    await taken(SMALL)
+    least, size, longer = await taken(SMALL), SMALL, 0.0
+    while longer < ENOUGH and size < LARGE:
+        size = min(LARGE, 4 * size)
+        longer = await taken(size) - least
+    rate = 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
+    return MeasuredLink(rate, least)

@@ -1,0 +1,276 @@
+"""Part of one layer under training: some of its neurons, or what it makes of some of its inputs.
+
+Where `Shard` holds whole units, this holds a slice of one layer, for methods that divide a layer over devices.
+Divided by outputs (EdgePipe's super neurons), a device has all weights that enter its neurons: `forward` and
+`backward`. Divided by inputs, it has the weights that leave its inputs: `sums` and `sums_backward`; the devices' sums
+are added up, and `finish` and `finish_backward` do the rest where the bias is. A neuron is an output channel.
+
+The arithmetic is `testbed.models.sliced`; what is kept between forward and backward, gradients, updates and moving
+neurons are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from testbed.kits.layers.sgd import Sgd
+from testbed.kits.layers.shard import MOMENTUM, State, weights_of
+from testbed.models import dense
+from testbed.models.dense import DenseStep, is_dense
+from testbed.models.graph import GraphLayer
+from testbed.models.layers import Dropout
+from testbed.models.sliced import SlicedLayer
+from testbed.models.slices import Channels, Slice, as_channels, pick
+from testbed.workload import OptimizerPart
+
+_STATISTICS = ("running_mean", "running_var")
+"""Of a normalisation: not trained, but moved with the channel."""
+
+
+Gradients = dict[str, torch.Tensor]
+"""By parameter."""
+
+
+class _Step(Protocol):
+    """One computation that waits for its gradient."""
+
+    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        """Return the gradients of what entered and of the parameters, as they were."""
+
+    def learn(self, gradient: torch.Tensor) -> Gradients:
+        """Return those of the parameters alone."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """By autograd."""
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    """That it was computed with: an update makes new ones."""
+
+    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        inputs, *others = self._of(gradient, [self.inputs, *self.parameters.values()])
+        assert inputs is not None
+        return inputs, self._named(others)
+
+    def learn(self, gradient: torch.Tensor) -> Gradients:
+        return self._named(self._of(gradient, [*self.parameters.values()]))
+
+    def _of(self, gradient: torch.Tensor, wanted: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        # As in `Shard.backward`: the gradient of this sum is the one given, to the bit, and imports less.
+        return torch.autograd.grad((self.outputs * gradient).sum(), wanted, allow_unused=True)
+
+    def _named(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
+        return {name: each for name, each in zip(self.parameters, gradients, strict=True) if each is not None}
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """In closed form."""
+
+    step: DenseStep
+    weight: str
+    bias: str
+
+    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        sums = self.step.of_sums(gradient)
+        return self.step.of_inputs(sums), self._named(sums)
+
+    def learn(self, gradient: torch.Tensor) -> Gradients:
+        return self._named(self.step.of_sums(gradient))
+
+    def _named(self, sums: torch.Tensor) -> Gradients:
+        return dict(zip((self.weight, self.bias), self.step.of_parameters(sums), strict=True))
+
+
+class LayerShard:
+    """A slice of a layer with its gradients and optimizer state.
+
+    Values are (samples, elements), channel after channel. Several computations may be under way, each with its key;
+    each backward uses the weights of its forward, whatever was updated in between, and gradients add up until `update`.
+    Nothing handed in is changed, and nothing handed out is changed later.
+    """
+
+    def __init__(self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart) -> None:
+        """Take a slice's tensors as `testbed.models.sliced.cut` or `draw` returns them, and momentum if there is any.
+
+        Raises ValueError for layers that cannot be divided by neurons, and for dropout, whose masks would depend on
+        the division.
+        """
+        if not layer.splits:
+            raise ValueError(f"{layer.name} is not divided by neurons: use a Shard of its unit")
+        if any(isinstance(each, Dropout) for each in layer.sequence):
+            raise ValueError(f"{layer.name} draws random numbers, which would depend on how it is divided")
+        self.layer = layer
+        self.part = part
+        self._sgd = Sgd(optimizer)
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._steps: dict[tuple[str, Hashable], _Step] = {}
+        self._dense = is_dense(layer) and layer.sequence[0].channel_values > 0
+        self._rectified = len(layer.sequence) > 1
+        self._names = (f"{layer.names[0]}.weight", f"{layer.names[0]}.bias")
+        self._take_over(part, state)
+
+    def _take_over(self, part: Slice, state: State) -> None:
+        self.part = part
+        self._tensors = {name: tensor.detach().clone() for name, tensor in weights_of(state).items()}
+        self._sgd.momentum = {
+            name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in state.items() if name.startswith(MOMENTUM)
+        }
+        self._sliced: SlicedLayer | None = None
+        self._gradients.clear()
+        self._steps.clear()
+
+    @property
+    def _layer(self) -> SlicedLayer:
+        """The slice with the present weights, of which autograd takes note."""
+        if self._sliced is None:
+            self._noted: dict[str, torch.Tensor] = {
+                name: torch.nn.Parameter(tensor)
+                for name, tensor in self._tensors.items()
+                if not name.endswith(_STATISTICS)
+            }
+            self._sliced = SlicedLayer(self.layer, self.part, self._tensors | self._noted, training=True)
+        return self._sliced
+
+    def forward(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+        """Return the outputs of all neurons held, (samples, elements of the neurons).
+
+        ``inputs`` is (samples, elements of the input channels ``columns``); the others are missing and count as zero.
+        None: all that the shard has weights for.
+        """
+        if not self._dense or columns is not None:
+            whole = self._layer
+            return self._run("forward", key, inputs, lambda values: whole.finish(whole.sums(values, columns)))
+        weight, bias = self._weights()
+        outputs = dense.forward(inputs, weight, bias, self._rectified)
+        self._steps["forward", key] = _Dense(DenseStep(inputs, weight, outputs, self._rectified), *self._names)
+        return outputs
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, bias = self._names
+        return self._tensors[weight], self._tensors[bias]
+
+    def backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
+        """Add to the gradients; return that of the inputs, (samples, elements of what `forward` took).
+
+        ``gradient`` is that of the outputs. Of an input that other shards take too, the gradients of all add up.
+        """
+        return self._back("forward", key, gradient)
+
+    def learn(self, key: Hashable, gradient: torch.Tensor) -> None:
+        """Add to the gradients as `backward` does, where nobody wants that of the inputs: those of the network."""
+        self.add_gradients(self._steps.pop(("forward", key)).learn(gradient))
+
+    def sums(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+        """Return what the inputs add to the neurons of the layer, (samples, elements of the rows held)."""
+        return self._run("sums", key, inputs, lambda values: self._layer.sums(values, columns))
+
+    def sums_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
+        """Add to the gradients of the weights; return that of the inputs.
+
+        ``gradient`` is that of the complete sums, which is that of each part of them, (samples, elements of the rows).
+        """
+        return self._back("sums", key, gradient)
+
+    def finish(self, key: Hashable, sums: torch.Tensor) -> torch.Tensor:
+        """Add the bias to complete sums, normalise and activate; (samples, elements of the channels held) both."""
+        return self._run("finish", key, sums, self._layer.finish)
+
+    def finish_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
+        """Add to the gradients of what belongs to the channels; return that of the sums, for `sums_backward`."""
+        return self._back("finish", key, gradient)
+
+    def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+        """Return the outputs as `forward` does, in evaluation mode and keeping nothing."""
+        if self._dense and columns is None:
+            return dense.forward(inputs, *self._weights(), self._rectified)
+        layer = SlicedLayer(self.layer, self.part, self._tensors)
+        with torch.no_grad():
+            return layer.finish(layer.sums(inputs, columns))
+
+    def forget(self, key: Hashable) -> None:
+        """Drop what waits for the gradients of a key: they will not come."""
+        for kind in ("forward", "sums", "finish"):
+            self._steps.pop((kind, key), None)
+
+    def update(self, scale: float = 1.0) -> None:
+        """Take one optimizer step with ``scale`` times the gradients added up, and forget them."""
+        changed = {name: self._tensors[name].clone() for name in self._gradients}
+        gradients = self._gradients if scale == 1 else {name: each * scale for name, each in self._gradients.items()}
+        self._sgd.step(changed, gradients)
+        self._gradients.clear()
+        self._tensors.update(changed)
+        self._sliced = None
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the gradients added up since the last update."""
+        return {name: gradient.clone() for name, gradient in self._gradients.items()}
+
+    def add_gradients(self, gradients: State) -> None:
+        """Add gradients that were computed earlier, of the same neurons."""
+        for name, added in gradients.items():
+            self._gradients[name] = self._gradients[name] + added if name in self._gradients else added
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients added up since the last update."""
+        self._gradients.clear()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the tensors of the slice, and of the momentum behind ``MOMENTUM``."""
+        state = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+        return state | {MOMENTUM + name: running.clone() for name, running in self._sgd.momentum.items()}
+
+    def give(self, neurons: Channels) -> dict[str, torch.Tensor]:
+        """Part with neurons: return their state, for another shard's `take`, and go on with the others.
+
+        Computations under way and gradients not yet used are forgotten. Raises ValueError for neurons not held.
+        """
+        left = as_channels(set(self.part.rows) - set(neurons))
+        state, held = self.state(), self._neurons()
+        given = {name: pick(tensor, 0, neurons, held) for name, tensor in state.items()}
+        kept = {name: pick(tensor, 0, left, held) for name, tensor in state.items()}
+        self._take_over(Slice(left, self.part.columns, left), kept)
+        return {name: tensor.clone() for name, tensor in given.items()}
+
+    def take(self, neurons: Channels, state: State) -> None:
+        """Take in neurons with their state, momentum from nothing where there is none; forget as `give` does.
+
+        Raises ValueError for neurons that are held already.
+        """
+        held = self._neurons()
+        if set(held) & set(neurons):
+            raise ValueError(f"{self.layer.name}: some of the neurons {neurons} are held already")
+        own, order = self.state(), (*held, *neurons)
+        together = as_channels(order)
+        places = torch.tensor([order.index(neuron) for neuron in together], dtype=torch.long)
+        joined: dict[str, torch.Tensor] = {}
+        for name in own | dict(state):
+            like = name.removeprefix(MOMENTUM)
+            pair = [each[name] if name in each else torch.zeros_like(each[like]) for each in (own, state)]
+            joined[name] = torch.cat(pair).index_select(0, places)
+        self._take_over(Slice(together, self.part.columns, together), joined)
+
+    def _neurons(self) -> Channels:
+        if self.part.rows != self.part.channels:
+            raise ValueError(f"{self.layer.name} is divided by inputs here: no neuron is held as a whole")
+        return self.part.rows
+
+    def _run(
+        self, kind: str, key: Hashable, inputs: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        inputs = inputs.detach().requires_grad_()
+        outputs = work(inputs)
+        self._steps[kind, key] = _Recorded(inputs, outputs, self._noted)
+        return outputs.detach()
+
+    def _back(self, kind: str, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
+        before, gradients = self._steps.pop((kind, key)).back(gradient)
+        self.add_gradients(gradients)
+        return before

@@ -1,0 +1,112 @@
+"""Some units of a model of which only time and traffic are of interest: shapes instead of numbers.
+
+Tensors are torch's meta tensors, which have a shape and a type and nothing else. Making them by formula takes some
+microseconds; running the modules on the meta device takes longer than computing (ResNet18, a mini-batch of 10: half a
+second), for torch works out every shape in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from testbed.kits.layers.shard import MOMENTUM, Shard, State
+from testbed.kits.layers.versions import Versions
+from testbed.models.chain import Model
+from testbed.models.shapes import Shape
+from testbed.workload import OptimizerPart, WorkloadPart
+
+if TYPE_CHECKING:
+    import torch
+
+
+def shard(model: Model, first: int, last: int, seed: int, workload: WorkloadPart) -> Shard | ShapeShard:
+    """Return units ``first`` up to but without ``last``, with numbers or without as the workload says."""
+    if workload.numerics == "none":
+        return ShapeShard(model, first, last, workload.optimizer)
+    return Shard(model, first, last, seed, workload.optimizer)
+
+
+@lru_cache(maxsize=1024)
+def _described(model: Model, unit: int) -> dict[str, tuple[Shape, torch.dtype, bool]]:
+    """Return shape and type of every tensor of a unit, and whether it is trained."""
+    module = model.build(unit, unit + 1, 0)
+    trained = {name for name, _ in module.named_parameters()}
+    return {name: (tuple(tensor.shape), tensor.dtype, name in trained) for name, tensor in module.state_dict().items()}
+
+
+class ShapeShard:
+    """What `Shard` does without computing: outputs have a shape, no values; versions have numbers, no weights.
+
+    A loss is no number (nan).
+    """
+
+    def __init__(self, model: Model, first: int, last: int, optimizer: OptimizerPart) -> None:
+        import torch
+
+        self.first = first
+        self.last = last
+        crossing = [shape for _, shape in model.crossing(last)]
+        self._output: Shape = crossing[0] if len(crossing) == 1 else (sum(math.prod(shape) for shape in crossing),)
+        self._model = model
+        self._momentum = optimizer.momentum > 0
+        self._updated = False
+        self.versions = Versions(torch.nn.Module())
+        self._kept: dict[Hashable, tuple[int, ...]] = {}
+
+    def forward(self, key: Hashable, inputs: torch.Tensor, version: int | None = None) -> torch.Tensor:
+        """Return outputs of the shape that `Shard.forward` gives."""
+        self._kept[key] = tuple(inputs.shape)
+        return self.infer(inputs)
+
+    forward_lightly = forward
+
+    def forward_loss(
+        self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int, version: int | None = None
+    ) -> float:
+        """Return no number."""
+        self._kept[key] = tuple(inputs.shape)
+        return math.nan
+
+    def backward(self, key: Hashable, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return a gradient of the inputs' shape, None at the model's begin."""
+        import torch
+
+        shape = self._kept.pop(key)
+        return torch.empty(shape, device="meta") if self.first > 0 else None
+
+    def update(self) -> None:
+        """Take note that there is momentum from now on."""
+        self._updated = self._momentum
+
+    def advance(self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0) -> None:
+        """Count a version more, and free those before ``oldest_needed``."""
+        self.update()
+        self.versions.begin_next(min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed)
+        self.versions.forget(oldest_needed)
+
+    def infer(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return outputs of the shape that `Shard.infer` gives."""
+        import torch
+
+        return torch.empty((len(inputs), *self._output), device="meta")
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return tensors of the names, shapes and types that `Shard.state` gives."""
+        import torch
+
+        found: dict[str, torch.Tensor] = {}
+        running: dict[str, torch.Tensor] = {}
+        for unit in range(self.first, self.last):
+            for name, (shape, dtype, trained) in _described(self._model, unit).items():
+                found[name] = torch.empty(shape, dtype=dtype, device="meta")
+                if trained and self._updated:
+                    running[MOMENTUM + name] = found[name]
+        return found | running
+
+    def load(self, state: State) -> None:
+        """Forget what was under way; momentum is there if the state has it."""
+        self._kept.clear()
+        self._updated = any(name.startswith(MOMENTUM) for name in state)

@@ -1,0 +1,212 @@
+"""Some units of a model under training: forward, backward and update, and nothing about who asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from testbed.common.seeds import derive
+from testbed.kits.layers.sgd import Sgd
+from testbed.kits.layers.statistics import Statistics
+from testbed.kits.layers.versions import Versions
+from testbed.models.chain import Model
+from testbed.workload import OptimizerPart
+
+if TYPE_CHECKING:
+    import torch
+
+State = Mapping[str, "torch.Tensor"]
+"""Weights and buffers as `Model.build` names them, and momentum under the same names behind ``MOMENTUM``."""
+
+MOMENTUM = "momentum:"
+
+
+def weights_of(state: State) -> dict[str, torch.Tensor]:
+    """Return a state without what belongs to the optimizer."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(MOMENTUM)}
+
+
+def unit_of(name: str) -> int:
+    """Return the index of the unit that a tensor of a state belongs to."""
+    return int(name.removeprefix(MOMENTUM).split(".", 1)[0])
+
+
+def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of units ``first`` up to but without ``last``."""
+    return {name: tensor for name, tensor in state.items() if first <= unit_of(name) < last}
+
+
+class Shard:
+    """Units ``first`` up to but without ``last`` with their gradients and optimizer state.
+
+    Several forwards may be under way at once, told apart by a key; what backward needs is kept from a key's
+    forward to its backward. Nothing handed in is changed and nothing handed out is changed later, so tensors may be
+    shared between devices of one process.
+
+    Synchronous training computes with the newest weights: gradients add up until `update`, in the order of the
+    backwards. Asynchronous training names a version in each forward, and each backward is followed by an `advance`, its
+    own update. Then the running statistics of batch normalisation, too, are those of the batches whose
+    backward is done: a batch that was only forwarded, and may have to be forwarded again, has left no trace.
+    """
+
+    def __init__(self, model: Model, first: int, last: int, seed: int, optimizer: OptimizerPart) -> None:
+        from torch.fx import GraphModule
+        from torch.nn.modules.dropout import _DropoutNd
+
+        self.first = first
+        self.last = last
+        self._seed = seed
+        self._module = model.build(first, last, seed)
+        # A network of the user's may draw without a module that says so.
+        self._draws = any(isinstance(module, _DropoutNd | GraphModule) for module in self._module.modules())
+        self._sgd = Sgd(optimizer)
+        self._statistics = Statistics(self._module)
+        self.versions = Versions(self._module)
+        self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._postponed: dict[Hashable, Callable[[], object]] = {}
+        """Forwards that are done again, this time keeping what backward needs, just before their backward."""
+
+    def forward(self, key: Hashable, inputs: torch.Tensor, version: int | None = None) -> torch.Tensor:
+        """Return the outputs for a micro-batch, keeping what its `backward` needs."""
+        inputs = inputs.detach().requires_grad_(self.first > 0)
+        outputs = self._train(key, inputs, version)
+        self._kept[key] = (inputs, outputs)
+        return outputs.detach()
+
+    def forward_lightly(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, keeping nothing but the inputs: `backward` computes them again (GPipe).
+
+        The second time draws what the first one drew and leaves the running statistics alone.
+        """
+        import torch
+
+        with torch.no_grad():
+            outputs = self._run(key, inputs)
+        self._postponed[key] = partial(self._again, key, inputs)
+        return outputs
+
+    def _again(self, key: Hashable, inputs: torch.Tensor) -> None:
+        inputs = inputs.detach().requires_grad_(self.first > 0)
+        with self._statistics.set_aside(key):
+            outputs = self._run(key, inputs)
+        self._statistics.drop(key)
+        self._kept[key] = (inputs, outputs)
+
+    def forward_loss(
+        self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int, version: int | None = None
+    ) -> float:
+        """Forward through the model's end; return this micro-batch's part of the batch's mean cross-entropy.
+
+        ``samples`` is the size of the whole batch: each part weighs as many samples as it has, so the parts add up
+        to the mean, and their gradients to its gradient, however unevenly the batch was split.
+        """
+        import torch
+
+        inputs = inputs.detach().requires_grad_(self.first > 0)
+        outputs = self._train(key, inputs, version)
+        loss = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / samples
+        self._kept[key] = (inputs, loss)
+        return float(loss.detach())
+
+    def backward(self, key: Hashable, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Add up the gradients of a micro-batch; return the gradient of its inputs, None at the model's begin.
+
+        ``gradient`` is that of the outputs; None where the forward computed the loss.
+        """
+        if key in self._postponed:
+            self._postponed.pop(key)()
+        inputs, outputs = self._kept.pop(key)
+        if outputs.requires_grad:
+            # The gradient of this sum is the one given, to the bit. Handing that to `backward` would make torch import
+            # its symbolic shapes: a third of a second and 550 modules on every device that starts.
+            loss = outputs if gradient is None else (outputs * gradient).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return inputs.grad
+
+    def update(self) -> None:
+        """Take one optimizer step with the gradients added up, and forget them."""
+        self._sgd.step(self.versions.latest, _taken(self.versions.latest))
+
+    def advance(self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0) -> None:
+        """Make the next version from the newest one with the gradients that were computed with ``version``.
+
+        ``key`` is that of the batch just done backward. ``aggregate`` versions, if more than one, are then averaged in
+        the new one; those before ``oldest_needed`` are freed.
+        """
+        gradients = _taken(self.versions[version])
+        # What is to be averaged has to be there, the newest so far among it.
+        needed = min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed
+        self._sgd.step(self.versions.begin_next(needed), gradients)
+        self._statistics.apply(key)
+        if aggregate > 1:
+            self.versions.aggregate(aggregate)
+        self.versions.forget(oldest_needed)
+
+    def infer(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs in evaluation mode, keeping nothing."""
+        import torch
+
+        self.versions.use(self.versions.newest)
+        self._module.eval()
+        with torch.no_grad():
+            outputs = self._module(inputs.detach())
+        self._module.train()
+        assert isinstance(outputs, torch.Tensor)
+        return outputs
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the newest weights, of buffers and momentum."""
+        self.versions.use(self.versions.newest)
+        state = {name: tensor.detach().clone() for name, tensor in self._module.state_dict().items()}
+        state |= {MOMENTUM + name: running.clone() for name, running in self._sgd.momentum.items()}
+        return state
+
+    def load(self, state: State) -> None:
+        """Take over a state as `state` made it; momentum that is not in it starts from nothing.
+
+        Raises RuntimeError where names or shapes are not those of this shard.
+        """
+        self.versions.use(self.versions.newest)
+        self._module.load_state_dict(weights_of(state))
+        self._kept.clear()
+        self._postponed.clear()
+        self._statistics.clear()
+        self._sgd.momentum.clear()
+        for name, parameter in self._module.named_parameters():
+            parameter.grad = None
+            if MOMENTUM + name in state:
+                self._sgd.momentum[name] = state[MOMENTUM + name].clone()
+
+    def _train(self, key: Hashable, inputs: torch.Tensor, version: int | None) -> torch.Tensor:
+        if version is None:
+            return self._run(key, inputs)
+        self.versions.use(version)
+        with self._statistics.set_aside(key):
+            return self._run(key, inputs)
+
+    def _run(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
+        """Run the units one by one; where any draws random numbers, each by a seed of its own for this key.
+
+        So the draws depend neither on where the model is cut nor on what other devices of the process do.
+        """
+        import torch
+
+        def seeded(name: str) -> None:
+            torch.manual_seed(derive(self._seed, "draws", name, repr(key)))
+
+        if self._draws:
+            with torch.random.fork_rng(devices=[]):
+                outputs = self._module(inputs, seeded)
+        else:
+            outputs = self._module(inputs)
+        assert isinstance(outputs, torch.Tensor)
+        return outputs
+
+
+def _taken(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return the gradients of parameters, and leave them without."""
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return gradients

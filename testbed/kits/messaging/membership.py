@@ -1,0 +1,227 @@
+"""Who is there: what devices say of themselves when they start and when they are asked.
+
+Information only. What to do about a device that is silent is a recovery's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
+
+Held = Sequence[tuple[int, int, Sequence[int]]]
+"""(configuration, step, units) of every state of which a device has a replica; as it travels."""
+
+
+@dataclass(frozen=True)
+class Hello(Typed, kind="hello"):
+    """To the coordinator: the program has started and holds nothing."""
+
+    incarnation: float
+    """When it started: tells it from the one before a restart."""
+
+
+@dataclass(frozen=True)
+class Probe(Typed, kind="probe", opens=True):
+    """From the coordinator: are you there? Whatever is of a lower configuration is void."""
+
+    configuration: int
+    question: int
+
+
+@dataclass(frozen=True)
+class Alive(Typed, kind="alive"):
+    """The answer to a probe."""
+
+    configuration: int
+    question: int
+    holds: int
+    """The configuration that the device has a role in, given up now if lower than the probe's; 0 for none."""
+    incarnation: float
+    actions: int
+    """Pieces of work done in that role so far."""
+    computing: bool
+    """Whether the device does something that may take long."""
+    overdue: Mapping[str, float]
+    """Peers that should have acknowledged something, and for how many seconds."""
+    held: Held = ()
+
+
+@dataclass(frozen=True)
+class Configured(Typed, kind="configured"):
+    """To the coordinator: ready for work in this configuration."""
+
+    configuration: int
+    incarnation: float
+
+
+MEMBERSHIP_KINDS: tuple[type[Typed], ...] = (Hello, Probe, Alive, Configured)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a device can say of its role; see `Alive`."""
+
+    holds: int = 0
+    actions: int = 0
+    computing: bool = False
+    held: Held = ()
+
+
+class Presence:
+    """Answers the coordinator's probes, on every device."""
+
+    def __init__(self, mailbox: Mailbox, coordinator: str, status: Callable[[], Status]) -> None:
+        self.incarnation = mailbox.device.now()
+        self._mailbox = mailbox
+        self._coordinator = coordinator
+        self._status = status
+        mailbox.on(Probe, self._answer)
+
+    def greet(self) -> None:
+        """Tell the coordinator that this device has started and holds nothing."""
+        self._mailbox.post(self._coordinator, Hello(self.incarnation))
+
+    def answer(self) -> Alive:
+        """Return what this device says of itself."""
+        return self._say(self._status(), self._mailbox.configuration, 0)
+
+    def _answer(self, probe: Probe) -> None:
+        status = self._status()
+        self._mailbox.open(probe.configuration)
+        self._mailbox.post(self._coordinator, self._say(status, probe.configuration, probe.question))
+
+    def _say(self, status: Status, configuration: int, question: int) -> Alive:
+        return Alive(
+            configuration=configuration,
+            question=question,
+            holds=status.holds,
+            incarnation=self.incarnation,
+            actions=status.actions,
+            computing=status.computing,
+            overdue=self._mailbox.sends.overdue(),
+            held=status.held,
+        )
+
+
+class Membership:
+    """The other devices, as they answer in one configuration after the other."""
+
+    def __init__(self, mailbox: Mailbox, names: Collection[str]) -> None:
+        self.others = [name for name in names if name != mailbox.device.name]
+        self.assigned: frozenset[str] = frozenset()
+        """Devices that have a role in the present configuration."""
+        self.present: dict[str, float] = {}
+        """Devices heard of since this configuration began, with their incarnations."""
+        self.known: dict[str, float] = {}
+        """Incarnations of the devices when they were told what to be."""
+        self.restarted: set[str] = set()
+        """Devices that have started again since they were told what to be, and so hold nothing any more."""
+        self.ready: set[str] = set()
+        """Devices that said that they are ready for their role."""
+        self.answers: dict[str, Alive] = {}
+        """To the last question."""
+        self.answered = 0
+        """Answers in what was the present configuration when they came."""
+        self.joiners: set[str] = set()
+        """Devices that answer and have no role."""
+        self.excluded: set[str] = set()
+        """Devices that may answer, but are not to have a role again."""
+        self.refusal: str | None = None
+        """Why no device can join; None: any can."""
+        self._refused: set[str] = set()
+        self._device = mailbox.device
+        self._mailbox = mailbox
+        self._probes: dict[str, asyncio.Future[None]] = {}
+        self._question = 0
+        mailbox.on_open(self._open)
+        mailbox.on(Hello, lambda hello: self._hear(hello.sender, hello.incarnation))
+        mailbox.on(Alive, self._take_answer)
+        mailbox.on(Configured, self._take_ready)
+
+    def _open(self) -> None:
+        self.present.clear()
+        self.ready.clear()
+        self.mark_configured()
+
+    def mark_configured(self) -> None:
+        """From now on, a device that starts again has lost what it is being told."""
+        self.restarted.clear()
+        self.known = dict(self.present)
+
+    def exclude(self, names: Collection[str]) -> None:
+        """Turn devices away for good, though they may answer: with them the others get nowhere."""
+        for name in sorted({*names} - self.excluded):
+            self._device.record(
+                "log", text=f"{name} is turned away: it may answer, but the others do not get on with it"
+            )
+        self.excluded |= {*names}
+
+    def ask(self, names: Collection[str]) -> None:
+        """Forget earlier answers and put a new question; a probe that is still on its way is taken back."""
+        self._question += 1
+        self.answers.clear()
+        for name in names:
+            if name in self._probes:
+                self._probes[name].cancel()
+            self._probes[name] = self._mailbox.post(name, Probe(self._mailbox.configuration, self._question))
+
+    async def ping_all(self, allowed: Mapping[str, float], enough: Callable[[], bool] = lambda: False) -> set[str]:
+        """Ask devices for a sign of life; return those that have not given it when the last of them should have.
+
+        ``allowed`` are seconds from when all that was posted to a device should have arrived. ``enough`` ends it early.
+        """
+        self.ask(allowed)
+        deadlines = {name: self._mailbox.sends.due(name) + seconds for name, seconds in allowed.items()}
+        while silent := deadlines.keys() - self.answers.keys():
+            left = max(deadlines[name] for name in silent) - self._device.now()
+            if left <= 0:
+                return silent
+            await self._mailbox.changed(left)
+            if enough():
+                break
+        return set()
+
+    async def gather(self, deadlines: Mapping[str, float], greeted: bool = False) -> None:
+        """Ask all others, and wait for the answers of some of them, for each until its deadline.
+
+        ``greeted``: the word that one has started will do.
+        """
+        self.ask(self.others)
+        heard: Collection[str] = self.present if greeted else self.answers
+        awaited = {name: until for name, until in deadlines.items() if name != self._device.name}
+        while True:
+            now = self._device.now()
+            left = [
+                until - now
+                for name, until in awaited.items()
+                if name not in heard and name not in self.excluded and until > now
+            ]
+            if not left:
+                return
+            await self._mailbox.changed(max(left))
+
+    def _hear(self, name: str, incarnation: float) -> None:
+        self.present[name] = incarnation
+        if self.known.setdefault(name, incarnation) != incarnation:
+            self.restarted.add(name)
+        if name in self.excluded | self.assigned:
+            return
+        if self.refusal is None:
+            self.joiners.add(name)
+        elif name not in self._refused:
+            self._device.record("log", text=f"{name} is turned away: {self.refusal}")
+            self._refused.add(name)
+
+    def _take_answer(self, answer: Alive) -> None:
+        self.answered += 1
+        self._hear(answer.sender, answer.incarnation)
+        if answer.question == self._question:
+            self.answers[answer.sender] = answer
+
+    def _take_ready(self, configured: Configured) -> None:
+        self._hear(configured.sender, configured.incarnation)
+        self.ready.add(configured.sender)

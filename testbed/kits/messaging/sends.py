@@ -1,0 +1,95 @@
+"""Messages that were sent and that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from testbed.device import Device
+from testbed.kits.messaging.tasks import Tasks
+from testbed.network.link import Link, Pair
+from testbed.wire.message import Message, size
+
+SLACK = 2.0
+"""How many times the predicted time of a transfer may pass before it counts as overdue."""
+
+
+class MailboxFullError(RuntimeError):
+    """A program posts, or is sent, more messages than it is made for: nobody takes them."""
+
+
+@dataclass
+class _Send:
+    peer: str
+    due: float
+    """When it should have been acknowledged, however slowly the link goes."""
+    task: asyncio.Task[None]
+
+
+class Sends:
+    """Sends in the order of the calls without holding up the caller, and knows what is not acknowledged yet."""
+
+    def __init__(self, device: Device, links: Mapping[Pair, Link], tasks: Tasks, limit: int) -> None:
+        """``limit``: messages to one peer that may be unacknowledged at once."""
+        self._device = device
+        self._links = links
+        self._tasks = tasks
+        self._limit = limit
+        self._sends: list[_Send] = []
+        self.acknowledged: Callable[[str, float, float], None] = lambda peer, wire_bytes, posted: None
+        """Is called with each message that is acknowledged, at that instant: its peer, size and when it was posted."""
+
+    def post(self, peer: str, message: Message) -> asyncio.Task[None]:
+        """Send, after what was posted to that peer before; retries until acknowledged or withdrawn.
+
+        What is returned may be awaited for the acknowledgement, or left alone. Raises `MailboxFullError`.
+        """
+        if sum(send.peer == peer for send in self._sends) >= self._limit:
+            raise MailboxFullError(
+                f"{self._limit} messages to {peer} are not acknowledged; '{message.kind}' is one more"
+            )
+        posted, wire_bytes = self._device.now(), size(message, self._device.name)
+        carrying = transfer_time(self._links, self._device.name, peer, wire_bytes)
+        due = max(posted, self.due(peer)) + SLACK * carrying
+        send = _Send(peer, due, self._tasks.start(self._device.send(peer, message)))
+        self._sends.append(send)
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._sends.remove(send)
+            if not task.cancelled() and task.exception() is None:
+                self.acknowledged(peer, wire_bytes, posted)
+
+        send.task.add_done_callback(over)
+        return send.task
+
+    def withdraw(self) -> None:
+        """Take back everything that is not acknowledged yet."""
+        for send in self._sends:
+            send.task.cancel()
+
+    def due(self, peer: str) -> float:
+        """Return when all that was posted to a peer should have been acknowledged, however slowly the link goes."""
+        return max((send.due for send in self._sends if send.peer == peer), default=self._device.now())
+
+    def waiting(self) -> bool:
+        """Say whether anything is under way that is not overdue."""
+        now = self._device.now()
+        return any(send.due >= now for send in self._sends)
+
+    def overdue(self) -> dict[str, float]:
+        """Return the peers that should have acknowledged something by now, and for how many seconds."""
+        now = self._device.now()
+        late: dict[str, float] = {}
+        for send in self._sends:
+            if send.due < now:
+                late[send.peer] = max(late.get(send.peer, 0.0), now - send.due)
+        return late
+
+
+def transfer_time(links: Mapping[Pair, Link], source: str, target: str, wire_bytes: float) -> float:
+    """Return the predicted seconds until this many bytes on the wire are acknowledged; 0 where there is no link."""
+    there, back = links.get((source, target)), links.get((target, source))
+    if there is None or back is None:
+        return 0.0
+    return there.delay + there.transmission_time(wire_bytes) + back.delay

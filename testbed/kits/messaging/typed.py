@@ -1,0 +1,119 @@
+"""Messages as dataclasses: a family of methods declares one class for each kind that its programs send."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from testbed.wire.message import Message, WireError
+
+if TYPE_CHECKING:
+    import torch
+
+Fixed = float
+"""A number that takes as many bytes whatever it is, so that what is computed does not decide how long it travels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typed:
+    """Base of all typed messages. For example::
+
+        @dataclass(frozen=True)
+        class Gradient(Typed, kind="gradient", key=("batch", "micro")):
+            configuration: int
+            batch: int
+            micro: int
+            tensor: torch.Tensor
+
+    A field annotated ``torch.Tensor`` travels as the tensor of that name. One annotated ``State`` brings all other
+    tensors of the message, under their own names. One annotated ``Fixed`` travels as text of always the same length.
+    Every other field is a JSON value; tuples arrive as lists. A field
+    that is None, and is None by default, is left out. A message with a field ``configuration`` counts in that
+    configuration only; see `testbed.kits.messaging.mailbox.Mailbox`.
+    """
+
+    kind: ClassVar[str] = ""
+    """Its name on the wire."""
+    key: ClassVar[tuple[str, ...]] = ()
+    """The fields that tell two messages of a kind apart, ``sender`` among them if wanted; none: each is another."""
+    opens: ClassVar[bool] = False
+    """Whether it may be of a newer configuration than its receiver's. Its handler opens that one."""
+
+    sender: str = ""
+    """Set on arrival."""
+    padding: int = 0
+    """Bytes charged beside the content."""
+    missing: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """As in `testbed.wire.message.Message`."""
+
+    def __init_subclass__(cls, kind: str = "", key: tuple[str, ...] = (), opens: bool = False) -> None:
+        super().__init_subclass__()
+        cls.kind, cls.key, cls.opens = kind or cls.kind, key or cls.key, opens or cls.opens
+
+    @property
+    def identity(self) -> Hashable:
+        """The value of the key, a tuple of values where it has several fields; None where there is no key."""
+        if len(self.key) == 1:
+            return getattr(self, self.key[0])  # type: ignore[no-any-return]
+        return tuple(getattr(self, name) for name in self.key) or None
+
+
+K = TypeVar("K", bound=Typed)
+
+
+@dataclass(frozen=True)
+class _Form:
+    values: tuple[tuple[str, bool], ...]
+    """JSON fields, and whether None is left out."""
+    tensors: tuple[str, ...]
+    fixed: tuple[str, ...]
+    """Of the JSON fields."""
+    state: str | None
+
+
+@cache
+def _form(kind: type[Typed]) -> _Form:
+    values: list[tuple[str, bool]] = []
+    tensors: list[str] = []
+    state = None
+    for each in fields(kind):
+        annotation = str(each.type)
+        if each.name in ("sender", "padding", "missing"):
+            continue
+        if annotation.startswith("torch.Tensor"):
+            tensors.append(each.name)
+        elif annotation == "State":
+            state = each.name
+        else:
+            values.append((each.name, each.default is None))
+    fixed = tuple(each.name for each in fields(kind) if str(each.type).startswith("Fixed"))
+    return _Form(tuple(values), tuple(tensors), fixed, state)
+
+
+def encode(message: Typed) -> Message:
+    """Return a typed message as it travels."""
+    form = _form(type(message))  # type: ignore[arg-type]  # the hash of a class, not of its instances
+    said = ((name, getattr(message, name), optional) for name, optional in form.values)
+    values = {name: value for name, value, optional in said if value is not None or not optional}
+    values |= {name: f"{values[name]:+24.16e}" for name in form.fixed if values.get(name) is not None}
+    given = {name: getattr(message, name) for name in form.tensors}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if form.state is not None:
+        tensors.update(getattr(message, form.state))
+    return Message(message.kind, values, tensors, message.sender, message.padding)
+
+
+def decode(kind: type[K], message: Message) -> K:
+    """Return a message that arrived, as its kind; raises `WireError` where its fields are not those of the kind."""
+    form = _form(kind)  # type: ignore[arg-type]
+    tensors = {name: message.tensors[name] for name in form.tensors if name in message.tensors}
+    given: dict[str, Any] = {**message.fields, **tensors}
+    if form.state is not None:
+        given[form.state] = {name: value for name, value in message.tensors.items() if name not in tensors}
+    try:
+        given |= {name: float(given[name]) for name in form.fixed if given.get(name) is not None}
+        return kind(**given, sender=message.sender, padding=message.padding, missing=message.missing)
+    except (TypeError, ValueError) as error:
+        raise WireError(f"message '{message.kind}' of {message.sender}: {error}") from error

@@ -1,0 +1,1 @@
+"""Training and inference by stages in a row."""

@@ -1,0 +1,168 @@
+"""Phases 1 and 2 of PipeLearn's optimisation (Zhang et al., III-C): what an epoch takes, by formula.
+
+The times are those that the testbed charges: `DeviceSpec.seconds`, bytes on the wire over the link's rate, the link's
+delay. The paper gives a mini-batch 1/N of the time of a batch of B; here it has floor(B/N) samples and their time,
+which is the same where N divides B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from testbed.device import Cost
+from testbed.hardware import DeviceSpec
+from testbed.kits.layers import costs
+from testbed.kits.rounds.stages import Kind, iteration_time
+from testbed.models.chain import Model, Unit, backward_of, forward_of
+from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.network.link import Link
+from testbed.wire.message import size_around
+from testbed.workload import OptimizerPart
+
+BYTES_PER_LABEL = 8
+AGGREGATION_FLOPS = 2.0
+"""That an average is charged for each parameter of each model in it: a multiply and an add."""
+
+
+def mini_batch(batch_size: int, parallel: int) -> int:
+    """Return B' = floor(B/N), equation (2); raises ValueError for more mini-batches than samples."""
+    if not 1 <= parallel <= batch_size:
+        raise ValueError(f"a batch of {batch_size} cannot be cut into {parallel} mini-batches: take 1 to {batch_size}")
+    return batch_size // parallel
+
+
+def iterations(samples: int, batch_size: int, parallel: int) -> int:
+    """Return the iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3."""
+    return max(1, samples // (mini_batch(batch_size, parallel) * parallel))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """P and N of one device."""
+
+    split: int
+    """P: the layers 1..P are the device's, all others the server's."""
+    parallel: int = 1
+    """N: the mini-batches of an iteration."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """What profiling finds of a layer on one machine, in seconds; forward and backward for one sample."""
+
+    forward: float
+    backward: float
+    update: float
+    forward_weights: float = 0.0
+    """Of a mini-batch of any size, beside its samples: reading the weights."""
+    backward_weights: float = 0.0
+    """The same, and writing their gradients."""
+
+
+@dataclass(frozen=True)
+class PairProfile:
+    """What Phase 1 finds for one device and the server; layers q = 1..Q in their order."""
+
+    device: tuple[LayerTimes, ...]
+    server: tuple[LayerTimes, ...]
+    volumes: tuple[int, ...]
+    """Bytes of one sample that leave layer q, forward; the gradient that comes back is as large."""
+    states: tuple[int, ...]
+    """Bytes of the weights of layer q."""
+    up: Link
+    """From the device to the server."""
+    down: Link
+
+    @property
+    def depth(self) -> int:
+        """Q."""
+        return len(self.device)
+
+    def durations(self, split: int, samples: int) -> dict[Kind, float]:
+        """Return t(r) of each kind of stage for a mini-batch of this many samples: equations (5) to (10)."""
+        mine, theirs = self.device[:split], self.server[split:]
+        activation = samples * (self.volumes[split - 1] + BYTES_PER_LABEL)
+        gradient = samples * self.volumes[split - 1]
+        return {
+            "forward": _forward(mine, samples),  # (5)
+            "server forward": _forward(theirs, samples),  # (6)
+            "backward": _backward(mine, samples),  # (7)
+            "server backward": _backward(theirs, samples),  # (8)
+            "upload": self.up.transmission_time(size_around(activation)),  # (9), with the labels
+            "download": self.down.transmission_time(size_around(gradient)),  # (10)
+        }
+
+    def iteration(self, choice: Choice, batch_size: int) -> float:
+        """Return the seconds of one iteration: T(b_N) and the device's update. The server's goes on meanwhile."""
+        durations = self.durations(choice.split, mini_batch(batch_size, choice.parallel))
+        delays: dict[Kind, float] = {"upload": self.up.delay, "download": self.down.delay}
+        update = sum(layer.update for layer in self.device[: choice.split])
+        return iteration_time(durations, choice.parallel, delays) + update
+
+    def training(self, choice: Choice, samples: int, batch_size: int) -> float:
+        """Return the seconds that a device with this many samples trains in an epoch, without exchanging models."""
+        return iterations(samples, batch_size, choice.parallel) * self.iteration(choice, batch_size)
+
+    def local_training(self, samples: int, batch_size: int) -> float:
+        """Return the seconds of an epoch of the whole model on the device alone."""
+        step = sum(batch_size * (layer.forward + layer.backward) + layer.update for layer in self.device)
+        step += sum(layer.forward_weights + layer.backward_weights for layer in self.device)
+        return iterations(samples, batch_size, 1) * step
+
+    def exchange(self, split: int) -> float:
+        """Return the seconds that the device's layers take to the server and, averaged, back."""
+        state = sum(self.states[:split])
+        return transfer(self.up, state) + transfer(self.down, state)
+
+
+def _forward(layers: Sequence[LayerTimes], samples: int) -> float:
+    return samples * sum(layer.forward for layer in layers) + sum(layer.forward_weights for layer in layers)
+
+
+def _backward(layers: Sequence[LayerTimes], samples: int) -> float:
+    return samples * sum(layer.backward for layer in layers) + sum(layer.backward_weights for layer in layers)
+
+
+def transfer(link: Link, content: float) -> float:
+    """Return the seconds from the first byte that leaves to the last one that arrives."""
+    return link.transmission_time(size_around(content)) + link.delay
+
+
+def profile(
+    model: Model,
+    optimizer: OptimizerPart,
+    device: DeviceSpec,
+    server: DeviceSpec,
+    up: Link,
+    down: Link,
+    at_once: float = 1.0,
+) -> PairProfile:
+    """Return the profile of a device and the server by formula.
+
+    ``at_once`` devices share one of the server's processors: each finds it as many times slower.
+    """
+
+    def layers(spec: DeviceSpec, times: float = 1.0) -> tuple[LayerTimes, ...]:
+        def of(unit: Unit) -> LayerTimes:
+            forward, backward = forward_of(unit.cost, 1), backward_of(unit.cost, 1)
+            works = [each.scaled(flops=1, accessed=1, weights=0) for each in (forward, backward)]
+            works.append(costs.update((unit,), optimizer))
+            works += [each.scaled(flops=0, accessed=0, weights=1) for each in (forward, backward)]
+            return LayerTimes(*(times * spec.seconds(work) for work in works))
+
+        return tuple(of(unit) for unit in model.units)
+
+    return PairProfile(
+        device=layers(device),
+        server=layers(server, at_once),
+        volumes=tuple(model.cut_bytes(index + 1) for index in range(len(model.units))),
+        states=tuple(BYTES_PER_VALUE * unit.parameters for unit in model.units),
+        up=up,
+        down=down,
+    )
+
+
+def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
+    """Return the seconds that the server needs to average this many models."""
+    return server.seconds(Cost(AGGREGATION_FLOPS * model.parameters * devices))

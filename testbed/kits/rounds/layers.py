@@ -1,0 +1,74 @@
+"""Layers of the model on one machine."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from testbed.device import Device, Span
+from testbed.kits.layers import costs
+from testbed.kits.layers.shape_shard import shard
+from testbed.kits.layers.shard import MOMENTUM, State, weights_of
+from testbed.method import Problem
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Layers:
+    """Some layers of the model on one device: their numerics, and what each piece of work is charged."""
+
+    def __init__(self, device: Device, problem: Problem, first: int, last: int) -> None:
+        """Units ``first`` up to but without ``last``, with the weights that the seed gives."""
+        self.first = first
+        self.last = last
+        self._device = device
+        self._units = problem.model.units[first:last]
+        self._optimizer = problem.workload.optimizer
+        self._shard = shard(problem.model, first, last, problem.seed, problem.workload)
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained values."""
+        return costs.parameters(self._units)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the weights and the running statistics."""
+        return weights_of(self._shard.state())
+
+    async def load(self, weights: State, number: int) -> None:
+        """Take over a round's weights. Momentum stays what it was: it is neither sent nor averaged."""
+
+        def load() -> None:
+            momentum = {name: value for name, value in self._shard.state().items() if name.startswith(MOMENTUM)}
+            self._shard.load({**weights, **momentum})
+
+        await self._device.compute(load, costs.copy(self._units, self._optimizer), Span("load", number))
+
+    async def forward(self, step: int, micro: int, inputs: torch.Tensor) -> torch.Tensor:
+        """Forward a mini-batch."""
+        work = partial(self._shard.forward, (step, micro), inputs)
+        return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
+
+    async def forward_loss(
+        self, step: int, micro: int, inputs: torch.Tensor, labels: torch.Tensor, samples: int
+    ) -> float:
+        """Forward a mini-batch through the model's end; return its part of the mean loss of ``samples`` samples."""
+        work = partial(self._shard.forward_loss, (step, micro), inputs, labels, samples)
+        return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
+
+    async def backward(
+        self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Go back through the layers with a mini-batch of this many samples; return the gradient of its inputs."""
+        work = partial(self._shard.backward, (step, micro), gradient)
+        return await self._device.compute(work, costs.backward(self._units, samples), Span("backward", step, micro))
+
+    async def update(self, step: int) -> None:
+        """Take a step along the gradients of all mini-batches since the last one."""
+        await self._device.compute(self._shard.update, costs.update(self._units, self._optimizer), Span("update", step))
+
+    async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs for a batch of an evaluation."""
+        work = partial(self._shard.infer, inputs)
+        return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("evaluate", index))

@@ -1,0 +1,87 @@
+"""What the server and the devices tell each other. A round of training is a configuration of theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from testbed.kits.layers.shard import State
+from testbed.kits.messaging.membership import Hello
+from testbed.kits.messaging.typed import Fixed, Typed
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Ping(Typed, kind="ping"):
+    """From the server to a device that was too late: answer when this reaches you."""
+
+
+@dataclass(frozen=True)
+class Here(Typed, kind="here"):
+    """To the server: the answer to a ping."""
+
+
+@dataclass(frozen=True)
+class Begin(Typed, kind="begin", opens=True):
+    """From the server: train a round, from these weights on."""
+
+    configuration: int
+    round: int
+    """From 0."""
+    state: State
+    """Weights and running statistics of the device's layers."""
+
+
+@dataclass(frozen=True)
+class Begun(Typed, kind="begun"):
+    """To the server: the round's training begins here."""
+
+    configuration: int
+    incarnation: float
+    first: int
+    """The first iteration; they are counted through all rounds."""
+    last: int
+    """One after the last."""
+
+
+@dataclass(frozen=True)
+class DeviceActivation(Typed, kind="activation", key=("sender", "iteration", "micro")):
+    """To the server: what leaves the device's last layer."""
+
+    configuration: int
+    iteration: int
+    micro: int
+    """The mini-batch, from 0 to N - 1."""
+    samples: int
+    """Of the whole iteration."""
+    tensor: torch.Tensor
+    """(samples of the mini-batch, ...)"""
+    labels: torch.Tensor
+    """(samples of the mini-batch,)"""
+
+
+@dataclass(frozen=True)
+class ActivationGradient(Typed, kind="gradient", key=("iteration", "micro")):
+    """From the server: the gradient of an activation, of its shape."""
+
+    configuration: int
+    iteration: int
+    micro: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Update(Typed, kind="update", key=("sender",)):
+    """To the server: "stop epoch", and the trained layers."""
+
+    configuration: int
+    samples: int
+    """That it trained on in this round."""
+    loss: Fixed | None
+    """Their mean; None where the server has computed it."""
+    state: State
+
+
+KINDS: tuple[type[Typed], ...] = (Hello, Ping, Here, Begin, Begun, DeviceActivation, ActivationGradient, Update)

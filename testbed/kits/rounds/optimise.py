@@ -1,0 +1,55 @@
+"""Phase 3 of PipeLearn's optimisation (Zhang et al., III-C): the split point P and the parallel batch number N."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from testbed.kits.rounds.estimate import Choice, PairProfile, mini_batch
+
+
+def parallel_batches(profile: PairProfile, split: int, batch_size: int) -> int:
+    """Return N for a split point P by equation (14), and no more than the batch has samples.
+
+    As many more mini-batches as fill the time between the forward of one and its backward. The server's sums run over
+    its own layers, P+1..Q; the equation as printed has 1..P for the forward.
+    """
+    whole = profile.durations(split, batch_size)
+    idle = whole["upload"] + whole["server forward"] + whole["server backward"] + whole["download"]
+    idle += profile.up.delay + profile.down.delay
+    shorter = min(whole["forward"], whole["backward"])
+    wanted = 1 + math.ceil(idle / shorter) if shorter > 0 else batch_size
+    return min(wanted, batch_size)
+
+
+def shortlist(profile: PairProfile, batch_size: int) -> tuple[Choice, ...]:
+    """Return the paper's candidates: for each split point P = 1..Q the N of equation (14)."""
+    return tuple(Choice(split, parallel_batches(profile, split, batch_size)) for split in range(1, profile.depth + 1))
+
+
+def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[Choice, ...]:
+    """Return the shortlist, and for each size of a mini-batch the most that the batch gives, at every split point.
+
+    Equation (14) stops where the device would no longer idle. Where a link is what holds up the pipeline, smaller
+    mini-batches still shorten the time before it is busy and after it was. ``least`` is the
+    fewest samples of a mini-batch.
+    """
+    found = [choice for choice in shortlist(profile, batch_size) if mini_batch(batch_size, choice.parallel) >= least]
+    sizes = range(max(1, min(least, batch_size)), batch_size + 1)
+    counts = sorted({batch_size // size for size in sizes})
+    found += [Choice(split, count) for split in range(1, profile.depth + 1) for count in counts]
+    return tuple(dict.fromkeys(found))
+
+
+def optimise(profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice] | None = None) -> Choice:
+    """Return the choice with the shortest epoch of training, its exchange of models included.
+
+    The first of several. ``choices`` are all `candidates` where None.
+    """
+    among = candidates(profile, batch_size) if choices is None else choices
+    return min(among, key=lambda choice: epoch(profile, choice, samples, batch_size))
+
+
+def epoch(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
+    """Return the seconds of an epoch of one device."""
+    return profile.training(choice, samples, batch_size) + profile.exchange(choice.split)

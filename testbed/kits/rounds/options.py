@@ -1,0 +1,43 @@
+"""Options of all methods of the family."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from testbed.common.quantities import Duration, Fraction
+from testbed.method import Options
+
+
+class RoundOptions(Options):
+    """When models are averaged, and what a round does about devices that are gone or late."""
+
+    local_epochs: int | None = Field(
+        None, ge=1, description="epochs of a device in a round, of a workload in epochs; default: 1"
+    )
+    local_steps: int | None = Field(
+        None, ge=1, description="iterations of a device in a round, of a workload in steps; default: 1"
+    )
+    round_deadline: Duration | None = Field(
+        None, description="a round ends then without devices that are late; default: three times what it should take"
+    )
+    evaluate_every: int = Field(1, ge=1, description="rounds from one evaluation to the next")
+
+
+class GroupOptions(RoundOptions):
+    """Rounds of several devices at once."""
+
+    fraction: Fraction = Field(
+        1.0, gt=0, le=1, description="of the devices, drawn for each round", json_schema_extra={"default": "100%"}
+    )
+    min_devices: int = Field(1, ge=1, description="updates that a round needs; it waits until it has them")
+
+
+SplitPoints = Literal["best"] | int | dict[str, int]
+"""One for all devices, or one for each by its name."""
+
+SPLIT = (
+    "the layers that a device trains, the first P: one number for all, or `{device: P}`; best: the shortest epoch by "
+    "the stage graph"
+)

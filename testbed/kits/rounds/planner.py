@@ -1,0 +1,256 @@
+"""Plans of the family: who trains which layers, what that needs, and how long a round should take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from pydantic import BaseModel, ConfigDict
+
+from testbed.common.errors import InputError, Key
+from testbed.hardware import DeviceSpec
+from testbed.kits.layers import costs
+from testbed.kits.rounds.estimate import Choice, PairProfile, aggregation_time, iterations, profile
+from testbed.kits.rounds.optimise import candidates, optimise, shortlist
+from testbed.kits.rounds.options import RoundOptions, SplitPoints
+from testbed.kits.rounds.share import Length
+from testbed.method import Problem
+from testbed.partition.memory import inference_bytes, training_bytes
+from testbed.plan import Details, Piece, Plan
+
+
+class Portion(BaseModel):
+    """What one device does in a round."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    split: int
+    """P: it trains the first P layers."""
+    parallel: int
+    """N: mini-batches of an iteration."""
+    iteration_time: float
+    """Predicted seconds of an iteration: T(b_N) and the update."""
+    exchange_time: float
+    """Predicted seconds that its layers take to the server and back."""
+    iterations: int
+    """Of a round."""
+    epoch: int
+    """Iterations of an epoch."""
+
+    @property
+    def round_time(self) -> float:
+        """Predicted seconds of a round."""
+        return self.iterations * self.iteration_time + self.exchange_time
+
+    @property
+    def choice(self) -> Choice:
+        """P and N."""
+        return Choice(self.split, self.parallel)
+
+
+class CollaborativeDetails(Details):
+    """What a plan of the family tells."""
+
+    portions: dict[str, Portion]
+    """By device, in their order."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The server, the devices, and what each of them finds."""
+
+    problem: Problem[RoundOptions]
+
+    @property
+    def server(self) -> DeviceSpec:
+        """The first device of the scenario."""
+        return self.problem.devices[0]
+
+    @property
+    def devices(self) -> tuple[DeviceSpec, ...]:
+        """Those with data."""
+        return self.problem.devices[1:]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the devices with data."""
+        return tuple(device.name for device in self.devices)
+
+    @cached_property
+    def length(self) -> Length:
+        """How much a device trains in a round, and in all."""
+        workload, options = self.problem.workload, self.problem.options
+        if workload.epochs is not None:
+            return Length(True, options.local_epochs or 1, workload.epochs)
+        assert workload.steps is not None
+        return Length(False, options.local_steps or 1, workload.steps)
+
+    def check(self) -> None:
+        """Raise `InputError` where devices, links or options do not fit."""
+        options, workload = self.problem.options, self.problem.workload
+        if not self.devices:
+            raise InputError("it takes a server, which is the first device, and others with data", ("devices",))
+        for device in self.devices:
+            for pair in ((device.name, self.server.name), (self.server.name, device.name)):
+                if pair not in self.problem.links:
+                    raise InputError(
+                        f"no link leads from {pair[0]} to {pair[1]}: each device needs one to the server and back; use "
+                        "the topology star",
+                        ("network", "topology"),
+                    )
+        if workload.epochs is not None and options.local_steps is not None:
+            raise InputError("goes with a workload in `steps`, not in `epochs`", ("method", "local_steps"))
+        if workload.epochs is None and options.local_epochs is not None:
+            raise InputError("goes with a workload in `epochs`, not in `steps`", ("method", "local_epochs"))
+
+    def batch(self, device: DeviceSpec) -> int:
+        """Return the samples of an iteration, about: a device with fewer than a batch makes one of all it has."""
+        return min(self.problem.workload.batch_size, self.problem.samples[device.name])
+
+    def iterations(self, device: DeviceSpec, parallel: int) -> dict[str, int]:
+        """Return the iterations of a round and of an epoch."""
+        per_epoch = iterations(self.problem.samples[device.name], self.batch(device), parallel)
+        return {"iterations": len(self.length.iterations(0, per_epoch)), "epoch": per_epoch}
+
+    def profile(self, device: DeviceSpec, at_once: int) -> PairProfile:
+        """Return what a device and the server take, ``at_once`` devices together keeping the server busy."""
+        problem, server = self.problem, self.server
+        share = max(1.0, at_once / server.processors)
+        up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
+        return profile(problem.model, problem.workload.optimizer, device, server, up, down, share)
+
+    def given(self, key: Key, value: SplitPoints, lowest: int, highest: int) -> dict[str, int]:
+        """Return a number that a scenario gives for each device, or for all; empty where it is to be the best.
+
+        Raises `InputError` where it is not from ``lowest`` to ``highest``.
+        """
+        names = self.names
+        if value == "best":
+            return {}
+        if isinstance(value, dict):
+            if sorted(value) != sorted(names):
+                raise InputError(f"name each of the devices {', '.join(names)}, and no other", key)
+            found = value
+        else:
+            assert isinstance(value, int)
+            found = dict.fromkeys(names, value)
+        for number in found.values():
+            if not lowest <= number <= highest:
+                raise InputError(f"{number} is outside of what there is: take {lowest} to {highest}", key)
+        return found
+
+
+def whole(team: Team, device: DeviceSpec) -> Portion:
+    """Return what a device does that trains all layers by itself."""
+    found, batch = team.profile(device, 0), team.batch(device)
+    return Portion(
+        split=found.depth,
+        parallel=1,
+        iteration_time=found.local_training(batch, batch),
+        exchange_time=found.exchange(found.depth),
+        **team.iterations(device, 1),
+    )
+
+
+def _divided(team: Team, device: DeviceSpec, found: PairProfile, choice: Choice) -> Portion:
+    """Return what a device does that trains some layers and leaves the rest to the server."""
+    return Portion(
+        split=choice.split,
+        parallel=choice.parallel,
+        iteration_time=found.iteration(choice, team.batch(device)),
+        exchange_time=found.exchange(choice.split),
+        **team.iterations(device, choice.parallel),
+    )
+
+
+@dataclass(frozen=True)
+class Search:
+    """What N is chosen from."""
+
+    least: int = 1
+    """Samples of a mini-batch at least."""
+    paper: bool = False
+    """Whether equation (14) alone says what N may be."""
+
+    def among(self, found: PairProfile, batch_size: int, splits: Sequence[int], parallel: int | None) -> list[Choice]:
+        """Return the choices there are for one device."""
+        if parallel is not None:
+            return [Choice(split, parallel) for split in splits]
+        wanted = shortlist(found, batch_size) if self.paper else candidates(found, batch_size, self.least)
+        return [choice for choice in wanted if choice.split in splits]
+
+
+@lru_cache(maxsize=256)
+def _best(
+    search: Search,
+    found: PairProfile,
+    samples: int,
+    batch: int,
+    allowed: tuple[int, ...],
+    parallel: int | None,
+) -> Choice:
+    """Return one device's choice; many devices are alike."""
+    return optimise(found, samples, batch, search.among(found, batch, allowed, parallel))
+
+
+def split_plan(
+    method: str,
+    team: Team,
+    split_points: SplitPoints,
+    at_once: int,
+    parallel: SplitPoints = 1,
+    search: Search = Search(),
+) -> Plan[CollaborativeDetails]:
+    """Return the plan that splits the model between each device and the server; ``at_once`` of them train together.
+
+    Raises `InputError` where a number is outside of what there is, or a device has too little memory.
+    """
+    depth = len(team.problem.model.units)
+    smallest = min(team.batch(device) for device in team.devices)
+    splits = team.given(("method", "split"), split_points, 1, depth)
+    given = team.given(("method", "parallel"), parallel, 1, smallest)
+    portions = {}
+    for device in team.devices:
+        name, batch = device.name, team.batch(device)
+        found = team.profile(device, at_once)
+        allowed = [splits[name]] if splits else list(range(1, depth + 1))
+        choice = _best(search, found, team.problem.samples[name], batch, tuple(allowed), given.get(name))
+        portions[name] = _divided(team, device, found, choice)
+    copies = {name: portion.split for name, portion in portions.items()}
+    return plan(method, team, portions, copies, in_turn=at_once == 1)
+
+
+def plan(
+    method: str, team: Team, portions: Mapping[str, Portion], copies: Mapping[str, int], in_turn: bool = False
+) -> Plan[CollaborativeDetails]:
+    """Return the plan for these portions; raises `InputError` where a device has too little memory.
+
+    ``copies``: for whom the server trains layers of its own, and from which on; one for all where devices train
+    ``in_turn``.
+    """
+    problem, server = team.problem, team.server
+    depth, momentum = len(problem.model.units), problem.workload.optimizer.momentum > 0
+    evaluated = inference_bytes(problem.model, range(depth), problem.workload.batch_size)
+    pieces = [Piece(device=server.name, first=0, last=depth, memory=evaluated)]
+    for device in team.devices:
+        portion = portions[device.name]
+        kept = training_bytes(problem.model, range(portion.split), team.batch(device), momentum)
+        pieces.append(Piece(device=device.name, first=0, last=portion.split, memory=kept))
+    for name, first in (dict(list(copies.items())[:1]) if in_turn else copies).items():
+        mini_batch = team.batch(problem.device(name)) // portions[name].parallel
+        kept = training_bytes(problem.model, range(first, depth), mini_batch, momentum)
+        pieces.append(
+            Piece(device=server.name, first=first, last=depth, memory=kept, copy_for=None if in_turn else name)
+        )
+    times = [portion.round_time for portion in portions.values()]
+    averaging = aggregation_time(problem.model, server, 1 if in_turn else len(times))
+    found: Plan[CollaborativeDetails] = Plan(
+        method=method,
+        lead=server.name,
+        pieces=tuple(pieces),
+        step_time=sum(time + averaging for time in times) if in_turn else max(times) + averaging,
+        details=CollaborativeDetails(portions=dict(portions)),
+    )
+    for device in problem.devices:
+        costs.check_memory(device, found.memory(device.name))
+    return found

@@ -1,0 +1,158 @@
+"""Who takes part in which round, on the server, whatever happens to the devices meanwhile.
+
+A round is over when all its devices have sent their updates, or at its deadline with enough of them. A device that is
+late is left out of the rounds after, until it answers a ping; one that has started again is there for the next round.
+Each attempt at a round is a configuration with a number of its own, so that what is left of another one counts nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.common.seeds import derive
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.membership import Hello
+from testbed.kits.messaging.tasks import Tasks
+from testbed.kits.messaging.typed import encode
+from testbed.kits.rounds.messages import Begin, Begun, Here, Ping, Update
+from testbed.wire.message import Message
+
+CONFIGURATION = "configuration"
+"""What the server's disk keeps the number of the newest configuration under."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which terms a round is held."""
+
+    fraction: float
+    """Of the devices, that take part in a round."""
+    least: int
+    """Updates that a round needs."""
+    deadline: float
+    """Seconds after its begin at which a round ends without those that are late."""
+
+
+STARTUP = 30.0
+"""Seconds that a program's first round has beside: devices do not all start at once."""
+
+Serve = Callable[[Begun], Coroutine[Any, Any, None]]
+"""What the server does for a device that trains: runs beside the round, until the device's last iteration."""
+
+
+class Rounds:
+    """Invites devices to one round after the other."""
+
+    def __init__(self, mailbox: Mailbox, terms: Terms, seed: int) -> None:
+        self._mailbox = mailbox
+        self._device = mailbox.device
+        self._terms = terms
+        self._seed = seed
+        self._absent: set[str] = set()
+        """Devices that were late and have not been heard of since."""
+        self._incarnations: dict[str, float] = {}
+        """Of the programs that began the present round."""
+        self._restarted: set[str] = set()
+        """Devices that began the present round and have started again since."""
+        self._updates: dict[str, Update] = {}
+        self._serve: Callable[[Begun], None] = lambda begun: None
+        mailbox.on(Hello, self._greeted)
+        mailbox.on(Here, lambda here: self._absent.discard(here.sender))
+        mailbox.on(Begun, self._began)
+        mailbox.on(Update, self._updated)
+        mailbox.on_open(self._forget)
+
+    async def hold(
+        self, number: int, devices: Sequence[str], invite: Callable[[str, int], Begin], serve: Serve | None = None
+    ) -> list[Update]:
+        """Have some of the devices train a round; return their updates in the order of the devices.
+
+        Waits until as many are there, and have sent updates, as the terms ask for. ``invite`` makes a device's
+        invitation to a configuration. A round with too few updates at twice its deadline is begun again with the
+        devices that are there then, and has twice the time.
+        """
+        least, allowed = min(self._terms.least, len(devices)), self._terms.deadline
+        if self._mailbox.configuration == 0:
+            allowed += STARTUP
+        while True:
+            present = await self.present(devices, least)
+            chosen = self._choose(number, present)
+            await self._open()
+            start = self._device.now()
+            async with Tasks() as tasks:
+                serving: dict[str, asyncio.Task[None]] = {}
+                if serve is not None:
+                    self._serve = lambda begun: serving.update({begun.sender: tasks.start(serve(begun))})  # noqa: B023
+                for name in chosen:
+                    self._mailbox.post(name, invite(name, self._mailbox.configuration))
+                await self._collect(chosen, least, start + allowed, start + 2 * allowed)
+                updates = [self._updates[name] for name in chosen if name in self._updates]
+                await asyncio.gather(*(serving[update.sender] for update in updates if update.sender in serving))
+                self._serve = lambda begun: None  # one that begins now is too late for this round
+            there = {update.sender for update in updates}
+            self._miss(number, [name for name in chosen if name not in there])
+            if len(updates) >= least:
+                return updates
+            allowed *= 2
+
+    async def present(self, devices: Sequence[str], least: int) -> list[str]:
+        """Return the devices that are there as far as is known, as soon as there are at least this many."""
+        while len(found := [name for name in devices if name not in self._absent]) < least:
+            await self._mailbox.changed()
+        return found
+
+    def _choose(self, number: int, present: Sequence[str]) -> list[str]:
+        """Return a fraction of the devices that are there, by seed and round, in their order."""
+        count = max(1, self._terms.least, round(self._terms.fraction * len(present)))
+        if count >= len(present):
+            return list(present)
+        drawn = random.Random(derive(self._seed, "round", number)).sample(range(len(present)), count)
+        return [present[index] for index in sorted(drawn)]
+
+    async def _open(self) -> None:
+        """Begin a configuration whose number is above all former ones, also those of a program before a restart."""
+        kept = self._device.saved(CONFIGURATION)
+        former = max(self._mailbox.configuration, 0 if kept is None else kept["number"])
+        self._mailbox.open(former + 1)
+        await self._device.save(CONFIGURATION, Message(CONFIGURATION, {"number": former + 1}))
+
+    def _forget(self) -> None:
+        """Begin with nothing of the configuration before."""
+        self._incarnations.clear()
+        self._restarted.clear()
+        self._updates.clear()
+        self._serve = lambda begun: None
+
+    async def _collect(self, chosen: Sequence[str], least: int, deadline: float, end: float) -> None:
+        """Wait until all have sent an update or lost what they had; from the deadline on for enough updates only."""
+        while any(name not in self._updates and name not in self._restarted for name in chosen):
+            left = (deadline if len(self._updates) >= least else end) - self._device.now()
+            if left <= 0:
+                return
+            await self._mailbox.changed(left)
+
+    def _miss(self, number: int, names: Collection[str]) -> None:
+        """Go on without these, and invite those that have not started again no more until they answer."""
+        if names:
+            self._device.record("missed", round=number, devices=names)
+        for name in names:
+            if name not in self._restarted:
+                self._absent.add(name)
+                # Not through the mailbox: a new configuration would take it back.
+                self._mailbox.start(self._device.send(name, encode(Ping())))
+
+    def _greeted(self, hello: Hello) -> None:
+        self._absent.discard(hello.sender)
+        if self._incarnations.get(hello.sender, hello.incarnation) != hello.incarnation:
+            self._restarted.add(hello.sender)
+
+    def _began(self, begun: Begun) -> None:
+        self._incarnations[begun.sender] = begun.incarnation
+        self._serve(begun)
+
+    def _updated(self, update: Update) -> None:
+        self._updates[update.sender] = update

@@ -1,0 +1,160 @@
+"""What a method is: options, a planner and a program for every device, and nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
+
+from pydantic import ConfigDict
+from typing_extensions import TypeVar
+
+from testbed.common.part import Part
+from testbed.device import Device
+from testbed.hardware import DeviceSpec
+from testbed.network.link import Link, Pair
+from testbed.plan import Details, Plan, PlanDetails
+from testbed.trace.figures import Declared
+from testbed.workload import WorkloadPart
+
+if TYPE_CHECKING:
+    import torch
+
+    from testbed.data.dataset import Dataset
+    from testbed.models.chain import Model
+
+
+class Options(Part):
+    """Base of a method's options: unknown keys are refused; `testbed methods` shows each one's docstring."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+MethodOptions = TypeVar("MethodOptions", bound=Options, default=Options)
+"""A method's options."""
+ProblemOptions = TypeVar("ProblemOptions", bound=Options, default=Options, covariant=True)
+"""The same where they are only read: a problem with a pipeline's options is a problem with options."""
+MethodDetails = TypeVar("MethodDetails", bound=Details, default=Details)
+"""What a method's plans tell beyond their pieces."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way in which a method could do the work, with what it would take of each device and of the network."""
+
+    name: str
+    chosen: bool
+    """Whether it is the plan's."""
+    fits: bool
+    """Whether every device has the memory."""
+    weights: Mapping[str, int]
+    """By device, elements of weights; biases and normalisation left out."""
+    memory: Mapping[str, float]
+    """By device, bytes."""
+    longest_path: int
+    """Multiplications one after the other, for one sample."""
+    communication: float
+    """Elements of one sample that go over the network, by the formulas of the method's paper."""
+    elements: int
+    """The same as they are sent."""
+    wire_bytes: float
+    """Bytes on the wire of a request."""
+    messages: int
+    """Of a request."""
+    step_time: float | None = None
+    """Predicted seconds per training step or inference, where the planner can tell."""
+    notes: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Values of JSON."""
+
+
+@dataclass(frozen=True)
+class Problem(Generic[ProblemOptions]):
+    """Everything a planner may look at, and every program knows."""
+
+    model: Model
+    devices: tuple[DeviceSpec, ...]
+    """In the order of the scenario; the first is the source."""
+    links: Mapping[Pair, Link]
+    workload: WorkloadPart
+    options: ProblemOptions
+    seed: int
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """Training samples by device, of those that own data; none where all samples are the lead's."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """What the workload's programs find in their folder, by the name in the scenario."""
+
+    def device(self, name: str) -> DeviceSpec:
+        """Return the device of that name."""
+        return next(device for device in self.devices if device.name == name)
+
+
+@dataclass(frozen=True)
+class Job(Generic[ProblemOptions, PlanDetails]):
+    """What a device's program is started with."""
+
+    problem: Problem[ProblemOptions]
+    plan: Plan[PlanDetails]
+    dataset: Dataset | None
+    """The training samples that this device owns, and on the plan's lead the test samples; None on a device without
+    any. Where the workload does not split its data, all samples are the lead's; or each device's, if the method has
+    them everywhere."""
+    weights: Mapping[str, torch.Tensor] | None = None
+    """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead."""
+
+
+class Method(ABC, Generic[MethodOptions, MethodDetails]):
+    """A published system, or a baseline, with options of its own type and details that its plans tell.
+
+    Stateless: state lives in the programs.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line for `testbed methods`."""
+    tasks: ClassVar[tuple[str, ...]] = ("train",)
+    Options: type[MethodOptions] = Options  # type: ignore[assignment]  # the default of its type
+    Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
+    timing_only: ClassVar[bool] = False
+    """Whether it can do without numbers, as ``workload.numerics: none`` asks for."""
+    samples_everywhere: ClassVar[bool] = False
+    """Whether every device of the plan is given all samples, since it reads a part of each; else see `data_owners`."""
+    retires: ClassVar[bool] = False
+    """Whether a device's program hands over what it holds and returns once `Device.leaving` is true."""
+    declared: ClassVar[Declared] = Declared()
+    """Figures, events, rows and tables of its own."""
+
+    @abstractmethod
+    def plan(self, problem: Problem[MethodOptions]) -> Plan[MethodDetails]:
+        """Decide who holds what; pure. Raises `InputError` where no plan fits, saying what would."""
+
+    @abstractmethod
+    async def program(self, device: Device, job: Job[MethodOptions, MethodDetails]) -> None:
+        """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
+
+    def data_owners(self, problem: Problem[MethodOptions]) -> tuple[str, ...]:
+        """Return the devices that ``workload.data.split`` shares training samples among; pure.
+
+        None, unless a method says otherwise: all samples are the lead's, and a split is refused.
+        """
+        return ()
+
+    def samples_at_once(self, problem: Problem[MethodOptions]) -> int:
+        """Return how many samples of a batch pass through the model together; pure."""
+        return problem.workload.batch_size
+
+    def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
+        """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
+        return ()
+
+    def draw(self, plan: Plan[MethodDetails]) -> str | None:
+        """Draw the order of the work in lines of text, for `testbed plan`; None where there is nothing to draw."""
+        return None
+
+    def spans(self, plan: Plan, device: str) -> frozenset[str] | None:
+        """Names of the spans this device may begin, so that a fault on one that never comes is refused.
+
+        None where that is not known: nothing is refused then.
+        """
+        return None

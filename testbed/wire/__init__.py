@@ -1,0 +1,1 @@
+"""What travels between devices: messages, casts, tensors, and what each weighs on the wire."""

@@ -1,0 +1,121 @@
+"""What a device hears of others' casts: whole messages, each once, lost as the links say."""
+
+import socket
+import struct
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from agent.casting import Caster, mark
+from agent.receiving import Arrival, Inbox
+from testbed.network.broadcast import heard, received
+from testbed.wire.cast import CastForm
+from testbed.wire.framing import CAST_CHUNK
+from testbed.wire.message import Message
+
+
+def everything(message: Message, header: int, number: int) -> Message:
+    return message
+
+
+FORMS = {name: CastForm(name, "abc") for name in "abc"}
+
+
+@pytest.fixture
+def pair():
+    """A sender, and what a receiver named "b" has heard; its luck can be set."""
+    arrivals: list[Arrival] = []
+    fraction = {"a": 0.0}
+    address = ("127.0.0.1", _free_port())
+    inbox = Inbox(["a"], 1 << 20, arrivals.append)
+
+    def hears(message: Message, header: int, number: int) -> Message | None:
+        return message if heard(3, message.sender, "b", number, fraction["a"]) else None
+
+    receiver = Caster(FORMS["b"], address, None, "token", 1 << 20, hears)
+    receiver.start(inbox)
+    sender = Caster(FORMS["a"], ("127.0.0.1", 0), address, "token", 1 << 20, everything)
+    yield sender, arrivals, fraction
+    sender.close()
+    receiver.close()
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(arrivals: list[Arrival], count: int) -> None:
+    deadline = time.monotonic() + 3
+    while len(arrivals) < count and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def cast(sender: Caster, number: int, peers=("b",), padding: int = 0) -> tuple[int, float]:
+    return sender.send(FORMS["a"].encode(Message("m", {"number": number}, padding=padding), peers), 1, number)
+
+
+def test_a_message_of_many_datagrams_arrives_whole_and_its_departure_is_noted(pair):
+    sender, arrivals, _ = pair
+    before = time.monotonic()
+    size, left = cast(sender, 0, padding=5 * CAST_CHUNK)
+    assert before <= left <= time.monotonic()
+    wait_for(arrivals, 1)
+    [arrival] = arrivals
+    assert arrival.size == size > 5 * CAST_CHUNK
+    assert arrival.envelope.message.padding == 5 * CAST_CHUNK
+
+
+def test_whole_casts_are_lost_by_the_same_draw_everywhere_and_live(pair):
+    sender, arrivals, fraction = pair
+    fraction["a"] = 0.5
+    for number in range(100):
+        cast(sender, number)
+    time.sleep(0.2)
+    fraction["a"] = 0.0
+    cast(sender, 100)
+    expected = [number for number in range(100) if heard(3, "a", "b", number, 0.5)] + [100]
+    wait_for(arrivals, len(expected))
+    assert [arrival.envelope.message["number"] for arrival in arrivals] == expected
+    assert 35 < len(expected) < 66
+
+
+def test_casts_for_others_and_foreign_datagrams_are_not_heard(pair):
+    sender, arrivals, _ = pair
+    cast(sender, 0, peers=["c"])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as foreign:
+        address = sender._broadcast
+        assert address is not None
+        prefix = struct.pack("<4sQIHH", mark("token"), 1, 1, 0, 1)
+        for junk in (b"", b"CAST", bytes(200), struct.pack("<4sQIHH", bytes(4), 1, 1, 0, 1), prefix + b"\1"):
+            foreign.sendto(junk, address)
+    cast(sender, 1)
+    wait_for(arrivals, 1)
+    assert [arrival.envelope.message["number"] for arrival in arrivals] == [1]
+
+
+def test_what_is_too_large_or_has_no_address_is_refused(pair):
+    sender, _, _ = pair
+    with pytest.raises(ValueError, match="too large"):
+        sender.send(bytes(0x10000 * CAST_CHUNK), 1, 0)
+    lonely = Caster(FORMS["a"], ("127.0.0.1", 0), None, "token", 1 << 20, everything)
+    with pytest.raises(ValueError, match="no broadcast address"):
+        lonely.send(b"", 1, 0)
+    lonely.close()
+
+
+def test_frames_are_lost_by_the_same_draws_as_on_the_virtual_clock():
+    message = Message("m", {}, {"x": torch.rand(40, 20)}, sender="a")
+    header = len(FORMS["a"].header(message, ["b"]))
+    chance = partial(heard, 3, "a", "b", 8, 0.3)
+    read = FORMS["b"].decode(FORMS["a"].encode(message, ["b"]))
+    assert read is not None
+    here, there = received(*read, 100, chance), received(message, header, 100, chance)
+    assert here is not None
+    assert there is not None
+    assert torch.equal(here.missing["x"], there.missing["x"])
+    assert torch.equal(here.tensors["x"], there.tensors["x"])
+    assert 0.1 < here.missing["x"].float().mean() < 0.5

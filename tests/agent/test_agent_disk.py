@@ -1,0 +1,39 @@
+"""What a device keeps over its restarts."""
+
+import torch
+
+from agent.disk import Disk
+from agent.settings import Settings
+from testbed.wire.message import Message
+
+
+def disk(path, origin=12.5):
+    return Disk(Settings("run", "source", "token", disk=str(path)), origin)
+
+
+def test_a_later_start_reads_what_an_earlier_one_wrote(tmp_path):
+    disk(tmp_path).save("state", Message("state", {"step": 3}, {"w": torch.arange(4.0)}))
+    found = disk(tmp_path).saved("state")
+    assert found is not None
+    assert found["step"] == 3
+    assert torch.equal(found.tensors["w"], torch.arange(4.0))
+
+
+def test_the_last_one_counts_and_a_torn_one_does_not(tmp_path):
+    one = disk(tmp_path)
+    one.save("state", Message("state", {"step": 1}))
+    one.save("state", Message("state", {"step": 2}))
+    (folder,) = tmp_path.iterdir()
+    (folder / "state.part").write_bytes(b"half of wha")
+    found = disk(tmp_path).saved("state")
+    assert found is not None
+    assert found["step"] == 2
+
+
+def test_another_workload_finds_nothing_and_cleans_up(tmp_path):
+    disk(tmp_path).save("state", Message("state", {"step": 1}))
+    other = disk(tmp_path, origin=99.0)
+    assert other.saved("state") is None
+    other.save("state", Message("state", {"step": 7}))
+    assert disk(tmp_path).saved("state") is None
+    assert len(list(tmp_path.iterdir())) == 1

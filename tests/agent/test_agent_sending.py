@@ -1,0 +1,205 @@
+"""One sender and one receiver over real sockets: order, repetition and refusal, whatever becomes of the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import pytest
+
+from agent.connection import Connection
+from agent.http import serve
+from agent.receiving import Arrival, DataApplication, Inbox
+from agent.sending import Delivery, Lane, Rejected
+from agent.settings import Address, Settings
+from testbed.wire.framing import HTTP_HEADERS, WINDOW
+from testbed.wire.message import Message, encode
+
+TOKEN = "a-token-of-the-tests"
+
+
+class Receiver:
+    """An agent's data server whose program takes in what comes, a little later."""
+
+    def __init__(self, limit: int = 1 << 26, holds: float = 0.0) -> None:
+        settings = Settings("run", "b", TOKEN, data=("127.0.0.1", 0), message_limit=WINDOW)
+        self.numbers: list[int] = []
+        self._holds = holds
+        self.application = DataApplication(settings)
+        self.inbox = self.application.inbox = Inbox(["a"], limit, self._arrived)
+        self._server = serve(settings.data, self.application, threads=8, linger=True)
+        self.address: Address = self._server.bind_addr
+        threading.Thread(target=self._server.serve, daemon=True).start()
+
+    def _arrived(self, arrival: Arrival) -> None:
+        self.numbers.append(arrival.envelope.message["number"])
+        threading.Timer(self._holds, self.inbox.release, [arrival.size]).start()
+
+    def close(self) -> None:
+        self._server.stop()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with contextlib.closing(Receiver()) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def proxy(target: Address, behave: Callable[[], Awaitable[None]]) -> AsyncIterator[Address]:
+    """Forward connections until ``behave`` returns, then break them off, and so on with the next."""
+
+    async def forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while piece := await source.read(1 << 14):
+            sink.write(piece)
+            await sink.drain()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(*target)
+        tasks = [asyncio.ensure_future(each) for each in (forward(reader, back), forward(there, writer), behave())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        writer.transport.abort()
+        back.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()
+
+
+def test_the_head_of_a_request_is_as_long_as_predictions_say() -> None:
+    token = secrets.token_urlsafe(24)
+    for address, size in (("172.18.0.2", 5_000), ("10.213.17.12", 1_000_000)):
+        head = Connection((address, 8701), "/messages", token).head(bytes(size))
+        assert len(head) == pytest.approx(HTTP_HEADERS, abs=6)
+
+
+def numbered(number: int, size: int = 0, sequence: int | None = None) -> bytes:
+    return encode(Message("m", {"number": number}, padding=size), "a", 1, number if sequence is None else sequence)
+
+
+def test_many_messages_are_under_way_at_once(receiver: Receiver) -> None:
+    async def never() -> None:
+        await asyncio.sleep(60)
+
+    async def main() -> list[Delivery]:
+        lane = Lane("b", receiver.address, TOKEN)
+        found = await asyncio.gather(*(lane.deliver(numbered(number, 1000)) for number in range(50)))
+        lane.close()
+        return found
+
+    found = asyncio.run(main())
+    assert receiver.numbers == list(range(50))
+    assert max(each.begun for each in found) < min(each.ended for each in found)
+    assert [each.ended for each in found] == sorted(each.ended for each in found)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_link_that_breaks_loses_nothing_and_repeats_nothing(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def breaks() -> None:
+        await asyncio.sleep(chance.choice([0.0, 0.001, 0.005, 0.02]))
+
+    async def main(address: Address) -> None:
+        async with proxy(address, breaks) as between:
+            lane = Lane("b", between, TOKEN)
+            sizes = [chance.choice([0, 1000, 50_000]) for _ in range(60)]
+            await asyncio.gather(*(lane.deliver(numbered(number, size)) for number, size in enumerate(sizes)))
+            lane.close()
+
+    # A small inbox on top: some are refused for a while.
+    with contextlib.closing(Receiver(limit=200_000, holds=0.003)) as receiver:
+        asyncio.run(asyncio.wait_for(main(receiver.address), 30))
+        assert receiver.numbers == list(range(60))
+
+
+def test_what_was_refused_for_good_leaves_the_others_alone(receiver: Receiver) -> None:
+    async def main() -> list[Delivery | BaseException]:
+        lane = Lane("b", receiver.address, TOKEN)
+        bodies = [numbered(0), b"no message", numbered(2), numbered(3, 100_000)]
+        found = await asyncio.gather(*map(lane.deliver, bodies), return_exceptions=True)
+        lane.close()
+        return found
+
+    found = asyncio.run(main())
+    assert [isinstance(each, Delivery) for each in found] == [True, False, True, True]
+    assert isinstance(found[1], Rejected)
+    assert "b refused a message: too short for a message (400)" in str(found[1])
+    assert receiver.numbers == [0, 2, 3]
+
+
+def test_a_message_withdrawn_half_sent_is_not_received_and_those_around_it_are() -> None:
+    async def main(server: socket.socket, receiver: Receiver) -> None:
+        loop = asyncio.get_running_loop()
+        lane = Lane("b", server.getsockname(), TOKEN)
+        sizes = {0: 1000, 1: 8 << 20, 2: 1000}
+        sends = [asyncio.create_task(lane.deliver(numbered(number, size))) for number, size in sizes.items()]
+        link, _ = await loop.sock_accept(server)  # and reads nothing, so that the large one gets stuck
+        await asyncio.sleep(0.1)
+        sends[1].cancel()
+        await asyncio.sleep(0.1)
+        link.close()
+        # The next connection goes through.
+        link, _ = await loop.sock_accept(server)
+        back = socket.create_connection(receiver.address)
+        back.setblocking(False)
+
+        async def forward(source: socket.socket, sink: socket.socket) -> None:
+            while piece := await loop.sock_recv(source, 1 << 16):
+                await loop.sock_sendall(sink, piece)
+
+        tasks = [asyncio.create_task(forward(link, back)), asyncio.create_task(forward(back, link))]
+        await asyncio.gather(sends[0], sends[2])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        lane.close()
+
+    with contextlib.closing(Receiver()) as receiver, socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        asyncio.run(asyncio.wait_for(main(server, receiver), 20))
+        assert receiver.numbers == [0, 2]
+
+
+def test_a_full_window_waits_for_acknowledgements() -> None:
+    async def main(server: socket.socket) -> tuple[int, int]:
+        loop = asyncio.get_running_loop()
+        lane = Lane("b", server.getsockname(), TOKEN)
+        bodies = [numbered(number, WINDOW // 2 + 1) for number in range(4)]
+        sends = [asyncio.create_task(lane.deliver(body)) for body in bodies]
+        link, _ = await loop.sock_accept(server)
+        received = 0
+        with contextlib.suppress(TimeoutError):
+            while True:
+                received += len(await asyncio.wait_for(loop.sock_recv(link, 1 << 20), 0.3))
+        for send in sends:
+            send.cancel()
+        await asyncio.gather(*sends, return_exceptions=True)
+        lane.close()
+        return received, len(bodies[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        received, one = asyncio.run(main(server))
+        assert 2 * one < received < 2 * one + 1000
+
+
+def test_nothing_leaves_too_early(receiver: Receiver) -> None:
+    async def main() -> list[Delivery]:
+        lane = Lane("b", receiver.address, TOKEN)
+        due = time.monotonic() + 0.1
+        found = await asyncio.gather(lane.deliver(numbered(0)), lane.deliver(numbered(1), not_before=due))
+        lane.close()
+        assert found[0].ended < due <= found[1].begun < due + 0.05
+        return found
+
+    asyncio.run(main())

@@ -1,0 +1,146 @@
+"""The testbed from Python, in a notebook too, and its tables in files."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from controller.api import Results, build, load, open_results, simulate, sweep
+from controller.cli.export import export
+from testbed.common.errors import InputError
+from tests.helpers import ROOT
+
+DOCS = ROOT / "docs"
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "devices": {"source": {"profile": "laptop"}},
+    "workload": {
+        "model": {"name": "mlp", "hidden": [8]},
+        "data": {"name": "digits", "train": 64, "test": 20},
+        "method": {"name": "single"},
+        "batch_size": 16,
+        "steps": 4,
+    },
+}
+
+
+def test_a_run_has_figures_tables_and_plots(tmp_path: Path) -> None:
+    run = simulate(build(**SMALL), tmp_path / "one")
+    assert run.figures["steps"] == 4
+    assert [row["step"] for row in run.rows("steps")] == [0, 1, 2, 3]
+    assert {row["event"] for row in run.rows("events")} >= {"compute", "step"}
+    assert set(run.plots) == {"Loss", "Time per step"}
+    assert "Accuracy" in str(run)
+    for act, message in ((run.rows, "there are figures, events"), (run.plot, "there are Loss, Time per step")):
+        with pytest.raises(InputError, match=message):
+            act("nothing")
+
+
+def test_it_runs_where_a_loop_runs_already(tmp_path: Path) -> None:
+    async def cell() -> float:
+        return float(simulate(build(**SMALL), tmp_path / "one").figures["accuracy"])
+
+    assert 0 <= asyncio.run(cell()) <= 1
+
+
+def test_a_sweep_has_a_row_for_each_run(tmp_path: Path) -> None:
+    values = {"workload.batch_size": [8, 16], "seed": [1, 2]}
+    runs = sweep(build(**SMALL), values, tmp_path / "zip", together=True)
+    assert [(row["workload.batch_size"], row["seed"]) for row in runs.rows()] == [(8, 1), (16, 2)]
+    again = open_results(tmp_path / "zip")
+    assert isinstance(again, Results)
+    assert again.rows() == runs.rows()
+
+
+def test_several_runs_are_no_run_and_mistakes_are_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has 2 runs: use sweep"):
+        simulate(build(**SMALL, repetitions=2), tmp_path / "two")
+    with pytest.raises(InputError, match="unknown key 'sede': did you mean 'seed'"):
+        build(**SMALL, sede=3)
+
+
+def test_an_edited_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    workload = {**SMALL["workload"], "model": {"file": "net.py", "name": "build"}}  # type: ignore[dict-item]
+    kept = []
+    for width in (4, 6):
+        layers = f"nn.Flatten(), nn.Linear(64, {width}), nn.Linear({width}, 10)"
+        Path("net.py").write_text(f"from torch import nn\ndef build():\n    return nn.Sequential({layers})\n")
+        scenario = build(**{**SMALL, "workload": workload})
+        simulate(scenario, f"width{width}")
+        kept.append(f"Linear(64, {width})" in Path(f"width{width}", "net.py").read_text())
+    assert kept == [True, True]
+
+
+def test_tables_in_files(tmp_path: Path) -> None:
+    devices = {"source": {"profile": "laptop"}, "worker": {"profile": "laptop"}}
+    changes = {"devices": devices, "network": {"link": {"delay": "1ms", "rate": "10mbit"}}}
+    workload = SMALL["workload"] | {"method": {"name": "pipeline", "micro_batches": 1}}
+    simulate(build(**SMALL | changes | {"workload": workload}), tmp_path / "one")
+    done = CliRunner().invoke(export, [str(tmp_path / "one"), "--csv"], catch_exceptions=False)
+    assert done.exit_code == 0
+    with (tmp_path / "one" / "export" / "steps.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["0", "1", "2", "3"]
+    with (tmp_path / "one" / "export" / "links.csv").open() as file:
+        assert float(next(csv.DictReader(file))["requested.delay"]) > 0
+    with (tmp_path / "one" / "export" / "devices.csv").open() as file:
+        assert all(isinstance(json.loads(row["units"]), list) for row in csv.DictReader(file))
+    assert "'" not in (tmp_path / "one" / "export" / "links.csv").read_text()  # no value as Python shows it
+    CliRunner().invoke(export, [str(tmp_path / "one"), "--perfetto"], catch_exceptions=False)
+    assert json.loads((tmp_path / "one" / "export" / "trace.json").read_text())["traceEvents"]
+
+
+def test_frames(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    run = simulate(build(**SMALL), tmp_path / "one")
+    assert run.frame("steps")["step"].tolist() == [0, 1, 2, 3]
+    pytest.importorskip("pyarrow")
+    done = CliRunner().invoke(export, [str(tmp_path / "one"), "--parquet"], catch_exceptions=False)
+    assert "figures.parquet" in done.output
+
+
+def test_without_pandas_frames_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(InputError, match="frames need pandas"):
+        simulate(build(**SMALL), tmp_path / "one").frame("steps")
+
+
+def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scenarios").symlink_to(DOCS.parent / "scenarios")
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.DOTALL)
+    changed = block.replace('"workload.epochs": 1', '"workload.epochs": None, "workload.steps": 3')
+    exec(compile(changed, "python.md", "exec"), {})
+    assert load("quickstart").name == "quickstart"
+
+
+def test_the_notebook_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((DOCS / "python.ipynb").read_text())["cells"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        text = "".join(cell["source"])
+        assert not cell.get("outputs")
+        if cell["cell_type"] == "code" and (".frame(" not in text or _has_pandas()):
+            exec(compile(text, cell["id"], "exec"), names)
+    assert len(names["runs"]) == 2  # type: ignore[arg-type]
+
+
+def _has_pandas() -> bool:
+    try:
+        import pandas  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_users_programs_are_checked_against_its_types() -> None:
+    for package in ("controller", "testbed"):  # without the marker mypy takes what it imports for untyped
+        assert (ROOT / package / "py.typed").exists()

@@ -1,0 +1,83 @@
+"""`testbed fault`, on a lab that only remembers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from click.testing import CliRunner, Result
+
+from controller.cli import fault as command
+from controller.lab.lab import Lab
+from testbed.common.errors import InputError
+from tests.helpers.remembered import RememberedLab
+
+
+@pytest.fixture(autouse=True)
+def _found(monkeypatch: pytest.MonkeyPatch, lab: RememberedLab) -> None:
+    monkeypatch.setattr(Lab, "open", lambda run: lab)
+    monkeypatch.setattr(command.runstate, "choose", lambda run: run or "run-1")
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(command.fault, arguments)
+
+
+def test_a_partition_is_undone_by_its_handle(lab: RememberedLab) -> None:
+    said = call("partition", "a", "b,c").output
+    found = re.fullmatch(r"(partition-\w+): 4 directed links changed; undo with: testbed fault undo \1\n", said)
+    assert found is not None
+    assert not lab.shaped["a", "b"].up
+    assert call("undo", found[1]).output == "4 directed links changed\n"
+    assert lab.shaped == lab.experiment.links
+    assert f"'{found[1]}' is not in force; what is: nothing" in str(call("undo", found[1]).exception)
+
+
+def test_devices_are_killed_and_restarted(lab: RememberedLab) -> None:
+    assert call("restart", "b").output == "restart: b is up, nothing to do\n"
+    assert call("kill", "b").output == "kill: b\n"
+    assert call("pause", "b").output == "pause: b is down, nothing to do\n"
+    assert call("restart", "b").output == "restart: b\n"
+    assert lab.done == ["kill b", "start b"]
+
+
+def test_a_device_that_retires_is_off_once_its_program_has_returned_and_joins_again(
+    lab: RememberedLab,
+) -> None:
+    assert call("retire", "b").output == "retire: b\n"
+    assert lab.agents["b"].leaving
+    assert call("retire", "b").output == "retire: b is down, nothing to do\n"
+    assert call("join", "b").output == "join: b\n"
+    assert lab.done == ["kill b", "start b"]
+
+
+def test_a_throttle_says_what_is_left(lab: RememberedLab) -> None:
+    assert "b computes at 0.25 times its own speed; undo with" in call("throttle", "b", "--slowdown", "4").output
+    assert call("unthrottle", "b").output == "b computes at 1 times its own speed\n"
+
+
+def test_a_flap_ends_by_times_or_after_a_while(lab: RememberedLab) -> None:
+    flap = ("flap", "a", "b", "--down", "5ms", "--up", "5ms")
+    assert "the links went down 2 times" in call(*flap, "--times", "2").output
+    assert "the links went down 1 times" in call(*flap, "--for", "8ms").output
+    assert "give one of the two" in str(call(*flap, "--times", "2", "--for", "1s").exception)
+    assert "for: " in str(call(*flap, "--for", "soon").exception)
+    assert lab.shaped == lab.experiment.links
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("kill", "z"), "there is no device 'z' in run-1: a, b, c"),
+        (("degrade", "a", "b", "--preset", "telegraph"), "there is no preset 'telegraph'"),
+        (("degrade", "a", "b"), "changes nothing"),
+        (("degrade", "a", "b", "--jitter", "50ms"), "a jitter of 50ms is above the delay of 5ms"),
+        (("obstruct", "a", "--path-loss-exponent", "6"), "there is no radio to obstruct"),
+        (("partition", "a,b,c"), "separates nobody"),
+        (("throttle", "b", "--speed", "1flops"), "use at least 1kflops"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    error = call(*arguments).exception
+    assert isinstance(error, InputError)
+    assert said in str(error)

@@ -1,0 +1,114 @@
+"""A plan is a tuple of pieces, several of them a device where a method says so, with details of the method's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner, Result
+from pydantic import ConfigDict, ValidationError
+
+from controller.cli.main import testbed as command_line
+from controller.report import html
+from controller.results.manifest import manifest
+from controller.results.run import Run
+from testbed.methods.pipeline import Pipeline
+from testbed.methods.pipeline.planner import PipelineDetails
+from testbed.plan import Details, Piece, Plan
+from testbed.trace.metrics import metrics
+from tests.helpers import recorded
+
+
+class Rounds(Details):
+    model_config = ConfigDict(extra="forbid")
+    rounds: int
+    shares: tuple[float, ...] = ()
+
+
+STAR = Plan(
+    method="star",
+    lead="server",
+    pieces=(
+        Piece(device="one", first=0, last=2, memory=1e6),
+        Piece(device="server", first=2, last=4, memory=2e6, copy_for="one"),
+        Piece(device="two", first=0, last=1, memory=1e6, part="outputs 0 to 3"),
+        Piece(device="server", first=1, last=4, memory=3e6, copy_for="two"),
+    ),
+    details=Rounds(rounds=3, shares=(0.5, 0.5)),
+)
+
+
+def test_a_device_holds_several_pieces():
+    assert STAR.devices == ("one", "server", "two")
+    assert [piece.copy_for for piece in STAR.of("server")] == ["one", "two"]
+    assert STAR.memory("server") == 5e6
+    assert STAR.of("three") == ()
+
+
+def test_details_travel_as_json_and_are_read_as_the_method_declares_them():
+    written = STAR.model_dump_json()
+    assert json.loads(written)["details"] == {"rounds": 3, "shares": [0.5, 0.5]}
+    read = Plan.model_validate_json(written)
+    assert read.details.model_dump() == {"rounds": 3, "shares": [0.5, 0.5]}
+    assert read.with_details(Rounds) == STAR
+    assert read.with_details(Rounds).details.rounds == 3
+    with pytest.raises(ValidationError, match="rounds"):
+        read.with_details(PipelineDetails)
+
+
+def test_a_plan_without_details():
+    bare = Plan(method="ring", lead="a", pieces=())
+    assert bare.model_dump(mode="json")["details"] == {}
+    assert Plan.model_validate_json(bare.model_dump_json()).with_details(Details) == bare
+
+
+@pytest.fixture
+def star(monkeypatch):
+    """Let the method of the recorded scenario give its first device three pieces, two of which are copies."""
+
+    def plan(self, problem):
+        return Plan(
+            method="pipeline",
+            lead="a",
+            pieces=(
+                Piece(device="a", first=0, last=2, memory=1e6, copy_for="b"),
+                Piece(device="a", first=1, last=2, memory=2e6, part="outputs 0 to 3"),
+                Piece(device="b", first=2, last=4, memory=5e6),
+                Piece(device="a", first=3, last=4, memory=3e6),
+            ),
+            details=PipelineDetails(schedule="1f1b", micro_batches=1, partition="even", bottleneck=1.0),
+        )
+
+    monkeypatch.setattr(Pipeline, "plan", plan)
+    monkeypatch.setattr(Pipeline, "draw", lambda self, plan: None)
+
+
+def planned(memory: str) -> Result:
+    devices = f"devices={{a: {{profile: laptop, memory: {memory}}}, b: {{profile: laptop}}}}"
+    return CliRunner().invoke(command_line, ["plan", "quickstart", "--set", "faults=[]", "--set", devices])
+
+
+def test_the_memory_of_all_pieces_counts(star):
+    assert "'a' has 5 MB of memory, its part of the plan needs 6 MB" in str(planned("5MB").exception)
+
+
+def test_the_command_shows_the_pieces_of_a_device_below_each_other(star, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    result = planned("8MB")
+    assert result.exit_code == 0, result.output
+    held = [line for line in result.output.splitlines() if " MB " in line]
+    assert [line[:4].strip() for line in held] == ["a *", "", "", "b"]
+    assert " for b " in held[0]
+    assert "outputs 0 to 3 of 1 " in held[1]
+    assert ["75%" in line for line in held] == [True, False, False, False]
+
+
+def test_metrics_and_report_keep_all_pieces_of_a_device(tmp_path):
+    first, *others = recorded.plan().pieces
+    more = Piece(device="a", first=4, last=6, memory=3e6, copy_for="b")
+    plan = recorded.plan().model_copy(update={"pieces": (first, *others, more)})
+    outcome, trial = recorded.outcome(), recorded.trial()
+    figures = metrics(outcome, trial.experiment, plan)
+    assert figures["devices"]["a"]["units"] == [0, 1, 4, 6]
+    page = html.render(Run(tmp_path, trial, plan, outcome, manifest(trial, outcome, {}), figures))
+    assert "unit 0, units 4–5 for b, 4 MB" in page

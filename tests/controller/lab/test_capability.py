@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from controller.lab import capability
+from controller.shaping.capability import Capability
+from testbed.common.errors import InputError
+from testbed.experiment import Experiment
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+
+FOUND = Capability("userspace", 2e9, 1e-4, 1.2e-4, 40e-6, 45)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def asking(rate: str | None) -> Experiment:
+    link = {"delay": "1ms"} if rate is None else {"rate": rate}
+    scenario = {
+        "name": "fast",
+        "devices": {"a": {}, "b": {}},
+        "network": {"link": link},
+        "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
+    }
+    return trials(Scenario.model_validate(scenario))[0].experiment
+
+
+def test_a_host_that_was_not_measured_refuses_nothing() -> None:
+    capability.check(asking("100gbit"), "auto")
+
+
+def test_more_than_was_measured_is_refused_with_what_works() -> None:
+    capability.keep(FOUND)
+    assert capability.known() == [FOUND]
+    for rate in ("2gbit", None):
+        capability.check(asking(rate), "auto")
+    with pytest.raises(InputError, match=r"a -> b asks for 5gbit, .* use at most 2gbit"):
+        capability.check(asking("5gbit"), "auto")
+    capability.check(asking("5gbit"), "netem")
+
+
+def test_each_backend_is_kept_for_itself() -> None:
+    capability.keep(FOUND)
+    capability.keep(Capability("netem", 10e9, 1e-4, 1e-4, 10e-6, 200))
+    capability.check(asking("5gbit"), "auto")
+    with pytest.raises(InputError):
+        capability.check(asking("5gbit"), "userspace")
+
+
+def test_another_kernel_makes_the_figures_void(tmp_path: Path) -> None:
+    capability.keep(FOUND)
+    path = tmp_path / "testbed" / "links.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": ["here", "2.6.32", 1]}))
+    assert capability.known() == []
+    path.write_text("nonsense")
+    assert capability.known() == []

@@ -1,0 +1,48 @@
+import stat
+
+import pytest
+
+from controller.lab import runstate
+from testbed.common.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def a_run(name: str) -> runstate.RunState:
+    return runstate.RunState(run=name, token="secret", scenario={"name": "x"})
+
+
+def test_what_is_written_is_read_back_and_is_for_its_owner_only():
+    runstate.write(a_run("x-1"))
+    assert runstate.read("x-1") == a_run("x-1")
+    path = runstate.path_of("x-1")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [each.name for each in path.parent.iterdir()] == ["x-1.json"]
+
+
+def test_forgetting_twice_is_forgetting():
+    runstate.write(a_run("x-1"))
+    runstate.forget("x-1")
+    runstate.forget("x-1")
+    assert runstate.runs() == []
+
+
+def test_an_unknown_run_is_refused_with_the_known_ones():
+    runstate.write(a_run("x-1"))
+    with pytest.raises(InputError, match=r"no run 'x-2' here \(runs: x-1\)"):
+        runstate.read("x-2")
+
+
+def test_the_only_run_need_not_be_named():
+    with pytest.raises(InputError, match="testbed up"):
+        runstate.choose(None)
+    runstate.write(a_run("x-1"))
+    assert runstate.choose(None) == "x-1"
+    runstate.write(a_run("x-2"))
+    with pytest.raises(InputError, match=r"say which with --run: .*(x-1, x-2|x-2, x-1)"):
+        runstate.choose(None)
+    assert runstate.choose("x-2") == "x-2"

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from controller.cli.report import compare as compare_command
+from controller.cli.report import report as report_command
+from controller.report import sweep
+from controller.report.comparison import plots, render, show
+from controller.results import files
+from controller.results.comparison import compare
+from controller.results.run import Run, run_name
+from controller.results.summary import summary_of
+from testbed.common.errors import InputError
+from testbed.trace.events import Event
+from tests.helpers import recorded
+
+
+def written(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
+    trial = recorded.trial(**(scenario or {}))
+    return files.load(recorded.write(folder, trial, recorded.plan(), recorded.outcome(**changes)))
+
+
+def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
+    runs = [written(tmp_path / "a"), written(tmp_path / "b", events=recorded.slower(recorded.events(), 2.0))]
+    compared = compare(runs)
+    figures = {row["name"]: row for row in compared["figures"]}
+    assert figures["step_time"]["values"] == pytest.approx([1.0, 2.0])
+    assert figures["step_time"]["ratios"] == pytest.approx([1.0, 2.0])
+    assert figures["recovery_time"]["ratios"][1] == pytest.approx(2.0)
+    assert compared["differences"] == {}
+    [warning] = compared["warnings"]
+    assert warning.startswith("b is not trusted: the host added"), "its messages took twice what their links take"
+    assert compared["devices"]["a"][0]["compute"] == pytest.approx(2.6 / 8.6)
+
+
+def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
+    other = written(tmp_path / "b", {"seed": 4, "network": {"link": {"rate": "9mbit", "delay": "10ms"}}})
+    runs = [written(tmp_path / "a"), other]
+    assert compare(runs)["warnings"] == [
+        "the scenarios differ in seed: 3 | 4",
+        "the scenarios differ in network.link.rate: 8mbit | 9mbit",
+    ]
+    swept = [
+        replace(run, trial=replace(run.trial, point={"network.link.rate": "x"}, repetition=index))
+        for index, run in enumerate(runs)
+    ]
+    assert compare(swept)["warnings"] == []
+
+
+def test_two_clocks_are_held_against_each_other(tmp_path: Path) -> None:
+    emulated = written(tmp_path / "a", events=recorded.slower(recorded.events(), 1.05))
+    simulated = written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
+    clocks = compare([emulated, simulated])["clocks"]
+    assert clocks["ratio"] == pytest.approx(1.05)
+    assert clocks["agree"]
+    assert compare([emulated, emulated])["clocks"] is None
+    far = written(tmp_path / "c", events=recorded.slower(recorded.events(), 1.2))
+    assert not compare([far, simulated])["clocks"]["agree"]
+    other = written(tmp_path / "d", {"seed": 9}, runtime="simulate")
+    assert compare([emulated, other])["clocks"] is None
+
+
+def test_the_compare_command(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
+    page = tmp_path / "out" / "compare.html"
+    done = CliRunner().invoke(compare_command, [str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(page)])
+    assert done.exit_code == 0, done.output
+    assert "step time" in done.output
+    assert "emulated and simulated agree" in done.output
+    assert "<h1>2 runs side by side</h1>" in page.read_text()
+    done = CliRunner().invoke(compare_command, [str(tmp_path), "--json"])
+    assert [run["label"] for run in json.loads(done.stdout)["runs"]] == ["a", "b"]
+    done = CliRunner().invoke(compare_command, [str(tmp_path / "a")])
+    assert isinstance(done.exception, InputError)
+
+
+def test_the_report_command_rebuilds(tmp_path: Path) -> None:
+    run = written(tmp_path / "a")
+    for name in ("report.html", "metrics.json", "trace.json", "fidelity.json"):
+        (run.path / name).unlink(missing_ok=name != "fidelity.json")
+    done = CliRunner().invoke(report_command, [str(run.path)])
+    assert done.exit_code == 0, done.output
+    assert "Step time" in done.output
+    for name in ("report.html", "metrics.json", "trace.json", "fidelity.json"):
+        assert (run.path / name).is_file()
+    done = CliRunner().invoke(report_command, [str(run.path), "--json"])
+    assert json.loads(done.stdout)["steps"] == 5
+
+
+def test_the_report_command_summarizes_a_sweep(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    written(tmp_path / "b")
+    done = CliRunner().invoke(report_command, [str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "95.0% ± 0.0%" in done.output
+    assert (tmp_path / "summary.csv").is_file()
+    assert (tmp_path / "sweep.html").is_file()
+    done = CliRunner().invoke(report_command, [str(tmp_path), "--json"])
+    assert json.loads(done.stdout)["points"][0]["runs"] == ["a", "b"]
+
+
+def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
+    done = CliRunner().invoke(report_command, [str(tmp_path / "nothing")])
+    assert isinstance(done.exception, InputError)
+    assert "holds no run" in str(done.exception)
+
+
+def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> None:
+    events = sorted(
+        [*recorded.events(), Event(1.5, "a", "evaluate", {"step": 1, "accuracy": 0.5, "loss": 1.0})],
+        key=lambda event: event.time,
+    )
+    runs = [written(tmp_path / "a", events=events), written(tmp_path / "b", events=events)]
+    page = render(runs, compare(runs))
+    drawn = {title: plot().axes[0] for title, _, plot in plots(runs, compare(runs))}
+    assert all(f'aria-label="{title}"' in page for title in drawn)
+    assert drawn["Accuracy over time"].lines[0].get_xydata().tolist() == [[1.5, 50.0], [8.5, 95.0]]
+    around = drawn["Time per step around the fault"]
+    assert around.get_xlabel() == "step"
+    # Step 1 is done again after the outage: 3 s from the step before it.
+    assert around.lines[1].get_xydata().tolist()[:2] == [[0.0, 1.0], [1.0, 3.0]]
+    calm = [written(tmp_path / name, {"faults": ()}, events=recorded.events(faulty=False)) for name in ("c", "d")]
+    assert "around the fault" not in render(calm, compare(calm))
+    assert 'aria-label="Accuracy over time"' not in render(calm, compare(calm))
+
+
+def test_runs_of_a_sweep_are_called_by_what_differs(tmp_path: Path) -> None:
+    runs = [written(tmp_path / name) for name in ("sweep,rate=10mbit,loss=0", "sweep,rate=10mbit,loss=1")]
+    assert [run["label"] for run in compare(runs)["runs"]] == ["loss=0", "loss=1"]
+    runs = [written(tmp_path / name) for name in ("one", "one,more")]
+    assert [run["label"] for run in compare(runs)["runs"]] == ["one", "one,more"]
+
+
+def repeated(folder: Path) -> list[Run]:
+    """Two rates, run twice each; the second takes twice the time."""
+    runs = []
+    for rate, factor in (("5mbit", 2.0), ("500kbit", 4.0)):
+        for repetition in (0, 1):
+            trial = replace(recorded.trial(), point={"network.link.rate": rate}, repetition=repetition)
+            outcome = recorded.outcome(events=recorded.slower(recorded.events(), factor * (1 + repetition)))
+            runs.append(files.load(recorded.write(folder / run_name(trial), trial, recorded.plan(), outcome)))
+    return runs
+
+
+def test_repetitions_stand_side_by_side_as_one(tmp_path: Path) -> None:
+    compared = compare(repeated(tmp_path))
+    assert [(run["label"], run["count"]) for run in compared["runs"]] == [("rate=5mbit", 2), ("rate=500kbit", 2)]
+    [step_time] = [row for row in compared["figures"] if row["name"] == "step_time"]
+    assert step_time["values"] == pytest.approx([3.0, 6.0])
+    assert step_time["half_widths"] == pytest.approx([12.706, 25.412], rel=1e-4)
+    assert step_time["ratios"] == pytest.approx([1.0, 2.0])
+    assert [warning.partition(" are")[0] for warning in compared["warnings"]] == [
+        "rate=5mbit: 2 of 2 runs",
+        "rate=500kbit: 2 of 2 runs",
+    ]
+
+
+def test_columns_can_be_told_apart_on_a_narrow_terminal(tmp_path: Path) -> None:
+    for index in range(6):
+        written(tmp_path / f"sweep,method.schedule=1f1b,rate={index}mbit,loss=1%")
+    text = io.StringIO()
+    show(Console(file=text, width=80), compare([files.load_figures(place) for place in files.places(tmp_path)]))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line for line in lines if "rate=" in line]
+    assert len(heads) > 1, "the table goes on below"
+    assert all(any(f"rate={index}mbit" in line for line in heads) for index in range(6))
+    assert not any("schedule" in line or "loss=" in line for line in lines), "what all have in common"
+
+
+def test_a_sweep_is_a_page_of_its_own(tmp_path: Path) -> None:
+    runs = repeated(tmp_path)
+    drawn = {title: plot().axes[0] for title, _, plot in sweep.charts(summary_of(runs), runs)}
+    axes = drawn["Step time"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("rate (mbit/s)", "step time (s)")
+    [line] = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    assert line.get_xydata().tolist() == [[0.5, 6.0], [5.0, 3.0]]
+    assert axes.containers, "whiskers"
+    page = sweep.render(summary_of(runs), runs)
+    assert page.count("<tr>") == 3
+    assert 'data-value="0.5">500kbit' in page
+    assert f'href="{quote(runs[0].path.name)}/report.html"' in page
+
+
+def test_keys_that_change_together_are_drawn_as_one_line(tmp_path: Path) -> None:
+    runs = [
+        replace(run, trial=replace(run.trial, point={"network.link.rate": f"{step}mbit", "seed": step}, repetition=0))
+        for step, run in enumerate(repeated(tmp_path)[::2], 1)
+    ]
+    title, note, plot = next(iter(sweep.charts(summary_of(runs), runs)))
+    [line] = [line for line in plot().axes[0].lines if not str(line.get_label()).startswith("_")]
+    assert len(line.get_xdata()) == 2, title
+    assert note == "Along with it: seed."
+
+
+def test_what_was_swept_may_be_words(tmp_path: Path) -> None:
+    runs = [
+        replace(run, trial=replace(run.trial, point={"workload.method": {"name": name}}, repetition=0))
+        for name, run in zip(("gpipe", "1f1b"), repeated(tmp_path)[::2], strict=True)
+    ]
+    axes = {title: plot().axes[0] for title, _, plot in sweep.charts(summary_of(runs), runs)}["Step time"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["gpipe", "1f1b"]
+    assert [bar.get_height() for bar in axes.patches] == [2.0, 4.0]

@@ -1,0 +1,373 @@
+"""A publication's plots over our runs: what is drawn, what is refused, and what a run does not give."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from matplotlib.figure import Figure
+
+from controller.report import html
+from controller.report.curves import curve, mean_line
+from controller.report.paper import draw, render
+from controller.report.plots import COLOURS, PRINT, SERIES, Axis, Bars, Line, Window, bar_plot, inline, line_plot, save
+from controller.results import files, reproduction
+from controller.results.run import Run, run_name
+from testbed.common.errors import InputError
+from testbed.common.formats import FigureKind
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
+from testbed.scenario.schema import PaperPart, Scenario
+from tests.helpers import ROOT, recorded
+
+SCHEDULE = "workload.method.schedule"
+SWEEP = {SCHEDULE: ["gpipe", "1f1b"]}
+ROWS = [
+    {"name": "gpipe", "figure": "step_time", "at": {SCHEDULE: "gpipe"}, "value": "2s"},
+    {"name": "1f1b", "figure": "step_time", "at": {SCHEDULE: "1f1b"}},
+    {"name": "sent", "figure": "bytes_sent", "at": {SCHEDULE: "gpipe"}},
+]
+BARS = {
+    "title": "Time",
+    "what": "bars",
+    "x": ["GPipe", "1F1B"],
+    "series": [{"label": "ours", "rows": ["gpipe", "1f1b"]}],
+}
+LINES = {**BARS, "what": "lines", "x": [1, 4], "axis": "schedule"}
+STEPS = {
+    "title": "Steps",
+    "what": "steps",
+    "axis": "batch",
+    "range": [1, 3],
+    "series": [{"label": name, "at": {SCHEDULE: name}} for name in SWEEP[SCHEDULE]],
+}
+
+
+def made(folder: Path) -> list[Run]:
+    """Write runs of both schedules, twice each."""
+    runs = []
+    for schedule, repetition, time in (("gpipe", 0, 1.0), ("gpipe", 1, 3.0), ("1f1b", 0, 1.0), ("1f1b", 1, 1.0)):
+        trial = replace(recorded.trial(), point={SCHEDULE: schedule}, repetition=repetition)
+        path = folder / run_name(trial)
+        run = files.load(recorded.write(path, trial, recorded.plan(), recorded.outcome()))
+        runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
+    return runs
+
+
+def part(*charts: dict[str, Any]) -> PaperPart:
+    return PaperPart.model_validate({"source": "Somebody, Figure 1", "rows": ROWS, "charts": charts})
+
+
+def drawn(folder: Path, chart: dict[str, Any]) -> tuple[str, Figure]:
+    """Return the note and the plot of one chart."""
+    runs, whole = made(folder), part(chart)
+    title, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
+    assert title == chart["title"]
+    assert plot is not None
+    return note, plot()
+
+
+def points(plot: Figure) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of every line of a plot; the names of what is printed begin with an underscore."""
+    return {
+        str(line.get_label()): [(x, y) for x, y in line.get_xydata()]
+        for line in plot.axes[0].lines
+        if str(line.get_label()).removeprefix("_").startswith(("ours", *SWEEP[SCHEDULE]))
+    }
+
+
+def test_bars_stand_at_the_height_of_the_rows_with_their_intervals(tmp_path: Path) -> None:
+    note, plot = drawn(tmp_path, BARS)
+    heights = {str(bars.get_label()): [bar.get_height() for bar in bars] for bars in plot.axes[0].containers[:1]}
+    assert heights == {"_ours, printed": [2.0]}
+    assert [bar.get_height() for bar in plot.axes[0].patches] == [2.0, 2.0, 1.0]
+    texts = [text.get_text() for text in plot.axes[0].texts]
+    assert texts == ["2", "2", "1"], "a figure above each bar"
+    assert plot.axes[0].get_ylabel() == "step time (s)"
+    assert "Pale" in note
+    assert "Whiskers" in note
+
+
+def test_lines_hold_ours_and_what_is_printed(tmp_path: Path) -> None:
+    note, plot = drawn(tmp_path, LINES)
+    assert "Dashed" in note
+    assert points(plot) == {"ours": [(1.0, 2.0), (4.0, 1.0)], "_ours, printed": [(1.0, 2.0)]}
+    axes = plot.axes[0]
+    assert (axes.get_xlim(), axes.get_xlabel()) == ((1.0, 4.0), "schedule")
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "4"]
+    assert axes.yaxis.get_major_formatter()(2.0) == "2"
+    assert axes.get_ylabel() == "step time (s)"
+    assert len(axes.containers) == 1, "error bars of gpipe's two runs, 1 s and 3 s"
+
+
+def test_steps_are_those_within_the_range(tmp_path: Path) -> None:
+    _, plot = drawn(tmp_path, STEPS)
+    expected = curve(made(tmp_path / "again")[0], "steps", begin=1, end=3)
+    assert [step for step, _ in expected] == [1, 2, 3]
+    assert all([x for x, _ in line] == [1, 2, 3] for line in points(plot).values())
+    runs, whole = made(tmp_path / "late"), part(STEPS | {"range": [190, 220]})
+    nothing = "Nothing from step 190 on: the runs ended with step 4."
+    assert draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)[1:] == (nothing, None)
+
+
+@pytest.mark.parametrize("over", ["steps", "seconds"])
+def test_loss_is_drawn_over_steps_or_over_time(tmp_path: Path, over: str) -> None:
+    chart = {key: value for key, value in STEPS.items() if key != "range"} | {"what": "loss", "over": over}
+    _, plot = drawn(tmp_path, chart)
+    last = {row["step"]: row for row in made(tmp_path / "again")[0].metrics["series"]["steps"]}
+    expected = sorted((row["step" if over == "steps" else "time"], row["loss"]) for row in last.values())
+    assert len(expected) > 2
+    for line in points(plot).values():
+        assert line == expected
+
+
+def test_accuracy_is_drawn_as_it_was_evaluated(tmp_path: Path) -> None:
+    chart = {key: value for key, value in STEPS.items() if key != "range"} | {"what": "accuracy"}
+    runs, whole = made(tmp_path), part(chart)
+    evaluations = [{"step": 2, "accuracy": 0.25}, {"step": 4, "accuracy": 0.5}]
+    runs = [
+        replace(run, metrics=run.metrics | {"series": run.metrics["series"] | {"evaluations": evaluations}})
+        for run in runs
+    ]
+    _, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
+    assert plot is not None
+    assert list(points(plot()).values()) == [[(2, 25.0), (4, 50.0)]] * 2
+    axes = plot().axes[0]
+    assert axes.get_ylabel() == "accuracy (%)"
+    assert note == "On the test data. Mean of the repetitions; pale band: 95% confidence interval."
+
+
+def test_the_page_has_all_and_loads_nothing(tmp_path: Path) -> None:
+    runs, whole = made(tmp_path), part(STEPS, BARS, LINES)
+    rows = reproduction.reproduce(whole, runs)
+    page = render(tmp_path, whole, rows, runs)
+    assert page.count('<svg class="chart"') == 3
+    for name in ("Somebody, Figure 1", "2 s", "1.00×"):
+        assert name in page
+    links = re.findall(r'(?<!xlink:)href="([^"]+)"', page)
+    assert len(links) == 4 + 3 * 4
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
+        f"{name}{width}.{kind}"
+        for name in ("1-steps", "2-time", "3-time")
+        for width in ("", "-wide")
+        for kind in ("svg", "pdf")
+    }
+    assert not any(link.startswith(("http", "/")) for link in links)
+    assert not re.search(r'src="|url\((?!#)', page)
+    evil = "</script><script>alert(1)</script>"
+    assert evil not in render(tmp_path, whole.model_copy(update={"source": evil}), rows, runs)
+
+
+def test_a_chart_without_any_run_says_so(tmp_path: Path) -> None:
+    whole = part(BARS)
+    runs = [replace(run, metrics=run.metrics | {"step_time": None}) for run in made(tmp_path)]
+    assert draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)[1:] == (
+        "None of the runs gave one of its figures.",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("chart", "told"),
+    [
+        (BARS | {"series": [{"label": "x", "rows": ["gpip", "1f1b"]}]}, "did you mean 'gpipe'"),
+        (BARS | {"series": [{"label": "x", "rows": ["gpipe"]}]}, "names 1 rows for 2 of `x`"),
+        (BARS | {"series": [{"label": "x", "rows": ["gpipe", "sent"]}]}, "cannot show bytes and seconds"),
+        (BARS | {"x": []}, "says where the rows stand"),
+        (LINES | {"x": [4, 1]}, "rising numbers"),
+        (LINES | {"x": ["few", "many"]}, "rising numbers"),
+        (STEPS | {"series": [{"label": "x", "at": {}}]}, "2 points of the sweep have no value"),
+        (STEPS | {"series": [{"label": "x", "at": {SCHEDULE: "pipe"}}]}, "0 points of the sweep have"),
+        (
+            STEPS | {"series": [{"label": "x", "at": {SCHEDULE: "gpipe"}, "rows": ["gpipe"]}]},
+            "belongs to lines and bars",
+        ),
+    ],
+)
+def test_charts_that_cannot_come_out_are_refused_before_anything_runs(chart: dict[str, Any], told: str) -> None:
+    paper = {"source": "x", "rows": ROWS, "charts": [chart]}
+    with pytest.raises(InputError, match=told):
+        prepare(trials(Scenario.model_validate(recorded.SCENARIO | {"sweep": SWEEP, "paper": paper}))[0])
+
+
+def test_a_range_has_to_rise() -> None:
+    with pytest.raises(ValueError, match=r"write \[190, 220\]"):
+        part(STEPS | {"range": [220, 190]})
+
+
+def test_figures_above_bars_stand_above_all_or_none() -> None:
+    kinds = [Bars(f"kind {index}", [0.12] * 4, "blue") for index in range(6)]
+    assert not bar_plot(list("abcd"), kinds, y=Axis("x")).axes[0].texts
+    assert len(bar_plot(list("abcd"), kinds[:2], y=Axis("x")).axes[0].texts) == 8
+
+
+@pytest.mark.parametrize(
+    ("count", "name"), [(1, "a rather long name of series "), (6, "a rather long name of series "), (6, "pi")]
+)
+def test_a_legend_stays_within_the_plot(count: int, name: str) -> None:
+    names = [f"{name}{index}" * (4 if index == 3 and len(name) > 2 else 1) for index in range(count)]
+    for plot in (
+        line_plot([Line(name, [(0, 1)], "blue") for name in names], range_=(0, 1), y=Axis("x")),
+        bar_plot(["one"], [Bars(name, [1.0], "blue") for name in names], y=Axis("x")),
+    ):
+        plot.draw_without_rendering()
+        legend = plot.axes[0].get_legend()
+        assert legend is not None
+        assert len(legend.get_texts()) == count
+        box, whole = legend.get_window_extent(), plot.bbox
+        assert box.x0 >= whole.x0
+        assert box.x1 <= whole.x1
+        assert box.y1 <= whole.y1 + 1
+
+
+def test_a_plot_is_the_same_each_time_and_its_text_is_text(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        plot = partial(line_plot, [Line("one & <all>", [(0, 1), (1, 2)], "blue")], range_=(0, 1), y=Axis("x"))
+        save(plot, tmp_path / name)
+    for kind in (".svg", ".pdf", "-wide.svg", "-wide.pdf"):
+        assert (tmp_path / f"a{kind}").read_bytes() == (tmp_path / f"b{kind}").read_bytes()
+    assert ">one &amp; &lt;all&gt;</text>" in (tmp_path / "a.svg").read_text()
+    shown = inline(plot, "x")
+    assert "var(--blue)" in shown
+    assert "#0072b2" not in shown
+    for end, inches in PRINT.items():
+        assert f'viewBox="0 0 {inches * 72:g} ' in (tmp_path / f"a{end}.svg").read_text()
+    assert b"/FontType 3" not in (tmp_path / "a.pdf").read_bytes()
+    assert b"/CIDFontType2" in (tmp_path / "a.pdf").read_bytes(), "text, not outlines"
+
+
+def test_axes_have_titles_with_the_unit_that_fits() -> None:
+    for highest, kind, title in (
+        (0.02, "seconds", "time (ms)"),
+        (300.0, "seconds", "time (s)"),
+        (5e6, "bytes", "time (MB)"),
+        (0.9, "share", "time (%)"),
+        (7.0, "number", "time"),
+    ):
+        axes = line_plot([Line("a", [(0, highest)], "blue")], range_=(0, 1), y=Axis("time", kind)).axes[0]
+        assert (axes.get_ylabel(), axes.get_xlabel()) == (title, "time (s)")
+
+
+def test_an_axis_of_epochs_has_whole_numbers() -> None:
+    for last in (3, 9, 15):
+        line = Line("a", [(epoch, 0.5) for epoch in range(1, last + 1)], "blue")
+        axes = line_plot([line], range_=(1, last), x="epoch", y=Axis("loss")).axes[0]
+        assert all(float(place).is_integer() for place in axes.get_xticks())
+
+
+def test_axes_are_logarithmic_where_values_are_far_apart() -> None:
+    def scales(values: list[float], kind: FigureKind = "number") -> str:
+        line = Line("a", list(enumerate(values)), "blue")
+        return line_plot([line], range_=(0, 2), y=Axis("a", kind)).axes[0].get_yscale()
+
+    assert [scales([2.3, 0.1]), scales([2.3, 0.5]), scales([2.3, 0.0])] == ["log", "linear", "linear"]
+    assert scales([0.9, 0.01], "share") == "linear"
+    line = [Line("a", [(5.0, 1.0), (200.0, 2.0)], "blue", marks=True)]
+    assert line_plot(line, range_=(5, 200), y=Axis("a"), at=[5, 200]).axes[0].get_xscale() == "log"
+    assert bar_plot(["a", "b"], [Bars("a", [1.0, 90.0], "blue")], y=Axis("a")).axes[0].get_yscale() == "linear"
+
+
+@pytest.mark.parametrize("width", PRINT.values())
+def test_labels_lie_above_the_data(width: float) -> None:
+    windows = [Window(at, at + 1, f"kill worker{at}") for at in (1, 2, 40, 95)]
+    lines = [Line(f"a rather long name {index}", [(0, 5), (100, 9)], colour) for index, colour in enumerate(SERIES)]
+    plot = line_plot(lines, windows, range_=(0, 100), y=Axis("loss"), width=width)
+    plot.draw_without_rendering()
+    axes = plot.axes[0]
+    area, boxes = axes.get_window_extent(), [text.get_window_extent() for text in axes.texts]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert len(boxes) == 3, "the second one would lie on the first"
+    for box in boxes:
+        assert area.y1 <= box.y0
+        assert box.y1 <= legend.get_window_extent().y0 + 1
+        assert box.x1 <= plot.bbox.x1
+    assert not any(left.overlaps(right) for left, right in pairwise(boxes))
+
+
+def test_repetitions_are_a_mean_with_its_interval() -> None:
+    line = mean_line("a", [[(0, 1.0), (2, 3.0), (4, 9.0)], [(0, 3.0), (1, 4.0), (2, 5.0)], []], "blue")
+    assert line.points == [(0, 2.0), (2, 4.0)], "over the x that all reach; without points it does not count"
+    # Student's 97.5 % quantile of one degree of freedom, for two values one from their mean.
+    assert line.half_widths == pytest.approx([12.706, 12.706], rel=1e-4)
+    assert mean_line("a", [[(0, 1.0)]], "blue").half_widths == ()
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_intervals_around_shares_end_at_all(marks: bool) -> None:
+    line = Line("a", [(0, 0.5), (1, 0.9)], "blue", marks=marks, half_widths=[0.2, 0.3])
+    axes = line_plot([line], range_=(0, 1), y=Axis("accuracy", "share")).axes[0]
+    assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(100)
+    axes = line_plot([line], range_=(0, 1), y=Axis("loss")).axes[0]
+    assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(1.2)
+
+
+def test_intervals_around_bars_of_shares_end_at_all() -> None:
+    axes = bar_plot(["a"], [Bars("b", [0.9], "blue", [0.3])], y=Axis("accuracy", "share")).axes[0]
+    assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(100)
+
+
+@pytest.mark.parametrize("palette", ["light", "dark"])
+def test_colour_blind_readers_can_tell_series_apart(palette: str) -> None:
+    style = (Path(html.__file__).parent / "templates" / "style.css").read_text()
+    found = re.findall(
+        r"--(\w+): (#[0-9a-f]{6});", style.split("@media (prefers-color-scheme: dark)")[palette == "dark"]
+    )
+    colours = [dict(found)[name] for name in SERIES]
+    for seen in SEEN_BY.values():
+        worst = min(np.linalg.norm(_lab(a, seen) - _lab(b, seen)) for a, b in combinations(colours, 2))
+        assert worst >= 15
+    if palette == "light":
+        assert colours == [COLOURS[name] for name in SERIES]
+
+
+SEEN_BY = {
+    "all": np.eye(3),
+    "protanopes": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopes": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "tritanopes": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+}
+"""Linear RGB as others see it: Machado, Oliveira and Fernandes (2009), severity 1."""
+
+
+def _lab(colour: str, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return a colour in CIELAB, where 2.3 is a difference just noticed."""
+    values = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    linear = seen @ np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ np.clip(linear, 0, 1) / np.array([0.9505, 1.0, 1.089])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_the_scenarios_of_papers_name_rows_and_points_that_are_there() -> None:
+    for path in sorted((ROOT / "scenarios" / "papers").glob("*.yaml")):
+        assert trials(load(path)), path
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "scenarios" / "papers").glob("*-figure-*.yaml")))
+def test_a_scenario_of_a_figure_draws_it(file: Path) -> None:
+    part = load(file).paper
+    assert part is not None
+    assert part.charts
+
+
+@pytest.mark.parametrize(("at", "shown"), [([0, 1, 5, 10, 50], ["0", "5", "10", "50"]), ([1, 2, 50], ["1", "2", "50"])])
+def test_figures_on_the_axis_do_not_touch(at: list[float], shown: list[str]) -> None:
+    line = Line("a", [(place, 1.0) for place in at], "blue", marks=True)
+    axes = line_plot([line], range_=(at[0], at[-1]), y=Axis("a"), at=at).axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == shown

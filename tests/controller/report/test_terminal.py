@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from controller.report import html, terminal
+from controller.report.grouping import group_links
+from controller.results import files
+from controller.results.run import Run
+from controller.results.summary import summary_of
+from controller.running.live import LiveProgress
+from testbed.trace.events import Event
+from testbed.trace.metrics import metrics
+from tests.helpers import recorded
+
+
+def run(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
+    trial = recorded.trial(**(scenario or {}))
+    return files.load(recorded.write(folder / "run", trial, recorded.plan(), recorded.outcome(**changes)))
+
+
+def printed(shown: Run, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    terminal.show(console, shown)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_end_of_a_run_at_either_width(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the place is shown as seen from here, whatever the length of the whole path
+    text = printed(run(tmp_path, {"expect": {"accuracy": ">= 0.9", "recoveries": "== 2"}}), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    for part in ("Accuracy", "95.0%", "1.68 s", "kill b", "8 mbit, 10 ms", "7.8–7.9 mbit", "✔ trusted"):
+        assert part in text
+    assert "report.html" in text.replace("\n", "")
+    assert "✘   recoveries   == 2" in text
+    assert "…" not in text, "a cell was cut off"
+    assert ("laptop" in text) == (width >= 100)
+
+
+def test_names_of_devices_are_whole_beside_long_times(tmp_path: Path) -> None:
+    text = printed(run(tmp_path, events=recorded.slower(recorded.events(), 300.0)), 80)
+    devices = text[text.index("Devices") : text.index("Links")]
+    assert "Down" in devices
+    assert {"Device", "a", "b"} <= set(devices.split())
+    assert "5 min" in devices
+
+
+def test_reasons_against_a_run_stand_in_its_verdict(tmp_path: Path) -> None:
+    text = printed(run(tmp_path, status="failed", error="a[b] died", fidelity={"host_stolen": 0.9}), 80)
+    assert "✘ not trusted" in text
+    assert "the run failed: a[b] died" in text
+    assert "a hypervisor kept 90.0%" in text
+
+
+def test_what_shaped_the_links_is_named(tmp_path: Path) -> None:
+    shaped = run(tmp_path, fidelity={"backend": "userspace"})
+    assert "shaped by userspace" in printed(shaped, 100)
+    assert "shaped by userspace" in html.render(shaped)
+
+
+def test_a_run_in_which_nothing_happened_prints(tmp_path: Path) -> None:
+    text = printed(run(tmp_path, events=[], links=[], fidelity={}, status="failed", error="no engine"), 80)
+    assert "no engine" in text
+
+
+def test_brackets_of_a_partition_are_not_taken_for_markup(tmp_path: Path) -> None:
+    events = recorded.events()
+    events = [
+        event
+        if event.event != "fault"
+        else type(event)(event.time, event.device, "fault", {**event.fields, "target": "[a] [b]"})
+        for event in events
+    ]
+    assert "kill [a] [b]" in printed(run(tmp_path, events=events), 80)
+
+
+def test_a_link_without_a_rate_of_its_own_has_that_of_its_devices() -> None:
+    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())["links"][0]
+    link = {**found, "requested": {**found["requested"], "rate": None}, "rate_at_best": 10e6}
+    assert group_links([link])[0].requested.startswith("10 mbit")
+    assert group_links([{**link, "rate_at_best": None}])[0].requested.startswith("unlimited")
+
+
+def test_alike_links_stand_together_and_a_bad_one_alone() -> None:
+    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())["links"]
+    assert [group.name for group in group_links(found)] == ["a ↔ b"]
+    found[1]["problem"] = "too slow"
+    assert [(group.name, group.problem) for group in group_links(found)] == [("b → a", "too slow"), ("a → b", None)]
+    many = [{**found[0], "source": "a", "destination": f"d{number}"} for number in range(5)]
+    assert group_links(many)[0].name == "a – d0, d1, d2, d3, d4"
+    few = [{**found[0], "source": "a", "destination": f"d{number}"} for number in range(3)]
+    assert group_links(few)[0].name == "a → d0, a → d1, a → d2"
+    mesh = [{**found[0], "source": a, "destination": b} for a in "abcdefgh" for b in "abcdefgh" if a != b]
+    assert group_links(mesh)[0].name == "all 56 among a, b, …, h"
+
+
+def test_a_summary_has_a_line_a_point(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    terminal.show_summary(console, summary_of([run(tmp_path / "a"), run(tmp_path / "b")]), tmp_path)
+    assert isinstance(console.file, io.StringIO)
+    assert "95.0% ± 0.0%" in console.file.getvalue()
+
+
+def test_a_summary_of_runs_that_are_not_trusted_tears_no_word(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    summary = summary_of([run(tmp_path / "a")])
+    point = {**summary["points"][0], "point": {"workload.method.name": "federated"}, "trusted": 0}
+    terminal.show_summary(console, {**summary, "points": [point]}, tmp_path)
+    assert isinstance(console.file, io.StringIO)
+    assert {"method", "federated", "Runs"} <= set(console.file.getvalue().split())
+
+
+def test_a_summary_with_many_figures_goes_on_below(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    summary = summary_of([run(tmp_path / "a")])
+    point = {**summary["points"][0], "point": {"workload.method.name": "pipelearn", "network.link.rate": "4g-plus"}}
+    many = {f"wide_figure_{number}": {"kind": "seconds", "brief": True} for number in range(5)}
+    point["figures"] = {name: {"mean": 12.345, "ci95": 1.234, "n": 3} for name in many}
+    terminal.show_summary(console, {**summary, "points": [point], "figures": many}, tmp_path)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("pipelearn" in line.split() and "4g-plus" in line.split() for line in lines) > 1, lines
+
+
+def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) -> None:
+    events = [
+        Event(1.0, "a", "request", {"request": 0, "latency": 0.99}),
+        Event(2.0, "a", "failed", {"request": 1, "error": "b was lost", "after": 0.5}),
+        Event(0.1, "a", "memory", {"weights": 4_000_000, "activations": 0}),
+        Event(0.2, "a", "memory", {"weights": 4_000_000, "activations": 2_000_000}),
+        Event(0.2, "b", "memory", {"weights": 5_000_000, "activations": 500_000}),
+    ]
+    workload = recorded.SCENARIO["workload"]
+    inferring = {"task": "infer", "method": {"name": "distributed"}, "model": workload["model"], "requests": 2}
+    shown = run(tmp_path, {"workload": inferring}, events=events)
+    text = " ".join(printed(shown, 120).split())
+    assert ", 1 failed" in text
+    assert "Predicted 900 ms a request, by the plan; measured over predicted: 1.1" in text
+    assert "of what a request waited for was computing" in text
+    assert "Memory 6 MB at most, on a: 4 MB weights, 2 MB activations" in text
+
+
+def test_a_request_that_fails_is_told_at_once_with_its_reason() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    LiveProgress(console, "run", 4, "requests").event(Event(2.0, "a", "failed", {"request": 1, "error": "b was lost"}))
+    assert isinstance(console.file, io.StringIO)
+    assert "2.00 s  request 1 failed: b was lost" in console.file.getvalue()

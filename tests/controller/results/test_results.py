@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from controller.results import files, recorder
+from controller.results.progress import progress
+from controller.results.run import run_name
+from testbed.common.errors import HostError, InputError
+from testbed.scenario.schema import Scenario
+from testbed.trace.events import Event
+from testbed.wire import tensors
+from tests.helpers import recorded
+
+
+def test_a_run_leaves_every_file(tmp_path: Path) -> None:
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    assert place == tmp_path / "run"
+    assert {path.name for path in place.iterdir()} >= {
+        "scenario.yaml",
+        "plan.json",
+        "manifest.json",
+        "events.jsonl",
+        "metrics.json",
+        "fidelity.json",
+        "trace.json",
+    }
+    assert json.loads((place / "metrics.json").read_text())["accuracy"] == 0.95
+    assert json.loads((place / "fidelity.json").read_text())["verdict"]["kind"] == "trusted"
+    lines = (place / "events.jsonl").read_text().splitlines()
+    assert [Event.from_json(line) for line in lines] == recorded.events()
+
+
+def test_the_resolved_scenario_loads_back_equal(tmp_path: Path) -> None:
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    text = (place / "scenario.yaml").read_text()
+    assert Scenario.model_validate(YAML(typ="safe").load(text)) == recorded.trial().scenario
+    assert "time_limit" in text
+
+
+def test_the_manifest_explains_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["testbed", "run", "x.yaml"])
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    manifest = json.loads((place / "manifest.json").read_text())
+    assert manifest["command"] == "testbed run x.yaml"
+    assert manifest["seed"] == 3
+    assert manifest["host"]["backend"] == "userspace"
+    assert manifest["versions"]["torch"]
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    before = (place / "events.jsonl").read_bytes()
+    with pytest.raises(InputError, match="holds something already"):
+        recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(events=[]))
+    assert (place / "events.jsonl").read_bytes() == before
+    assert recorder.numbered(tmp_path / "run").name == "run-2"
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert recorder.numbered(tmp_path / "run").name == "run"
+    assert recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()).name == "run"
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HostError, match="cannot be written: Not a directory"):
+        recorder.Recorder(tmp_path / "file" / "run", recorded.trial(), recorded.plan(), "simulate")
+
+
+def test_a_run_that_was_cut_off_reads_back_as_far_as_it_went(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    seen = recorded.events()[:20]
+    for event in seen:
+        begun.event(event)
+    run = files.load(tmp_path / "run")  # as after SIGKILL: nothing was closed or flushed
+    assert run.outcome.events == seen
+    assert run.outcome.status == "interrupted"
+    assert run.outcome.error == f"cut off after {seen[-1].time:.2f} s: testbed ended before the run did"
+    recorder.rebuild(run)
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["status"] == "interrupted"
+
+
+def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_says_why_it_ended(tmp_path: Path) -> None:
+    for name, events in (("idle", []), ("begun", recorded.events()[:3])):
+        begun = recorder.Recorder(tmp_path / name, recorded.trial(), recorded.plan(), "emulate")
+        for event in events:
+            begun.event(event)
+        begun.abandon(HostError("the engine went away"))
+    assert not (tmp_path / "idle").exists()
+    outcome = files.load(tmp_path / "begun").outcome
+    assert (outcome.status, outcome.error, len(outcome.events)) == ("failed", "the engine went away", 3)
+
+
+def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun._events.close()
+    begun._events = full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    with pytest.raises(HostError, match="run: cannot be written: No space left on device"):
+        begun.event(recorded.events()[0])
+    with suppress(OSError):
+        full.close()
+
+
+def test_events_that_came_out_of_order_are_kept_in_order(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    for event in reversed(recorded.events()):
+        begun.event(event)
+    place = begun.finish(recorded.outcome()).path
+    assert files.load(place).outcome.events == recorded.events()
+
+
+def test_progress_is_told_by_the_last_events(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    assert str(progress(begun.path)) == "0.0 s"
+    for event in recorded.events():
+        begun.event(event)
+    with (begun.path / "events.jsonl").open("a") as file:
+        file.write('{"time": 99, "dev')
+    last = [event for event in recorded.events() if event.event == "step"][-1]
+    found = progress(begun.path)
+    assert (found.step, found.loss) == (last.fields["step"], last.fields["loss"])
+    assert set(found.doing) == {event.device for event in recorded.events() if event.event == "compute"}
+
+
+def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
+    trial = recorded.trial()
+    places = [tmp_path / name for name in ("finished", "failed", "missing")]
+    recorded.write(places[0], trial, recorded.plan(), recorded.outcome())
+    recorded.write(places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x"))
+    assert list(files.finished_among(places, [trial] * 3)) == [0]
+    assert not places[1].exists()
+    other = replace(trial, scenario=trial.scenario.model_copy(update={"seed": 99}))
+    with pytest.raises(InputError, match="a run of another scenario"):
+        files.finished_among(places, [other] * 3)
+
+
+def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    weight = torch.arange(6.0).reshape(2, 3)
+    shared = tensors.write(tensors.from_torch({"0.weight": weight, "1.weight": weight.t()}))
+    outcome = recorded.outcome(weights_file=b"".join(shared))
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    assert torch.equal(load_file(place / "weights.safetensors")["1.weight"], weight.t())
+
+
+def test_a_run_that_failed_at_once_is_written(tmp_path: Path) -> None:
+    outcome = recorded.outcome(status="failed", error="no image", events=[], links=[], fidelity={})
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    assert json.loads((place / "metrics.json").read_text())["verdict"]["reasons"]
+
+
+def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    run = files.load(place)
+    assert run.outcome == recorded.outcome()
+    assert run.plan == recorded.plan()
+    assert run.trial.scenario.model_dump() == recorded.trial().scenario.model_dump()
+    written = json.loads((place / "metrics.json").read_text())
+    recorder.rebuild(run)
+    assert json.loads((place / "metrics.json").read_text()) == written
+
+
+def test_figures_are_read_without_the_events_where_they_were_written(tmp_path: Path) -> None:
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    run = files.load(place)
+    (place / "events.jsonl").write_text("damaged\n")
+    assert files.load_figures(place) == run.alone()
+    (place / "metrics.json").write_text('{"status": "finished"}')
+    with pytest.raises(InputError, match=r"events\.jsonl:1"):
+        files.load_figures(place)  # figures of an older version are computed again
+
+
+def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    for event in recorded.events()[:20]:
+        begun.event(event)
+    found = files.load_figures(begun.path)
+    assert found == files.load(begun.path).alone()
+    assert found.metrics["status"] == "interrupted"
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    text = (place / "events.jsonl").read_text()
+    (place / "events.jsonl").write_text(text[:-20])
+    assert files.load(place).outcome.events == recorded.events()[:-1]
+
+
+def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
+    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    (place / "events.jsonl").write_text('{"time": 1}\n')
+    with pytest.raises(InputError, match=r"events\.jsonl:1: is not an event"):
+        files.load(place)
+    (place / "events.jsonl").write_text("")
+    (place / "plan.json").write_text('{"method": "pipeline", "assignments": []}')
+    with pytest.raises(InputError, match=r"not written by this version of the testbed: plan\.json: "):
+        files.load(place)
+    (place / "plan.json").unlink()
+    with pytest.raises(InputError, match=r"plan\.json: is missing"):
+        files.load(place)
+    with pytest.raises(InputError, match="holds no run"):
+        files.load(tmp_path)
+    with pytest.raises(InputError, match="holds no run"):
+        files.load(files.places(tmp_path / "nowhere")[0])
+
+
+def test_names_of_the_runs_of_a_sweep() -> None:
+    point = {"network.link.rate": "10mbit", "workload.method.options": "a/b c"}
+    assert run_name(replace(recorded.trial(), point=point)) == "recorded,rate=10mbit,options=a_b_c"
+    point = {"devices.a.profile": "laptop", "devices.b.profile": "laptop"}
+    name = run_name(replace(recorded.trial(), point=point, repetition=1))
+    assert name == "recorded,devices.a.profile=laptop,devices.b.profile=laptop,repetition=2"
+
+
+def test_long_names_that_differ_at_their_ends_only_stay_apart() -> None:
+    names = {run_name(replace(recorded.trial(), point={"description": "x" * 300 + end})) for end in "ab"}
+    assert len(names) == 2
+    assert all(len(name) == 200 for name in names)

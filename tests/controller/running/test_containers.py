@@ -1,0 +1,206 @@
+"""Faults on a lab, in front of an engine, a shaper and agents that only remember."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from controller.lab.lab import Lab
+from controller.running.byhand import Journal, carry_out_by_hand, flap
+from controller.running.faults import HALTED, Containers
+from testbed.common.errors import HostError
+from testbed.faults.actions.flap import Flap, FlapPart
+from testbed.faults.actions.throttle import ThrottlePart
+from testbed.faults.conditions import Changed
+from testbed.faults.machines import carry_out
+from testbed.faults.parts import ActionPart
+from testbed.faults.replay import Change, Changes
+from testbed.faults.script import FaultOperation, FaultPhase
+from testbed.network.link import Link
+from testbed.network.parts import LinkPart
+from testbed.network.radio import Propagation, Radio
+from tests.helpers.remembered import RememberedLab
+
+
+def containers(lab: RememberedLab) -> Containers:
+    return Containers(cast(Lab, lab))
+
+
+def do(lab: RememberedLab, handle: str = "it", phase: FaultPhase = "strike", **given: Any) -> Changed:
+    return carry_out(FaultOperation(ActionPart.model_validate(given).action, handle, phase), containers(lab))
+
+
+def take_back(lab: RememberedLab, handle: str = "it", **given: Any) -> Changed:
+    return do(lab, handle, "undo", **given)
+
+
+def in_force(lab: RememberedLab) -> list[str]:
+    return list(containers(lab).shown.in_force)
+
+
+def test_a_throttle_tells_the_agent_and_is_taken_back(lab: RememberedLab) -> None:
+    part: dict[str, Any] = {"throttle": {"device": "b", "speed": "250mflops"}}
+    assert do(lab, **part) == Changed(speeds={"b": 0.25})
+    assert do(lab, handle="more", throttle={"device": "b", "slowdown": 2}).speeds == {"b": 0.125}
+    assert take_back(lab, handle="more", **part).speeds == {"b": 0.25}
+    assert do(lab, unthrottle="b").speeds == {"b": 1.0}
+    assert lab.agents["b"].factors == [0.25, 0.125, 0.25, 1.0]
+    assert lab.agents["a"].factors == []
+    assert in_force(lab) == []
+
+
+def test_a_device_that_boots_or_goes_on_is_told_what_is_in_force(lab: RememberedLab) -> None:
+    do(lab, kill="b")
+    assert do(lab, throttle={"device": "b", "slowdown": 2}).speeds == {"b": 0.5}
+    assert lab.agents["b"].factors == []
+    do(lab, handle="worse", degrade={"device": "b", "delay": "50ms"})
+    do(lab, restart="b")
+    assert lab.agents["b"].factors == [0.5]
+    assert lab.booted_with["a", "b"].delay == 0.05
+    do(lab, pause="b")
+    do(lab, unthrottle="b")
+    assert lab.agents["b"].factors == [0.5, HALTED]
+
+
+def test_one_that_was_paused_meanwhile_has_its_own_speed_back(lab: RememberedLab) -> None:
+    do(lab, throttle={"device": "b", "slowdown": 2})
+    do(lab, pause="b")
+    do(lab, unthrottle="b")
+    do(lab, resume="b")
+    assert lab.agents["b"].factors == [0.5, HALTED, 1.0]
+
+
+def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
+    part: dict[str, Any] = {"flap": {"between": ["a", "b"], "down": "100ms", "up": "1s"}}
+    assert set(do(lab, **part).links) == {("a", "b"), ("b", "a")}
+    assert not lab.shaped["a", "b"].up
+    assert lab.shaped["a", "c"].up
+    take_back(lab, **part)
+    assert lab.shaped == lab.experiment.links
+
+
+def flapping(lab: RememberedLab, seconds: float | None = None, **keys: Any) -> Generator[tuple[int, float]]:
+    part = FlapPart.model_validate({"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys})
+    return cast(Generator[tuple[int, float]], flap(containers(lab), Flap(part), "it", seconds))
+
+
+def test_flapping_ends_with_the_links_up(lab: RememberedLab) -> None:
+    up = [lab.shaped["a", "b"].up for _ in flapping(lab, times=2)]
+    assert up == [False, True, False, True]
+    turns = list(flapping(lab, times=3))
+    assert [number for number, _ in turns] == [1, 1, 2, 2, 3, 3]
+    assert turns[-1][1] < 0.5
+    assert len(list(flapping(lab, 0.06))) == 4
+
+
+def test_flapping_that_is_broken_off_leaves_the_links_up(lab: RememberedLab) -> None:
+    endless = flapping(lab)
+    assert next(endless)[0] == 1
+    assert not lab.shaped["a", "b"].up
+    endless.close()
+    assert lab.shaped == lab.experiment.links
+    assert in_force(lab) == []
+
+
+def test_a_trace_lies_under_the_faults(lab: RememberedLab) -> None:
+    do(lab, partition=[["a"], ["b", "c"]])
+    changes = [
+        Change(1.0, "link a->b rate", "1mbit", (("a", "b"),), LinkPart.model_validate({"rate": "1mbit"})),
+        Change(1.0, "link a->b delay", "8ms", (("a", "b"),), LinkPart.model_validate({"delay": "8ms"})),
+        Change(1.0, "device c slowdown", "4", speed=ThrottlePart(device="c", slowdown=4)),
+    ]
+    assert carry_out(Changes(changes), containers(lab)) == Changed(
+        links={("a", "b"): Link(1e6, 0.008, up=False)}, speeds={"c": 0.25}
+    )
+    do(lab, handle="hot", throttle={"device": "c", "slowdown": 2})
+    assert lab.agents["c"].factors == [0.25, 0.125]
+    do(lab, heal="all")
+    assert lab.shaped["a", "b"] == Link(1e6, 0.008)
+    assert in_force(lab) == ["hot"], "healing is of links"
+    do(lab, unthrottle="c")
+    assert lab.agents["c"].factors[-1] == 0.25
+
+
+def test_receivers_are_told_which_casts_they_lose(lab: RememberedLab) -> None:
+    do(lab, degrade={"from": "a", "to": "b", "message_loss": "20%"})
+    assert lab.agents["b"].losses == [{"a": 0.2}]
+    assert lab.agents["c"].losses == []
+
+
+def test_an_obstruction_is_told_to_receivers_as_what_they_lose(lab: RememberedLab) -> None:
+    radio = Radio(Propagation(0, -80, 2, 40, 8), dict.fromkeys("ac", (0.0, 0.0)) | {"b": (0.0, 100.0)}, None, 1)
+    lab.experiment = replace(lab.experiment, radio=radio)
+    do(lab, obstruct={"from": "a", "to": "b", "path_loss_exponent": 2.2})
+    assert lab.agents["b"].losses == [{"a": pytest.approx(0.69146, abs=1e-5)}]
+    assert in_force(lab) == ["it"]
+    do(lab, heal="all")
+    assert lab.agents["b"].losses[1:] == [{"a": 0.0}]
+
+
+def test_what_the_shaper_refuses_is_not_in_force(lab: RememberedLab) -> None:
+    lab.refuses = True
+    with pytest.raises(HostError):
+        do(lab, degrade={"device": "a", "loss": "5%"})
+    assert in_force(lab) == []
+
+
+def test_a_handle_serves_once(lab: RememberedLab) -> None:
+    do(lab, throttle={"device": "b", "slowdown": 2})
+    with pytest.raises(ValueError, match="'it' is in force already"):
+        do(lab, throttle={"device": "c", "slowdown": 2})
+
+
+def test_a_device_is_switched_only_from_what_it_really_is(lab: RememberedLab) -> None:
+    assert do(lab, restart="b") == Changed()
+    lab.devices["b"].state = "exited"  # out of memory, or by the engine's own command
+    assert do(lab, kill="b") == Changed()
+    assert do(lab, pause="b") == Changed()
+    assert do(lab, restart="b") == Changed({"b": "up"})
+    assert take_back(lab, kill="b") == Changed()
+    assert lab.done == ["start b"]
+
+
+def test_a_run_boots_devices_in_its_own_way(lab: RememberedLab) -> None:
+    booted: list[str] = []
+    lab.devices["b"].state = "exited"
+    carry_out(FaultOperation(ActionPart(kill="b").action, "it", "undo"), Containers(cast(Lab, lab), booted.append))
+    assert (booted, lab.done) == (["b"], [])
+
+
+def test_every_action_in_force_is_read_as_it_was_written(lab: RememberedLab) -> None:
+    actions: list[dict[str, Any]] = [
+        {"partition": [["a"], ["b", "c"]]},
+        {"degrade": {"from": "a", "to": "b", "preset": "4g", "bursts": {"p": "1%", "r": "20%"}}},
+        {"flap": {"device": "c", "down": "1s", "up": "2s"}},
+        {"throttle": {"device": "b", "slowdown": 3}},
+    ]
+    for index, given in enumerate(actions):
+        do(lab, str(index), **given)
+    shown = containers(lab).shown
+    assert list(shown.in_force.values()) == [ActionPart.model_validate(given).action for given in actions]
+    for index, given in enumerate(actions):
+        take_back(lab, str(index), **given)
+    assert lab.shaped == lab.experiment.links
+
+
+def test_what_is_done_by_hand_is_there_for_the_run_to_record(lab: RememberedLab) -> None:
+    journal = Journal(lab.run_id)
+    began = time.monotonic()
+    assert journal.news(began) == []
+    list(flapping(lab, times=1))
+    down, *links, up, _, _ = journal.news(began)
+    assert (down.event, down.fields) == ("fault", {"action": "flap", "target": "a <-> b", "phase": "strike"})
+    assert up.fields["phase"] == "undo"
+    assert [(each.event, each.fields["up"]) for each in links] == [("link", False), ("link", False)]
+    assert 0 <= down.time < up.time - 0.01 < time.monotonic() - began
+    assert journal.news(began) == []
+    throttle = ActionPart.model_validate({"throttle": {"device": "b", "slowdown": 2}}).action
+    carry_out_by_hand(FaultOperation(throttle, "hot"), containers(lab))
+    fault, speed = journal.news(began + 3600)
+    assert (fault.time, speed.fields) == (0.0, {"target": "b", "factor": 0.5, "speed": 5e8})
+    assert journal.news(began) == []
+    assert len(Journal(lab.run_id).news(began)) == 8, "another reader begins at the beginning"

@@ -1,0 +1,106 @@
+"""The page of a run: what it is told, and who may ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from flask.testing import FlaskClient
+
+from controller.lab.tail import Tail
+from controller.results.recorder import Recorder
+from controller.watch.feed import batches, shown
+from controller.watch.server import application, described
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
+from tests.helpers import ROOT, recorded
+
+ORIGIN = "http://127.0.0.1:4000"
+
+
+def asked(folder: Path, struck: list[Mapping[str, object]] | None = None):
+    def strike(fault: Mapping[str, object]) -> str:
+        assert struck is not None
+        struck.append(fault)
+        return "done"
+
+    app = application(folder, "secret", ORIGIN, None if struck is None else strike)
+    app.test_client_class = _Client
+    return app.test_client()
+
+
+class _Client(FlaskClient):
+    def open(self, *args: object, **keys: object):
+        return super().open(*args, **{"base_url": ORIGIN, **keys})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+
+
+def test_the_page_knows_devices_and_links_and_loads_nothing(folder: Path) -> None:
+    page = asked(folder).get("/?token=secret").text
+    for device in recorded.trial().experiment.devices:
+        assert device.name in page
+    assert "src=" not in page
+    assert "href=" not in page
+
+
+def test_the_page_knows_which_events_of_the_method_were_pauses() -> None:
+    drill = ROOT / "scenarios" / "demo" / "adaptation.yaml"
+    assert described(trials(load(drill))[0])["pauses"] == ["repartition"]
+
+
+def test_who_has_no_token_learns_nothing(folder: Path) -> None:
+    client = asked(folder, [])
+    for answer in (client.get("/"), client.get("/events?token=wrong"), client.post("/strike", json={"kill": "a"})):
+        assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}])
+def test_a_page_of_another_origin_cannot_strike(folder: Path, headers: dict[str, str]) -> None:
+    struck: list[Mapping[str, object]] = []
+    authorised = {"Authorization": "Bearer secret"}
+    answer = asked(folder, struck).post("/strike", json={"kill": "worker1"}, headers=authorised | headers)
+    assert answer.status_code == 403
+    assert struck == []
+    asked(folder, struck).post("/strike", json={"kill": "worker1"}, headers=authorised | {"Origin": ORIGIN})
+    assert struck == [{"kill": "worker1"}]
+
+
+def test_a_run_that_is_over_is_told_to_its_end(folder: Path) -> None:
+    lines = asked(folder).get("/events?token=secret").text.split("\n\n")
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert told[-1]["over"] == {"status": "finished", "error": None}
+    names = {event["event"] for batch in told for event in batch["events"]}
+    assert {"bar", "step", "fault"} <= names
+
+
+def test_events_are_told_as_they_come(tmp_path: Path) -> None:
+    begun = Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    feed = batches(begun.path)
+    assert next(feed)["events"] == []
+    step = next(event for event in recorded.events() if event.event == "step")
+    begun.event(step)
+    assert [event["event"] for event in next(feed)["events"]] == ["step"]
+    begun.finish(recorded.outcome(events=[step]))
+    assert next(feed)["over"] == {"status": "finished", "error": None}
+
+
+def test_a_line_that_is_half_there_waits(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.news() == []
+    path.write_text('{"time": 1}\n{"ti')
+    assert tail.news() == [{"time": 1}]
+    with path.open("a") as file:
+        file.write('me": 2}\n')
+    assert tail.news() == [{"time": 2}]
+
+
+def test_old_bars_are_not_told() -> None:
+    events = [{"time": time, "device": "a", "event": "compute", "duration": 0.5} for time in (1.0, 100.0)]
+    assert [event["start"] for event in shown(events, 100.0)] == [99.5]

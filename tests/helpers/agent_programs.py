@@ -1,0 +1,200 @@
+"""Starts an agent that knows the programs the tests of agents run: `python agent_programs.py`.
+
+They use every call of `testbed.device`; a test names one in its deployment's scenario as the method's ``do``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from testbed import methods
+from testbed.device import Cost, Device, Span
+from testbed.method import Job, Method, Options, Problem
+from testbed.plan import Plan
+from testbed.wire.message import Message
+
+
+class Instructions(Options):
+    """What the two devices do."""
+
+    do: str = "nothing"
+    count: int = 1
+    size: int = 0
+
+
+class Scripted(Method):
+    """Runs what its options say."""
+
+    name = "scripted"
+    summary = "for tests"
+    Options = Instructions
+
+    def plan(self, problem: Problem) -> Plan:
+        return Plan(method=self.name, lead="a", pieces=())
+
+    async def program(self, device: Device, job: Job) -> None:
+        options = job.problem.options
+        assert isinstance(options, Instructions)
+        await PROGRAMS[options.do](device, job, options)
+
+
+async def nothing(device: Device, job: Job, options: Instructions) -> None:
+    device.record("log", text=device.name)
+
+
+async def ping(device: Device, job: Job, options: Instructions) -> None:
+    """Bounce tensors of ``size`` bytes between a and b."""
+    import torch
+
+    if device.name == "a":
+        for number in range(options.count):
+            tensors = {"x": torch.full((options.size // 4,), float(number))} if options.size else {}
+            start = device.now()
+            await device.send("b", Message("ping", {"number": number}, tensors))
+            sent = device.now()
+            answer = await device.receive()
+            device.record("log", sent=sent - start, bounced=device.now() - start, number=answer["number"])
+            assert answer.sender == "b"
+            if tensors:
+                assert torch.equal(answer.tensors["x"], tensors["x"] + 1)
+    else:
+        for _ in range(options.count):
+            message = await device.receive()
+            tensors = {name: tensor.add_(1) for name, tensor in message.tensors.items()}
+            await device.send("a", Message("pong", message.fields, tensors))
+
+
+async def stream(device: Device, job: Job, options: Instructions) -> None:
+    """Send many without waiting in between; b checks that they come in order, each once."""
+    if device.name == "a":
+        pending = [
+            asyncio.create_task(device.send("b", Message("item", {"number": number}, padding=options.size)))
+            for number in range(options.count)
+        ]
+        await asyncio.gather(*pending)
+        device.record("log", text="sent")
+    else:
+        for number in range(options.count):
+            message = await device.receive()
+            assert message["number"] == number, (message["number"], number)
+        device.record("log", text="received in order")
+
+
+async def slow_reader(device: Device, job: Job, options: Instructions) -> None:
+    """Like `stream`, but b lets its inbox fill up first."""
+    if device.name == "b":
+        await device.sleep(1)
+    await stream(device, job, options)
+
+
+async def withdraw(device: Device, job: Job, options: Instructions) -> None:
+    """Give a message up whose receiver is not there yet, and wait for the one behind it."""
+    if device.name == "a":
+        first = asyncio.create_task(asyncio.wait_for(device.send("b", Message("withdrawn")), 0.3))
+        second = asyncio.create_task(device.send("b", Message("kept")))
+        try:
+            await first
+        except TimeoutError:
+            device.record("log", text="given up")
+        await second
+    else:
+        device.record("log", text=(await device.receive()).kind)
+
+
+async def persist(device: Device, job: Job, options: Instructions) -> None:
+    """Keep sending numbers to b whatever happens to it; b reports the ones it gets."""
+    if device.name == "a":
+        for number in range(options.count):
+            await device.send("b", Message("number", {"number": number}))
+            await device.sleep(0.05)
+    else:
+        while True:
+            message = await device.receive()
+            device.record("log", number=message["number"])
+            if message["number"] == options.count - 1:
+                return
+
+
+async def cast(device: Device, job: Job, options: Instructions) -> None:
+    """A tells b but not c."""
+    import torch
+
+    if device.name == "a":
+        await device.sleep(0.3)
+        for number in range(options.count):
+            tensors = {"x": torch.arange(options.size // 4, dtype=torch.float32)}
+            await device.cast(["b"], Message("cast", {"number": number}, tensors))
+            await device.sleep(0.02)
+        await device.send("c", Message("end"))
+    elif device.name == "b":
+        for number in range(options.count):
+            message = await device.receive()
+            assert message["number"] == number
+            assert message.tensors["x"].tolist() == list(range(options.size // 4))
+        device.record("log", text="heard all")
+    else:
+        message = await device.receive()
+        device.record("log", text=message.kind)
+
+
+async def compute(device: Device, job: Job, options: Instructions) -> None:
+    """Work of known cost: quick, too slow, failing, queued."""
+    speed = job.problem.device(device.name).speed
+
+    async def work(seconds: float, charged: float, name: str) -> Any:
+        return await device.compute(lambda: time.sleep(seconds) or name, Cost(charged * speed), Span(name, batch=3))
+
+    assert await work(0, 0.005, "quick") == "quick"
+    assert await work(0.03, 0.01, "late") == "late"
+    queued = [asyncio.create_task(work(0, 0.01, "queued")) for _ in range(20)]
+    await asyncio.gather(*queued)
+    try:
+        await device.compute(lambda: 1 // 0, Cost(speed), Span("failing"))
+    except ZeroDivisionError:
+        device.record("log", text="caught")
+
+
+async def fail(device: Device, job: Job, options: Instructions) -> None:
+    raise RuntimeError("this program is broken")
+
+
+async def endless(device: Device, job: Job, options: Instructions) -> None:
+    number = 0
+    while True:
+        device.record("log", number=number, at=time.monotonic())
+        await device.sleep(0.02)
+        number += 1
+
+
+async def expose(device: Device, job: Job, options: Instructions) -> None:
+    """Shows what it was given to begin with, changed by one piece of work."""
+    import torch
+
+    weights = dict(job.weights or {})
+    device.expose(lambda: weights)
+    if job.dataset is not None:
+        train, tests = len(job.dataset.train_labels), len(job.dataset.test_labels)
+        owned = dict(job.problem.samples)
+        device.record("log", data=job.dataset.name, samples=train, tests=tests, owned=owned)
+    await device.compute(lambda: weights.update(w=torch.ones(2, 3)), Cost(), Span("work"))
+    await device.receive()
+
+
+PROGRAMS: Mapping[str, Any] = {
+    program.__name__: program
+    for program in (
+        nothing, ping, stream, slow_reader, withdraw, persist, cast, compute, fail, endless, expose,
+    )
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    from agent.__main__ import main
+
+    methods._CLASSES["scripted"] = "agent_programs:Scripted"
+    sys.modules["agent_programs"] = sys.modules["__main__"]
+    main()

@@ -1,0 +1,37 @@
+"""A method for tests, as a file that a scenario names: every device reports the samples that it was given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from testbed.device import Device
+from testbed.method import Job, Method, Options, Problem
+from testbed.plan import Plan
+from testbed.wire.message import Message
+
+
+class Owners(Method):
+    """The first device leads and owns no samples; the others report to it."""
+
+    name = "owners"
+    summary = "who owns what"
+    Options = Options
+
+    def data_owners(self, problem: Problem) -> tuple[str, ...]:
+        return tuple(device.name for device in problem.devices[1:])
+
+    def plan(self, problem: Problem) -> Plan:
+        return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
+
+    async def program(self, device: Device, job: Job) -> None:
+        given = job.dataset
+        labels = None if given is None else given.train_labels.tolist()
+        pixels = 0.0 if given is None else float(given.train_images.sum(dtype=np.float64))
+        tests = 0 if given is None else len(given.test_labels)
+        device.record("given", labels=labels, pixels=pixels, tests=tests, samples=dict(job.problem.samples))
+        if device.name != job.plan.lead:
+            await device.send(job.plan.lead, Message("done"))
+            return
+        for _ in job.problem.samples:
+            await device.receive()
+        device.record("step", step=0, loss=0.0, samples=1)

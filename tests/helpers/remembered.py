@@ -1,0 +1,87 @@
+"""A lab whose engine, shaper and agents only remember what they were told; it stands for the containers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from controller.lab.agents import AgentGone
+from testbed.common.errors import HostError
+from testbed.network.link import Link, Pair
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+
+
+class RememberedAgent:
+    def __init__(self) -> None:
+        self.factors: list[float] = []
+        self.losses: list[Mapping[str, float]] = []
+        self.gone = False
+        self.leaving = False
+
+    def health(self) -> dict[str, Any]:
+        return {"state": "finished" if self.leaving else "running"}
+
+    def leave(self) -> None:
+        self.leaving = True
+
+    def set_speed(self, factor: float) -> None:
+        if self.gone:
+            raise AgentGone("paused")
+        self.factors.append(factor)
+
+    def set_message_loss(self, fractions: Mapping[str, float]) -> None:
+        self.losses.append(fractions)
+
+
+class RememberedLab:
+    """Stands for the containers, at the edge."""
+
+    def __init__(self) -> None:
+        scenario = {
+            "name": "conditions",
+            "devices": {"a": {"speed": "1gflops"}, "b": {"speed": "1gflops"}, "c": {"speed": "1gflops"}},
+            "network": {"link": {"rate": "10mbit", "delay": "5ms"}},
+            "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
+        }
+        self.run_id = "run-1"
+        self.experiment = trials(Scenario.model_validate(scenario))[0].experiment
+        self.agents = {name: RememberedAgent() for name in "abc"}
+        self.devices = {name: SimpleNamespace(state="running") for name in "abc"}
+        self.shaped: dict[Pair, Link] = dict(self.experiment.links)
+        self.shaper = self
+        self.booted_with: dict[Pair, Link] = {}
+        self.refuses = False
+        self.done: list[str] = []
+
+    def states(self) -> dict[str, str]:
+        return {name: each.state for name, each in self.devices.items()}
+
+    def set(self, links: Mapping[Pair, Link]) -> None:
+        if self.refuses:
+            raise HostError("the rule did not take")
+        self.shaped.update(links)
+
+    def agent(self, name: str) -> RememberedAgent:
+        return self.agents[name]
+
+    def refresh(self) -> None:
+        pass
+
+    def kill(self, name: str) -> None:
+        self.done.append(f"kill {name}")
+        self.devices[name].state = "exited"
+
+    def start(self, name: str, links: Mapping[Pair, Link]) -> None:
+        self.done.append(f"start {name}")
+        self.devices[name].state = "running"
+        self.booted_with = dict(links)
+
+    def pause(self, name: str) -> None:
+        self.devices[name].state = "paused"
+        self.agents[name].gone = True
+
+    def resume(self, name: str) -> None:
+        self.devices[name].state = "running"
+        self.agents[name].gone = False

@@ -1,0 +1,103 @@
+"""Whole scenarios, written as keys that differ from a small one, on the virtual clock."""
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from testbed.data import load
+from testbed.method import Problem
+from testbed.methods import METHODS
+from testbed.models import create
+from testbed.plan import Plan
+from testbed.prepare import Prepared
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+from testbed.simulation import simulate
+from testbed.trace.outcome import Outcome
+
+WORKLOAD = {
+    "model": {"name": "mlp", "hidden": [12, 10, 8, 8]},
+    "data": {"name": "digits", "train": 96, "test": 40},
+    "method": {"name": "pipeline"},
+    "optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001},
+    "batch_size": 16,
+    "steps": 12,
+}
+
+
+def scenario(*args, **keys):
+    """Return a scenario of a source and so many workers, all alike; see `written`."""
+    return Scenario.model_validate(written(*args, **keys))
+
+
+def written(workers: int = 3, speed: str = "20mflops", workload: Mapping = {}, method: Mapping = {}, **keys):
+    """Return such a scenario as a file has it."""
+    work = {**WORKLOAD, **workload}
+    if work.get("task") == "infer":
+        work = {key: value for key, value in work.items() if key != "steps"}
+    work["method"] = {**WORKLOAD["method"], **method}
+    devices = {"source": {"speed": speed}}
+    if workers:
+        devices["worker"] = {"speed": speed, "count": workers}
+    tree = {"name": "test", "seed": 3, "devices": devices, "workload": work, "time_limit": "1000s"}
+    tree["network"] = {"link": {"rate": "20mbit", "delay": "2ms"}}
+    return {**tree, **keys}
+
+
+_load = cache(load)
+
+
+def problem_of(scenario: Scenario) -> tuple[Problem, object]:
+    """Return the problem of a scenario and its data."""
+    (trial,) = trials(scenario)
+    workload = scenario.workload
+    data = _load(workload.data)
+    model = create(workload.model.name, workload.model.options(), data.shape, data.classes)
+    options = METHODS[workload.method.name].Options.model_validate(workload.method.options())
+    return Problem(model, trial.experiment.devices, trial.experiment.links, workload, options, scenario.seed), data
+
+
+def run(scenario: Scenario, plan: Plan | None = None, weights=None, on_event=None) -> Outcome:
+    """Plan, unless a plan is given, and simulate."""
+    (trial,) = trials(scenario)
+    problem, data = problem_of(scenario)
+    method = METHODS[scenario.workload.method.name]
+    return simulate(Prepared(trial, method, problem, plan or method.plan(problem)), data, on_event, weights)
+
+
+def events(outcome: Outcome, *names: str):
+    """Return the events of these names as (device, fields)."""
+    return [(event.device, dict(event.fields)) for event in outcome.events if event.event in names]
+
+
+def of(outcome: Outcome, name: str) -> list[dict]:
+    """Return the fields of the events of one name."""
+    return [fields for _, fields in events(outcome, name)]
+
+
+def plain(scenario: Scenario, weights=None) -> tuple[torch.nn.Module, list[float]]:
+    """Train the undivided model on the same batches with torch alone; return it and the loss of every step."""
+    from testbed.data.batches import batch
+
+    problem, data = problem_of(scenario)
+    workload = scenario.workload
+    model = problem.model.build(0, len(problem.model.units), problem.seed)
+    if weights is not None:
+        model.load_state_dict(weights)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=workload.optimizer.learning_rate,
+        momentum=workload.optimizer.momentum,
+        weight_decay=workload.optimizer.weight_decay,
+    )
+    losses = []
+    for step in range(workload.steps):
+        chosen = batch(len(data.train_labels), workload.batch_size, problem.seed, step)
+        images, labels = (torch.from_numpy(part[chosen]) for part in (data.train_images, data.train_labels))
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return model, losses

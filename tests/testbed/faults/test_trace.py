@@ -1,0 +1,214 @@
+"""Traces: their files, what is wrong with them, and their replay on a schedule."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.common.errors import InputError
+from testbed.faults.conditions import Changed, Conditions
+from testbed.faults.replay import Change, TraceScript, traced_links
+from testbed.hardware import DeviceSpec
+from testbed.network.link import Link
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load, validate
+from testbed.scenario.source import Source
+from testbed.scenario.trace import KEYS, parse
+
+SCENARIO = """
+name: traced
+devices: {a: {speed: 1gflops}, b: {speed: 1gflops}}
+network: {link: {rate: 50mbit, delay: 5ms}}
+workload: {model: {name: mlp}, method: {name: single}, steps: 1}
+trace: changes.csv
+"""
+
+
+def written(tmp_path, trace: str):
+    file = tmp_path / "traced.yaml"
+    file.write_text(SCENARIO)
+    (tmp_path / "changes.csv").write_text(trace)
+    return load(file)
+
+
+def refusal(tmp_path, trace: str) -> str:
+    with pytest.raises(InputError) as caught:
+        trials(written(tmp_path, trace))
+    return str(caught.value).replace(str(tmp_path), "")
+
+
+def test_every_kind_of_line():
+    change = parse("12.5,link a->b rate,10mbit")
+    assert (change.time, change.pairs, change.link.rate) == (12.5, (("a", "b"),), 10e6)
+    assert parse(" 500ms , link a <-> b delay , 40ms ").pairs == (("a", "b"), ("b", "a"))
+    assert parse('1,"link a->b distribution",uniform').link.distribution == "uniform"
+    assert parse("0,link a->b limit,100").link.limit == 100
+    assert parse("13,device a speed,200mflops").speed.speed == 200e6
+    assert parse("13,device raspberry-1 slowdown,4").speed.slowdown == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("1,link a->b rate", "has 2 values: a line is time,what,value"),
+        ("1,link a->b,rate,10mbit", "has 4 values"),
+        ("soon,link a->b rate,10mbit", "'soon' is not a duration"),
+        ("-1,link a->b rate,10mbit", "is negative"),
+        ("1,link a->b rtae,10mbit", "a trace cannot change 'rtae' of a link: did you mean 'rate'?"),
+        ("1,link a->b bursts,10mbit", "a trace cannot change 'bursts' of a link"),
+        ("1,link a->b rate,10Mbps", "'Mbps' is not a unit of rate: tc reads"),
+        ("1,link a->b rate,10", "has no unit"),
+        ("1,link a->b distribution,poisson", "'poisson' is not possible here"),
+        ("1,link a b rate,10mbit", "is neither a link nor a device: write 'link a->b rate'"),
+        ("1,device a memory,1GiB", "a trace cannot change 'memory' of a device: there are speed, slowdown"),
+        ("1,device a speed,0", "must be more than 0"),
+        ("1,device a slowdown,0.5", "must be at least 1"),
+        ("", "has 0 values"),
+    ],
+)
+def test_lines_that_say_nothing(line, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse(line)
+
+
+@given(st.text(max_size=60) | st.builds("{},link {}->{} {},{}".format, *[st.text(max_size=8)] * 5))
+def test_no_line_does_more_than_being_refused(line):
+    try:
+        assert isinstance(parse(line), Change)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017 - most lines are refused, a few are right
+
+
+def test_file_with_comments_and_a_header(tmp_path):
+    scenario = written(
+        tmp_path, "# measured in a car\ntime,what,value\n\n1,link a->b rate,1mbit\n2,device b slowdown,2\n"
+    )
+    assert scenario.trace == ("1,link a->b rate,1mbit", "2,device b slowdown,2")
+    (trial,) = trials(scenario)
+    assert [change.time for change in trial.experiment.changes] == [1, 2]
+
+
+def test_resolved_scenario_needs_no_file(tmp_path):
+    scenario = written(tmp_path, "1,link a->b rate,1mbit\n")
+    dumped = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+    assert (
+        trials(validate(dumped, Source("elsewhere.yaml")))[0].experiment.changes
+        == trials(scenario)[0].experiment.changes
+    )
+
+
+def test_sweep_over_traces(tmp_path):
+    (tmp_path / "slow.csv").write_text("1,link a->b rate,1mbit\n")
+    scenario = written(tmp_path, "0,device a slowdown,2\n")
+    tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True) | {"sweep": {"trace": ["slow.csv", []]}}
+    runs = trials(validate(tree, scenario.source))
+    assert [[change.what for change in run.experiment.changes] for run in runs] == [["link a->b rate"], []]
+
+
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        ("#\n1,link a->b rtae,1mbit\n", "/changes.csv:2: trace.0: a trace cannot change 'rtae'"),
+        (
+            "2,link a->b rate,1mbit\n1,link a->b rate,2mbit\n",
+            "/changes.csv:2: trace.1: runs backwards: 1s is before the 2s of a line above: sort the lines by time",
+        ),
+        ("1,link a->c rate,1mbit\n", "/changes.csv:1: trace.0: there is no device 'c': there are a, b"),
+        ("1,device c speed,1gflops\n", "there is no device 'c'"),
+        ("1,link a->a rate,1mbit\n", "there is no link from 'a' to 'a'"),
+        (
+            "1,link a->b rate,1kbit\n",
+            "trace.0: makes a link from a to b that cannot be: 1000bit is below the lowest rate",
+        ),
+        (
+            "1,link a<->b jitter,3ms\n\n2,link b->a delay,2ms\n",
+            "/changes.csv:3: trace.1: makes a link from b to a that cannot be: a jitter of 3ms is above the delay of 2",
+        ),
+        ("1,device a speed,1flops\n", "less than a millionth"),
+        ("time,what,value\n", "/changes.csv: holds no entries"),
+        ("x\n" * 50, "/changes.csv:10: trace.9: has 1 values"),
+        ("x\n" * 50, "; and 40 more like these"),
+        ("1,device a slowdown,2\n" * 10_001, "has 10001 entries, more than 10000"),
+    ],
+)
+def test_traces_that_cannot_be(tmp_path, trace, said):
+    assert said in refusal(tmp_path, trace)
+
+
+def test_file_that_is_not_there_is_named_where_the_scenario_names_it(tmp_path):
+    file = tmp_path / "traced.yaml"
+    file.write_text(SCENARIO)
+    with pytest.raises(InputError, match=r"traced\.yaml:6: trace: .*changes\.csv cannot be read: No such file"):
+        load(file)
+    (tmp_path / "changes.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="is not text"):
+        load(file)
+
+
+def test_trace_that_is_no_trace():
+    tree = {"name": "x", "devices": {"a": {}}, "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}}}
+    tree["workload"]["steps"] = 1
+    with pytest.raises(InputError, match="trace: is neither the name of a CSV file nor a list of its lines"):
+        validate({**tree, "trace": [{"at": 1}]}, Source("x.yaml"))
+
+
+def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
+    from testbed.faults.checks import problems
+    from testbed.faults.setting import Setting
+
+    tree = {
+        "name": "x",
+        "devices": {"a": {}, "b": {}},
+        "network": {"link": {"delay": "50ms"}},
+        "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1},
+        "trace": ["5,link b->a delay,2ms"],
+        "faults": [{"degrade": {"between": ["a", "b"], "jitter": "10ms"}, "at": "1s"}],
+    }
+    scenario = validate(tree, Source("x.yaml"))
+    found = trials(scenario)[0].experiment
+    traced = [(pair, link) for _, pair, link in traced_links(found.links, found.changes, "a")]
+    (problem,) = problems(scenario.faults, Setting(found.devices, found.links, traced), lambda _: (), {})
+    assert problem.key == ("faults", 0, "degrade", "jitter")
+    assert "a jitter of 10ms is above the delay of 2ms" in problem.text
+
+
+def test_script_keeps_to_its_schedule():
+    script = TraceScript(
+        [parse("1,device a slowdown,2"), parse("1,device b slowdown,2"), parse("3,device a slowdown,1")]
+    )
+    assert script.next_deadline() == 1
+    assert script.due(0.9) == []
+    assert [change.what for change in script.due(2.9)] == ["device a slowdown", "device b slowdown"]
+    assert script.next_deadline() == 3
+    assert len(script.due(99)) == 1
+    assert script.next_deadline() is None
+    assert script.due(999) == []
+
+
+def test_what_a_change_changes():
+    before = Conditions.of([DeviceSpec("a", 1e9, 1e9)], {("a", "b"): Link(1e6), ("b", "a"): Link(1e6)})
+    both = parse("1,link a<->b delay,40ms").apply(before)
+    assert both.changed(before) == Changed(links=dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04)))
+    slow = parse("1,device a speed,100mflops").apply(before)
+    assert slow.changed(before) == Changed(speeds={"a": 0.1})
+
+
+def test_all_but_bursts_may_change():
+    assert {*KEYS, "bursts"} == {
+        "rate",
+        "delay",
+        "jitter",
+        "distribution",
+        "jitter_correlation",
+        "loss",
+        "loss_correlation",
+        "bursts",
+        "message_loss",
+        "duplicate",
+        "reorder",
+        "corrupt",
+        "limit",
+    }

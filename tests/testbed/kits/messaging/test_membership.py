@@ -1,0 +1,99 @@
+"""Who answers, who started again, who is silent: information, and nothing done about it."""
+
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.membership import MEMBERSHIP_KINDS, Configured, Membership, Presence, Status
+from tests.helpers.simulated import simulate
+
+NAMES = ("lead", "one", "two")
+
+
+def led(lead, status=Status, faults=()):
+    """Run a coordinator's code beside two devices that answer."""
+
+    async def coordinate(device):
+        async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
+            await lead(mailbox, Membership(mailbox, NAMES))
+
+    async def answer(device):
+        async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
+            presence = Presence(mailbox, "lead", status)
+            presence.greet()
+            while True:
+                await mailbox.changed()
+
+    return simulate({"lead": coordinate, "one": answer, "two": answer}, faults=faults)
+
+
+def test_devices_that_greet_are_present_and_may_join():
+    async def lead(mailbox, members):
+        members.assigned = frozenset({"one"})
+        members.excluded = set()
+        await mailbox.device.sleep(0.5)
+        assert members.present == {"one": 0.0, "two": 0.0}
+        assert members.joiners == {"two"}
+        members.exclude(["two"])
+        assert members.excluded == {"two"}
+
+    world = led(lead)
+    assert [event.fields["text"] for event in world.events if event.event == "log"] == [
+        "two is turned away: it may answer, but the others do not get on with it"
+    ]
+
+
+def test_answers_carry_what_a_device_says_of_itself():
+    async def lead(mailbox, members):
+        mailbox.open(7)
+        assert await members.ping_all({"one": 1.0, "two": 1.0}) == set()
+        answer = members.answers["two"]
+        assert (answer.configuration, answer.holds, answer.actions, answer.computing) == (7, 3, 9, True)
+        assert answer.held == [[1, 2, [0]]]
+
+    led(lead, lambda: Status(3, 9, True, ((1, 2, (0,)),)))
+
+
+def test_silent_devices_are_named_at_the_deadline():
+    async def lead(mailbox, members):
+        await mailbox.device.sleep(0.5)
+        assert await members.ping_all({"one": 1.0, "two": 1.0}) == {"one"}
+        assert mailbox.device.now() == 1.5
+
+    led(lead, faults=[{"kill": "one", "at": "200ms"}])
+
+
+def test_restart_is_told_from_a_slow_answer():
+    async def lead(mailbox, members):
+        await mailbox.device.sleep(0.5)
+        members.mark_configured()
+        await mailbox.device.sleep(5)
+        assert members.restarted == {"one"}
+        assert members.known["one"] == 0.0 < members.present["one"]
+        members.mark_configured()
+        assert members.restarted == set()
+        mailbox.open(2)
+        assert members.present == {}
+
+    led(lead, faults=[{"kill": "one", "at": "1000ms", "for": "1000ms"}])
+
+
+def test_gathering_waits_for_each_as_long_as_it_may_take():
+    async def lead(mailbox, members):
+        await mailbox.device.sleep(0.5)
+        mailbox.open(2)
+        await members.gather({"one": 1.0, "two": 3.0, "lead": 9.0})
+        assert members.answers.keys() == {"two"}
+        assert mailbox.device.now() == 1.0
+
+    led(lead, faults=[{"kill": "one", "at": "200ms"}])
+
+
+def test_ready_devices_are_known_until_the_next_configuration():
+    async def lead(mailbox, members):
+        mailbox.open(2)
+        mailbox.post("lead", Configured(1, 0.0))
+        assert members.ready == set()
+        mailbox.post("lead", Configured(2, 0.0))
+        assert members.ready == {"lead"}
+        mailbox.open(3)
+        assert members.ready == set()
+
+    led(lead)

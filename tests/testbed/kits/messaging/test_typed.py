@@ -1,0 +1,80 @@
+"""Messages as dataclasses, there and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from testbed.kits.layers.shard import State
+from testbed.kits.messaging.typed import Fixed, Typed, decode, encode
+from testbed.wire.message import Message, WireError, content_size
+
+
+@dataclass(frozen=True)
+class Piece(Typed, kind="piece", key=("step", "part")):
+    step: int
+    part: int
+    tensor: torch.Tensor
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Whole(Typed, kind="whole", key=("step",)):
+    step: int
+    rate: float | None
+    labels: torch.Tensor
+    state: State
+
+
+@dataclass(frozen=True)
+class Lost(Typed, kind="lost"):
+    loss: Fixed | None
+
+
+@dataclass(frozen=True)
+class Noted(Piece, kind="piece"):
+    first: bool | None = None
+
+
+def test_tensors_travel_beside_the_fields():
+    tensor = torch.arange(3)
+    message = encode(Piece(4, 2, tensor))
+    assert message == Message("piece", {"step": 4, "part": 2}, {"tensor": tensor})
+    assert decode(Piece, Message("piece", message.fields, message.tensors, "worker1")).sender == "worker1"
+
+
+def test_a_state_is_all_other_tensors_under_their_own_names():
+    state = {"0.weight": torch.ones(2), "momentum:0.weight": torch.zeros(2)}
+    message = encode(Whole(1, None, torch.arange(2), state))
+    assert message.fields == {"step": 1, "rate": None}
+    assert message.tensors.keys() == {"labels", *state}
+    assert decode(Whole, message).state.keys() == state.keys()
+
+
+def test_only_what_is_none_by_default_is_left_out():
+    assert "note" not in encode(Piece(0, 0, torch.ones(1))).fields
+    assert encode(Piece(0, 0, torch.ones(1), "late")).fields["note"] == "late"
+
+
+def test_key_tells_messages_apart():
+    assert Piece(4, 2, torch.ones(1)).identity == (4, 2)
+    assert Whole(4, None, torch.ones(1), {}).identity == 4
+    assert Noted(4, 2, torch.ones(1), first=True).identity == (4, 2)
+
+
+def test_message_with_other_fields_is_refused():
+    with pytest.raises(WireError, match=r"'piece' of worker1"):
+        decode(Piece, Message("piece", {"step": 1, "speed": 3}, {}, "worker1"))
+
+
+@pytest.mark.parametrize("loss", [0.1, -2.3025850929940455, 1e-300, math.nan, 0.0])
+def test_a_fixed_number_takes_as_many_bytes_whatever_it_is(loss: float) -> None:
+    sent = encode(Lost(loss=loss))
+    assert content_size(sent, "one") == content_size(encode(Lost(loss=1.0)), "one")
+    assert decode(Lost, sent).loss == pytest.approx(loss, rel=0, nan_ok=True)
+    assert decode(Lost, encode(Lost(loss=None))).loss is None
+    with pytest.raises(WireError):
+        decode(Lost, Message("lost", {"loss": "much"}))

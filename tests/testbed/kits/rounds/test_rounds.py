@@ -1,0 +1,125 @@
+"""Rounds while devices die, come back, are cut off or slow, and while the server restarts."""
+
+import pytest
+import torch
+
+from tests.helpers.collaborating import of, prepared, run, scenario, took_part
+
+METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
+ALL = ["device1", "device2", "device3"]
+
+
+def faulty(method: str, *faults: dict, options=None, rounds: int = 6):
+    """Return a scenario of three devices with rounds of two iterations."""
+    chosen = {"local_steps": 2, **(options or {})}
+    return scenario(method, 3, workload={"steps": 2 * rounds}, options=chosen, faults=list(faults))
+
+
+def round_time(method: str) -> float:
+    (first, *_) = of(run(faulty(method, rounds=1)), "round")
+    return first["duration"]
+
+
+@pytest.mark.parametrize("delay", ["0ms", "2ms", "100ms"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_takes_what_the_stage_graph_says(method: str, delay: str) -> None:
+    network = {"topology": "star", "link": {"rate": "1mbit", "delay": delay}}
+    keys = {"workload": {"steps": 6}, "options": {"local_steps": 6}, "network": network}
+    spec = scenario(method, 3, **keys)
+    portions = prepared(spec).plan.details.portions
+    expected = [each.round_time for each in portions.values()]
+    together = sum(expected) if method == "split-learning" else max(expected)
+    assert of(run(spec), "round")[0]["duration"] == pytest.approx(together, rel=0.03)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_device_that_dies_in_a_round_for_good_is_left_out_of_all_after_it(method: str) -> None:
+    dies = 1.5 * round_time(method)
+    outcome = run(faulty(method, {"kill": "device2", "at": f"{dies}s"}))
+    others = ["device1", "device3"]
+    assert took_part(outcome) in ([ALL, *[others] * 5], [*[ALL] * 2, *[others] * 4])
+    missed = of(outcome, "missed")
+    assert [each["devices"] for each in missed] == [["device2"]]
+    durations = [each["duration"] for each in of(outcome, "round")]
+    assert max(durations[3:]) < 1.1 * durations[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_device_that_restarts_takes_part_in_the_next_round(method: str) -> None:
+    dies = 2.4 * round_time(method)
+    outcome = run(faulty(method, {"kill": "device2", "at": f"{dies}s", "for": "50ms"}))
+    rounds = took_part(outcome)
+    assert rounds[:2] == [ALL] * 2
+    assert rounds[-1] == ALL
+    assert sum(names != ALL for names in rounds) <= 1
+    assert all("device2" in each["devices"] for each in of(outcome, "missed"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_device_that_is_cut_off_comes_back_when_its_link_does(method: str) -> None:
+    length = round_time(method)
+    cut = {
+        "partition": [["device3"], ["server", "device1", "device2"]],
+        "at": f"{1.5 * length}s",
+        "for": f"{5 * length}s",
+    }
+    outcome = run(faulty(method, cut, options={"round_deadline": f"{1.5 * length}s"}, rounds=12))
+    rounds = took_part(outcome)
+    assert ["device1", "device2"] in rounds
+    assert rounds[-1] == ALL
+
+
+def test_no_update_counts_twice() -> None:
+    """Each round's samples are those of the devices that took part in it, each once."""
+    length = round_time("federated")
+    faults = [
+        {"kill": "device1", "at": f"{1.2 * length}s", "for": f"{length}s"},
+        {"partition": [["device3"], ["server", "device1", "device2"]], "at": f"{2.2 * length}s", "for": f"{length}s"},
+        {"throttle": {"device": "device2", "slowdown": 5}, "at": f"{4 * length}s", "for": f"{length}s"},
+    ]
+    outcome = run(faulty("federated", *faults, options={"round_deadline": f"{1.5 * length}s"}))
+    assert [each["round"] for each in of(outcome, "round")] == list(range(6))
+    for each in of(outcome, "round"):
+        assert set(each["samples"].values()) == {32}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_server_that_restarts_goes_on_from_the_global_model_on_its_disk(method: str) -> None:
+    dies = 3.5 * round_time(method)
+    outcome = run(faulty(method, {"kill": "server", "at": f"{dies}s", "for": "200ms"}))
+    numbers = [each["round"] for each in of(outcome, "round")]
+    assert numbers == list(range(6))
+    assert took_part(outcome)[-1] == ALL
+
+
+def test_a_restart_of_the_server_between_updates_changes_nothing_that_is_learnt() -> None:
+    """Without momentum nothing is lost: the round is trained again from the same weights on the same samples."""
+    plain = {"learning_rate": 0.1}
+    keys = {"workload": {"steps": 12, "optimizer": plain}, "options": {"local_steps": 2}}
+    whole = run(scenario("federated", 3, **keys))
+    killed = {"kill": "server", "at": f"{2.5 * of(whole, 'round')[0]['duration']}s", "for": "200ms"}
+    one, other = whole.weights, run(scenario("federated", 3, faults=[killed], **keys)).weights
+    assert one is not None
+    assert other is not None
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name])
+
+
+def test_a_round_waits_for_as_many_updates_as_it_needs() -> None:
+    length = round_time("federated")
+    slow = {"throttle": {"device": "device2", "slowdown": 10}, "at": f"{1.1 * length}s", "for": f"{12 * length}s"}
+    options = {"round_deadline": f"{1.5 * length}s", "min_devices": 3}
+    outcome = run(faulty("federated", slow, options=options, rounds=3))
+    assert took_part(outcome) == [ALL] * 3
+    hasty = run(faulty("federated", slow, options={"round_deadline": f"{1.5 * length}s"}, rounds=3))
+    assert took_part(hasty)[1] == ["device1", "device3"]
+
+
+def test_a_run_with_faults_is_the_same_each_time() -> None:
+    length = round_time("pipelearn")
+    faults = [{"kill": "device1", "at": f"{1.2 * length}s", "for": f"{length}s"}]
+    one, other = (run(faulty("pipelearn", *faults)) for _ in range(2))
+    assert took_part(one) == took_part(other)
+    assert one.weights is not None
+    assert other.weights is not None
+    assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())

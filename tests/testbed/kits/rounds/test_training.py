@@ -1,0 +1,107 @@
+"""What is learnt, exactly, on the virtual clock."""
+
+import pytest
+import torch
+
+from testbed.common.errors import InputError
+from testbed.data.batches import batch
+from testbed.models import create
+from tests.helpers.collaborating import SHAPE, Plain, data, of, prepared, run, scenario, took_part
+
+METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
+BATCH_NORM = {"name": "vgg5"}
+VGG5 = {"name": "vgg5", "batch_norm": False}
+RESNET18 = {"name": "resnet18", "batch_norm": False}
+
+
+def pieces(spec, device: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images and labels of a device's iteration."""
+    share = prepared(spec).share(data(spec.workload.data), f"device{device + 1}")
+    assert share is not None
+    chosen = batch(len(share.train_labels), size, spec.seed, step)
+    return torch.from_numpy(share.train_images[chosen]), torch.from_numpy(share.train_labels[chosen])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_device_learns_what_a_single_one_does(method: str) -> None:
+    work = {"epochs": 3, "model": VGG5}
+    options = {"parallel": 1} if method == "pipelearn" else {}
+    together = run(scenario(method, 1, workload=work, options=options)).weights
+    alone = run(scenario("single", 1, workload=work)).weights
+    assert together is not None
+    assert alone is not None
+    assert together.keys() == alone.keys()
+    exact = method == "federated"
+    for name, tensor in alone.items():
+        torch.testing.assert_close(together[name], tensor, rtol=0, atol=0 if exact else 2e-6)
+
+
+@pytest.mark.parametrize("method", ["federated", "split-federated", "pipelearn"])
+def test_devices_with_equal_shares_and_one_iteration_a_round_take_steps_with_all_their_batches(method: str) -> None:
+    spec = scenario(method, 3, workload={"steps": 5}, options={"parallel": 4} if method == "pipelearn" else {})
+    plain = Plain(spec)
+    for step in range(5):
+        images, labels = zip(*(pieces(spec, device, step, 16) for device in range(3)), strict=True)
+        plain.step(torch.cat(images), torch.cat(labels))
+    plain.assert_same(run(spec))
+
+
+def transparent(model: dict, split: int, parallel: int, mini_batches: int = 1) -> None:
+    """One iteration in ``parallel`` mini-batches is a step with the batch, seen in so many parts."""
+    work = {
+        "model": model,
+        "steps": 1,
+        "data": {"name": "digits", "train": 16, "test": 8, "split": "iid"},
+        "batch_size": 13,
+    }
+    spec = scenario("pipelearn", 1, workload=work, options={"split": split, "parallel": parallel})
+    plain = Plain(spec)
+    plain.step(*pieces(spec, 0, 0, 13 // parallel * parallel), mini_batches)
+    plain.assert_same(run(spec))
+
+
+@pytest.mark.parametrize("parallel", [1, 3, 13])
+@pytest.mark.parametrize("split", range(1, 6))
+def test_an_iteration_is_a_step_with_the_whole_batch_at_every_split_point_of_vgg5(split: int, parallel: int) -> None:
+    transparent(VGG5, split, parallel)
+
+
+@pytest.mark.parametrize("split", range(1, len(create("resnet18", {}, SHAPE, 10).units) + 1))
+def test_an_iteration_is_a_step_with_the_whole_batch_at_every_split_point_of_resnet18(split: int) -> None:
+    transparent(RESNET18, split, 4)
+
+
+@pytest.mark.parametrize("split", range(1, 6))
+def test_batch_normalisation_sees_each_mini_batch_by_itself(split: int) -> None:
+    transparent(BATCH_NORM, split, parallel=1)
+    transparent(BATCH_NORM, split, parallel=3, mini_batches=3)
+
+
+def test_split_learning_hands_the_model_from_device_to_device() -> None:
+    spec = scenario("split-learning", 2, workload={"steps": 3, "optimizer": {"learning_rate": 0.1}})
+    plain = Plain(spec)
+    for step in range(3):
+        for device in range(2):
+            plain.step(*pieces(spec, device, step, 16))
+    plain.assert_same(run(spec))
+
+
+def test_a_fraction_of_the_devices_takes_part_by_seed_and_round() -> None:
+    spec = scenario("federated", 4, workload={"steps": 6}, options={"fraction": "50%"})
+    rounds = took_part(run(spec))
+    assert [len(names) for names in rounds] == [2] * 6
+    assert len({tuple(names) for names in rounds}) > 1
+    assert rounds == took_part(run(spec))
+
+
+def test_a_device_with_fewer_samples_than_a_batch_is_named_and_a_batch_beyond_all_shares_refused() -> None:
+    def spec(batch: int):
+        split = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 10]}}
+        return scenario("federated", 2, workload={"data": split, "batch_size": batch, "steps": 1})
+
+    assert [event["text"] for event in of(run(spec(16)), "log")] == [
+        "device2: fewer samples than a batch of 16, which is all of them there"
+    ]
+    assert not of(run(spec(10)), "log")
+    with pytest.raises(InputError, match="batch_size: a batch of 41 is more than the training samples of any device"):
+        prepared(spec(41))

@@ -1,0 +1,166 @@
+"""Methods from a file and from a package: found, refused in one line, and sent to devices as text."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controller.results import files
+from testbed.common.errors import InputError
+from testbed.common.usercode import Code
+from testbed.methods import METHODS
+from testbed.methods.external import code_of, from_code, from_file
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
+from testbed.validation import find_method
+from tests.helpers import ROOT, recorded
+
+RING = ROOT / "scenarios" / "examples" / "ring.yaml"
+SMALL = """
+from testbed.method import Method
+from testbed.plan import Plan
+
+class Nothing(Method):
+    name = "nothing"
+
+    def plan(self, problem):
+        return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
+
+    async def program(self, device, job):
+        raise RuntimeError("never started")
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "mine.py"
+    file.write_text(text)
+    return file
+
+
+def test_the_method_of_a_file_plans_and_declares() -> None:
+    prepared = prepare(trials(load(RING))[0])
+    assert prepared.plan.method == "ring"
+    assert [figure.name for figure in prepared.method.declared.figures] == ["tokens_lost"]
+
+
+def test_a_method_travels_as_text_and_is_the_same_there(tmp_path: Path) -> None:
+    trial = trials(load(RING))[0]
+    code = code_of(prepare(trial).method)
+    assert code is not None
+    there = tmp_path / "there.py"
+    there.write_text(
+        "import sys\n"
+        "from testbed.prepare import Carried, build_problem\n"
+        "from testbed.scenario.expand import trials\n"
+        "from testbed.common.usercode import Code\n"
+        "from testbed.scenario.schema import Scenario\n"
+        "scenario, code = open(sys.argv[1]).read(), open(sys.argv[2]).read()\n"
+        "trial = trials(Scenario.model_validate_json(scenario))[0]\n"
+        "method, problem = build_problem(trial, Carried(method=Code.model_validate_json(code)))\n"
+        "print(method.name, problem.options.patience)\n"
+    )
+    (tmp_path / "scenario.json").write_text(trial.scenario.model_dump_json(by_alias=True, exclude_none=True))
+    (tmp_path / "code.json").write_text(code.model_dump_json())
+    command = [sys.executable, str(there), str(tmp_path / "scenario.json"), str(tmp_path / "code.json")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ring 6.0\n"
+
+
+def test_methods_of_this_code_need_not_travel() -> None:
+    assert code_of(METHODS["pipeline"]) is None
+
+
+def test_results_keep_the_file_and_load_without_the_original(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SMALL)
+    workload = recorded.SCENARIO["workload"] | {"method": {"file": "mine.py", "name": "nothing"}}
+    (tmp_path / "mine.yaml").write_text(str({**recorded.SCENARIO, "workload": workload, "faults": []}))
+    trial = trials(load(tmp_path / "mine.yaml"))[0]
+    kept = recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
+    (tmp_path / "mine.py").unlink()
+    run = files.load(kept)
+    assert (kept / "mine.py").read_text() == SMALL
+    assert run.trial.scenario.workload.method.file == "mine.py"
+    assert "step_time" in run.metrics
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def plan(:\n", r"mine.py:1: is not Python: "),
+        ("import testbed\n\nraise ValueError('x')\n", r"mine.py:3: ValueError: x"),
+        ("import nowhere.to.be.found\n", r"mine.py:1: ModuleNotFoundError: No module named 'nowhere'"),
+        (SMALL.replace('"nothing"', '"other"'), r"defines no method 'nothing': .* \(there: other\)"),
+        ("x = 1\n", r"\(there: none\)"),
+        (SMALL.replace("def plan", "def plans"), r"Nothing lacks plan"),
+    ],
+)
+def test_a_file_that_is_no_method_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as refused:
+        from_file(written(tmp_path, text), "nothing")
+    assert refused.value.key == ("method", "file")
+    assert "\n" not in str(refused.value)
+
+
+def test_figures_of_a_method_may_not_take_names_that_there_are(tmp_path: Path) -> None:
+    text = "from testbed.trace.figures import Declared, Figure\n" + SMALL.replace(
+        "    name =", "    declared = Declared(figures=(Figure('loss', 'number', 'x', None),))\n    name ="
+    )
+    with pytest.raises(InputError, match="two figures are called 'loss'"):
+        from_file(written(tmp_path, text), "nothing")
+
+
+def test_a_missing_file_is_named_at_its_key(tmp_path: Path) -> None:
+    scenario = tmp_path / "mine.yaml"
+    scenario.write_text(RING.read_text())
+    with pytest.raises(
+        InputError, match=r"mine.yaml:\d+: workload.method.file: .*ring.py cannot be read \(No such file"
+    ):
+        prepare(trials(load(scenario))[0])
+
+
+def test_expect_knows_the_figures_of_the_file_and_of_no_other_method() -> None:
+    with pytest.raises(InputError, match="there is no figure 'tokens_los': did you mean 'tokens_lost'"):
+        prepare(trials(load(RING, ["expect.tokens_los=== 1"]))[0])
+    with pytest.raises(InputError, match="there is no figure 'versions_kept'"):
+        prepare(trials(load(RING, ["expect.versions_kept=== 1"]))[0])
+
+
+def test_events_of_the_file_can_be_waited_for() -> None:
+    waiting = "faults.0.when={device: source, event: lost, batch: 3}"
+    assert prepare(trials(load(RING, [waiting]))[0])
+    with pytest.raises(InputError, match="the event 'lost' has no micro"):
+        prepare(trials(load(RING, [waiting.replace("batch", "micro")]))[0])
+
+
+def test_a_package_registers_methods_by_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "rings"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "rest.py").write_text("WORD = 'from the package'\n")
+    (package / "small.py").write_text(SMALL + "    from rings.rest import WORD as summary\n")
+    info = tmp_path / "rings-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rings\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[testbed.methods]\nnothing = rings.small:Nothing\n")
+    program = (
+        "from testbed.methods import METHODS\n"
+        "from testbed.methods.external import code_of\n"
+        "method = METHODS['nothing']\n"
+        "print(code_of(method).model_dump_json())"
+    )
+    root = str(ROOT)
+    environment = {"PYTHONPATH": f"{tmp_path}:{root}", "PATH": "/usr/bin:/bin"}
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
+    code = Code.model_validate_json(found.stdout)
+    assert set(code.sources) == {"rings", "rings.rest", "rings.small"}
+    method = from_code(code)
+    assert (method.name, method.summary) == ("nothing", "from the package")
+
+
+def test_a_method_that_says_nothing_of_its_spans_is_refused_no_fault() -> None:
+    (trial,) = trials(load(RING, ["faults.0.when.begins=anything"]))
+    assert find_method(trial.scenario).spans(recorded.plan(), "worker2") is None
+    assert prepare(trial)

@@ -1,0 +1,40 @@
+"""The registry, and that planning imports no torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from testbed.common.errors import InputError
+from testbed.method import Method
+from testbed.methods import METHODS, get
+
+
+def test_methods_are_registered_under_their_names():
+    assert {"single", "sequential", "pipeline"} <= set(METHODS)
+    for name, method in METHODS.items():
+        assert isinstance(method, Method)
+        assert method.name == name
+        assert get(name) is method
+        assert "\n" not in method.summary
+        assert method.Options()
+
+
+def test_unknown_method_is_named_with_those_there_are():
+    with pytest.raises(InputError, match="there is no method 'gossip'; choose one of single, sequential,"):
+        get("gossip")
+    with pytest.raises(KeyError):
+        METHODS["gossip"]
+
+
+def test_planning_imports_no_torch():
+    program = """
+import sys
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
+from testbed.prepare import prepare
+for trial in trials(load("scenarios/quickstart.yaml")):
+    assert prepare(trial).plan.pieces
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,106 @@
+"""Saved gradients of each granularity beside numpy, neuron by neuron, on random patterns of losses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from testbed.kits.layers.layer_shard import LayerShard
+from testbed.methods.edgepipe.missing import Arrived, SenderPart
+from testbed.methods.edgepipe.planner import slice_of
+from testbed.methods.versatile.knowledge import Knowledge
+from testbed.methods.versatile.maintenance import Maintenance
+from testbed.methods.versatile.planner import VersatileOptions
+from testbed.models.chain import chain
+from testbed.models.graph import graph_of
+from testbed.models.layers import Linear
+from testbed.models.sliced import draw
+from testbed.workload import OptimizerPart
+
+RATE, SAMPLES, INPUTS, SENDERS, STEPS = 0.1, 3, 4, 3, 60
+NEURONS = (range(3), range(3, 5))
+"""Of the layer, by device."""
+
+
+class Expected:
+    """The layer undivided, each neuron with its saved gradient."""
+
+    def __init__(self, weight, bias, limit):
+        self.weight, self.bias, self.limit = weight, bias, limit
+        self.saved = [None] * 5
+        self.used = [0] * 5
+
+    def learn(self, neuron, inputs, gradient, fresh):
+        if fresh:
+            self.saved[neuron], self.used[neuron] = (gradient @ inputs, gradient.sum()), 0
+        elif self.saved[neuron] is None or self.used[neuron] >= self.limit:
+            return
+        else:
+            self.used[neuron] += 1
+        rows, bias = self.saved[neuron]
+        self.weight[neuron] -= RATE * rows
+        self.bias[neuron] -= RATE * bias
+
+
+@pytest.mark.parametrize("granularity", ["layer", "neuron", "link"])
+@pytest.mark.parametrize(("limit", "place"), [(0, 2), (1, 2), (4, 2), (4, 1)])
+def test_gradients_are_as_numpy_has_them(granularity, limit, place):
+    """The first layer, whose inputs are the samples, passes nothing on."""
+    model = chain("m", (INPUTS,), 2, [("a", [Linear(5)]), ("b", [Linear(2)])])
+    layer = graph_of(model).layers[0]
+    parts = [slice_of(layer, neurons) for neurons in NEURONS]
+    shards = [
+        LayerShard(layer, part, draw(model, [(layer, part)], 7), OptimizerPart(learning_rate=RATE)) for part in parts
+    ]
+    whole = draw(model, [(layer, slice_of(layer, range(5)))], 7)
+    named = {tensor.dim(): tensor.detach().numpy().copy().astype(np.float64) for tensor in whole.values()}
+    expected = Expected(named[2], named[1], limit)
+    options = VersatileOptions(backward=granularity, grad_reuse=limit)
+    devices = [Maintenance(options, Knowledge(f"d{at}", 3)).missing() for at in range(2)]
+    draws = np.random.default_rng(limit)
+    for step in range(STEPS):
+        inputs = draws.normal(size=(SAMPLES, INPUTS)).astype(np.float32)
+        losses = draws.normal(size=(SENDERS, SAMPLES, 5)).astype(np.float32)
+        heard = draws.random((SENDERS, 2)) < (0.75 if granularity == "layer" else 0.5)
+        before = expected.weight.copy()
+        for at, (shard, missing, neurons) in enumerate(zip(shards, devices, NEURONS, strict=True)):
+            shard.forward(step, torch.from_numpy(inputs))
+            sent = tuple(
+                SenderPart(
+                    f"s{s}",
+                    range(1),
+                    torch.from_numpy(losses[s][:, neurons.start : neurons.stop]) if heard[s, at] else None,
+                )
+                for s in range(SENDERS)
+            )
+            others = bool(heard[:, 1 - at].all())
+            gradient = missing.losses(Arrived(place + 1, step, SAMPLES, 2, sent, others))
+            work = missing.learn(shard, place, step, gradient)
+            passed = None if work is None else work()
+            some = heard[:, at].any() and place > 1
+            assert (passed is not None) == some
+            if some:
+                own = (losses * heard[:, at, None, None]).sum(axis=0)[:, neurons.start : neurons.stop]
+                assert passed.numpy() == pytest.approx(own @ before[neurons.start : neurons.stop], abs=1e-4)
+        fresh = {"layer": [heard.all()] * 2, "neuron": heard.all(axis=0), "link": heard.any(axis=0)}[granularity]
+        for at, neurons in enumerate(NEURONS):
+            for neuron in neurons:
+                gradient = (losses[:, :, neuron] * heard[:, at, None]).sum(axis=0)
+                expected.learn(neuron, inputs, gradient, fresh[at])
+        found = [{tensor.dim(): tensor.numpy() for tensor in shard.state().values()} for shard in shards]
+        assert np.concatenate([each[2] for each in found]) == pytest.approx(expected.weight, abs=1e-4)
+        assert np.concatenate([each[1] for each in found]) == pytest.approx(expected.bias, abs=1e-4)
+    assert max(expected.used) <= limit
+
+
+def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_batch_teaches_nothing():
+    missing = Maintenance(VersatileOptions(thres_fw="50%"), Knowledge("a", 3)).missing()
+    mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
+    lost = SenderPart("b", range(1, 2), None)
+    assert missing.results(Arrived(2, 0, 2, 2, (mine, lost))) is None
+    other = SenderPart("b", range(1, 2), torch.ones(2, 1), {"rates": [0.5, 0.5]})
+    assert missing.results(Arrived(2, 1, 2, 2, (mine, other))).tolist() == [[1, 1], [1, 1]]
+    poor = tuple(SenderPart(name, range(1), torch.ones(2, 1), {"rates": [1.0, 0.25]}) for name in "ab")
+    assert missing.results(Arrived(2, 2, 2, 2, poor)) is None
+    assert missing.learn(None, 2, 2, None) is None

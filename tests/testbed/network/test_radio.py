@@ -1,0 +1,204 @@
+"""Path loss, reception ratios and positions, and what they make of a scenario's links."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import permutations
+
+import pytest
+from click.testing import CliRunner
+
+from controller.cli.main import testbed as command_line
+from controller.cli.plan import letters
+from testbed.common.errors import InputError
+from testbed.network.presets import PRESETS
+from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import validate
+from testbed.scenario.source import Source
+
+EDGEPIPE = Propagation(transmit_power=16, sensitivity=-82, path_loss_exponent=3.1, reference_loss=46.68, shadowing=8)
+WORKLOAD = {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1}
+RADIO = {"area": [50, 50]}
+
+
+def all_ratios(positions, packets, seed):
+    radio = Radio(EDGEPIPE, positions, packets, seed)
+    return {pair: radio.reception_ratio(pair) for pair in permutations(positions, 2)}
+
+
+def experiment(**parts):
+    base = {"name": "small", "devices": {"a": {}, "b": {}, "c": {}}, "workload": WORKLOAD}
+    return trials(validate({**base, **parts}, Source("small.yaml")))[0].experiment
+
+
+def refusal(**parts) -> str:
+    with pytest.raises(InputError) as caught:
+        experiment(**parts)
+    return str(caught.value)
+
+
+def test_path_loss_is_the_reference_loss_at_one_metre_and_ten_times_the_exponent_a_decade():
+    assert EDGEPIPE.path_loss(1) == 46.68
+    assert EDGEPIPE.path_loss(10) == pytest.approx(46.68 + 31)
+    assert EDGEPIPE.path_loss(100) == pytest.approx(46.68 + 62)
+    assert EDGEPIPE.path_loss(0) == EDGEPIPE.path_loss(0.5) == 46.68
+
+
+def test_the_reference_loss_is_that_of_free_space_at_the_band_of_802_11a():
+    assert 20 * math.log10(4 * math.pi * 5.15e9 / 299_792_458) == pytest.approx(46.68, abs=0.01)
+
+
+def test_reception_ratio_is_half_where_the_mean_power_is_the_sensitivity_and_one_deviation_off_as_the_normal_has_it():
+    radio = Propagation(0, -80, 2, 40, 8)
+    assert radio.reception_ratio(100) == pytest.approx(0.5)
+    assert radio.reception_ratio(100 * 10 ** (8 / 20)) == pytest.approx(0.158655, abs=1e-6)
+    assert radio.reception_ratio(100 / 10 ** (8 / 20)) == pytest.approx(0.841345, abs=1e-6)
+
+
+def test_without_shadowing_reception_is_all_or_nothing():
+    radio = Propagation(0, -80, 2, 40, 0)
+    assert [radio.reception_ratio(metres) for metres in (1, 100, 100.1)] == [1.0, 1.0, 0.0]
+
+
+def test_the_papers_area_and_exponent_give_about_its_average_ratio():
+    # The paper has 80.9 % for one layout of six devices and names neither power nor sensitivity.
+    means = []
+    for seed in range(100):
+        positions = draw_positions([f"d{number}" for number in range(6)], {}, (50, 50), seed)
+        ratios = all_ratios(positions, None, seed).values()
+        means.append(sum(ratios) / len(ratios))
+    assert sum(means) / len(means) == pytest.approx(0.80, abs=0.02)
+    assert min(means) < 0.809 < max(means)
+
+
+def test_positions_are_given_or_drawn_by_seed_and_name_alone():
+    alone = draw_positions(["b"], {}, (50, 20), seed=3)
+    several = draw_positions(["a", "b", "c"], {"a": (0.0, 0.0)}, (50, 20), seed=3)
+    assert several["b"] == alone["b"]
+    assert several["a"] == (0.0, 0.0)
+    assert several["c"] != several["b"]
+    assert draw_positions(["b"], {}, (50, 20), seed=4) != alone
+    places = draw_positions([f"d{number}" for number in range(500)], {}, (50, 20), 1).values()
+    assert 24 < sum(x for x, _ in places) / 500 < 26
+    assert 18 < max(y for _, y in places) < 20
+
+
+def test_measured_ratios_differ_by_direction_and_are_whole_packets():
+    positions = draw_positions([f"d{number}" for number in range(20)], {}, (50, 50), 1)
+    true, counted = (all_ratios(positions, packets, 1) for packets in (None, 50))
+    assert true["d0", "d1"] == true["d1", "d0"]
+    assert all(ratio * 50 == pytest.approx(round(ratio * 50)) for ratio in counted.values())
+    assert any(counted[a, b] != counted[b, a] for a, b in counted)
+    errors = [counted[pair] - true[pair] for pair in true]
+    assert abs(sum(errors) / len(errors)) < 0.02
+    assert counted == all_ratios(positions, 50, 1)
+
+
+@pytest.mark.parametrize("packets", [None, 50])
+def test_what_a_lower_exponent_loses_a_higher_one_loses_as_well(packets):
+    radio = Radio(EDGEPIPE, draw_positions([f"d{number}" for number in range(12)], {}, (50, 50), 1), packets, 1)
+    for pair in permutations(radio.positions, 2):
+        falling = [radio.reception_ratio(pair, exponent) for exponent in (3.1, 3.3, 3.7, 6.0)]
+        assert falling[0] == radio.reception_ratio(pair)
+        assert falling == sorted(falling, reverse=True)
+
+
+def test_a_radio_makes_the_links_message_loss_and_single_links_may_differ():
+    devices = {"a": {"position": [0, 0]}, "b": {"position": [30, 40]}, "c": {"position": [0, 1]}}
+    network = {
+        "link": {"preset": "802.15.4"},
+        "radio": RADIO,
+        "links": [{"from": "a", "to": "c", "message_loss": "7%"}],
+    }
+    found = experiment(devices=devices, network=network)
+    assert found.radio.positions == {"a": (0, 0), "b": (30, 40), "c": (0, 1)}
+    assert found.links["a", "b"].message_loss == 1 - EDGEPIPE.reception_ratio(50)
+    assert found.links["a", "b"].rate == 250e3
+    assert found.links["a", "c"].message_loss == 0.07
+    assert found.links["c", "a"].message_loss < 1e-9
+
+
+def test_power_and_sensitivity_beside_a_preset_win():
+    devices = {"a": {"position": [0, 0]}, "b": {"position": [10, 0]}}
+    radio = {"area": [50, 50], "preset": "802.15.4", "transmit_power": -10, "shadowing": 0}
+    assert experiment(devices=devices, network={"radio": radio}).links["a", "b"].message_loss == 0
+    radio["sensitivity"] = -80
+    assert experiment(devices=devices, network={"radio": radio}).links["a", "b"].message_loss == 1
+
+
+def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost():
+    first, second = (experiment(network={"radio": RADIO}, seed=seed) for seed in (1, 2))
+    assert first.radio.positions != second.radio.positions
+    assert first.links != second.links
+    without = experiment()
+    assert without.radio is None
+    assert all(link.message_loss == 0 for link in without.links.values())
+
+
+@pytest.mark.parametrize(
+    ("network", "devices", "said"),
+    [
+        ({"radio": RADIO}, {"a": {"position": [51, 0]}}, "devices.a.position: [51, 0] is outside of the area: use [0"),
+        ({"radio": RADIO}, {"a": {"position": [0, -1]}}, "devices.a.position: [0, -1] is outside of the area"),
+        ({"radio": RADIO}, {"a": {"count": 2, "position": [0, 1]}}, "devices.a.position: would put 2 devices in one"),
+        ({}, {"a": {"position": [0, 0]}}, "devices.a.position: means nothing without `network.radio`"),
+        ({"radio": {}}, {"a": {}}, "network.radio.area: is missing"),
+        ({"radio": {"area": [0, 5]}}, {"a": {}}, "network.radio.area.0: "),
+        ({"radio": {**RADIO, "path_loss_exponent": 0}}, {"a": {}}, "network.radio.path_loss_exponent: "),
+        ({"radio": {**RADIO, "shadowing": -1}}, {"a": {}}, "network.radio.shadowing: "),
+        ({"radio": {**RADIO, "packets": 0}}, {"a": {}}, "network.radio.packets: "),
+        (
+            {"radio": {**RADIO, "preset": "lora"}},
+            {"a": {}},
+            "network.radio.preset: there is no radio 'lora': there are",
+        ),
+        (
+            {"radio": RADIO, "link": {"message_loss": "3%"}},
+            {"a": {}},
+            "network.link.message_loss: is what `network.radio` computes for each pair",
+        ),
+    ],
+)
+def test_a_radio_that_cannot_be_is_refused_by_its_key(network, devices, said):
+    text = refusal(network=network, devices=devices)
+    assert said in text
+    assert "\n" not in text
+
+
+def test_plan_prints_the_reception_ratios(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "radio.yaml"
+    scenario = {
+        "name": "radio",
+        "devices": {"a": {"position": [0, 0]}, "b": {"position": [0, 50]}},
+        "network": {"radio": RADIO},
+        "workload": WORKLOAD,
+    }
+    file.write_text(json.dumps(scenario))
+    shown = CliRunner().invoke(command_line, ["plan", str(file)]).output
+    assert "0.0, 50.0" in shown
+    assert "43%" in shown
+    assert "|2   " in shown
+    (plan,) = json.loads(CliRunner().invoke(command_line, ["plan", str(file), "--json"]).output)
+    assert plan["radio"]["prr"]["a"]["b"] == pytest.approx(EDGEPIPE.reception_ratio(50))
+    assert plan["radio"]["positions"]["b"] == [0, 50]
+
+
+def test_a_map_in_letters_has_each_device_where_it_is():
+    positions = {"a": (0.0, 0.0), "b": (100.0, 50.0), "c": (50.0, 25.0), "d": (50.0, 25.0)}
+    rows = letters(positions, {name: name for name in positions}, (100, 50)).splitlines()
+    assert len({len(row) for row in rows}) == 1
+    assert rows[1].endswith("b|")
+    assert rows[-2].startswith("|a ")
+    (middle,) = [row for row in rows if "c" in row]
+    assert middle.index("c") == len(middle) // 2
+    assert "c d" in middle
+    assert "c" not in letters(positions, {**dict.fromkeys(positions, "d"), "b": "d" * 22}, (100, 50))
+
+
+def test_radios_and_their_frames_have_sources():
+    assert all(each.source for each in TRANSCEIVERS.values())
+    assert set(TRANSCEIVERS) <= set(PRESETS)
+    assert all(PRESETS[name].frame for name in TRANSCEIVERS)

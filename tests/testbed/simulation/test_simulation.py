@@ -1,0 +1,103 @@
+"""Whole programs on the virtual clock."""
+
+import asyncio
+
+import pytest
+
+from testbed.device import Cost, Device, Span
+from testbed.simulation.loop import Stillness
+from testbed.simulation.world import ProgramError
+from testbed.wire.message import Message
+from tests.helpers.worlds import events, on_wire, world
+
+
+def test_message_takes_transmission_delay_and_acknowledgement():
+    seen = {}
+
+    async def source(device: Device):
+        await device.send("sink", Message("x", padding=999))
+        seen["acknowledged"] = device.now()
+
+    async def sink(device: Device):
+        message = await device.receive()
+        seen["arrived"], seen["sender"] = device.now(), message.sender
+
+    run = world({"source": source, "sink": sink})
+    run.run()
+    assert 1000 < events(run, "receive")[0]["bytes"] < 1200
+    transmission = on_wire(run, "x") * 8 / 8e6
+    assert seen["arrived"] == pytest.approx(transmission + 0.01, abs=1e-12)
+    assert seen["acknowledged"] == pytest.approx(transmission + 0.02, abs=1e-12)
+    assert seen["sender"] == "source"
+
+
+def test_processor_is_serial():
+    ends = []
+
+    async def lead(device: Device):
+        async def work(i):
+            ends.append((await device.compute(lambda: i, Cost(1e6), Span("w", batch=i)), device.now()))
+
+        await asyncio.gather(*(work(i) for i in range(3)))
+
+    world({"lead": lead}).run()
+    assert ends == [(0, 1.0), (1, 2.0), (2, 3.0)]
+
+
+def test_several_processors_begin_work_in_its_order_and_compute_at_once():
+    ends = []
+
+    async def lead(device: Device):
+        async def work(i, flops):
+            await device.compute(lambda: None, Cost(flops), Span("w", batch=i))
+            ends.append((i, device.now()))
+
+        await asyncio.gather(*(work(i, flops) for i, flops in enumerate((2e6, 1e6, 2e6, 1e6))))
+
+    world({"lead": lead}, access={"lead": {"processors": 2}}).run()
+    assert ends == [(1, 1.0), (0, 2.0), (2, 3.0), (3, 3.0)]
+
+
+def test_a_pause_and_a_throttle_hit_all_processors():
+    ends = []
+
+    async def lead(device: Device):
+        async def work(i):
+            await device.compute(lambda: None, Cost(4e6), Span("w", batch=i))
+            ends.append(device.now())
+
+        await asyncio.gather(*(work(i) for i in range(2)))
+
+    faults = [
+        {"pause": "lead", "at": "1s", "for": "1s"},
+        {"throttle": {"device": "lead", "slowdown": 2}, "at": "3s"},
+    ]
+    world({"lead": lead}, access={"lead": {"processors": 2}}, faults=faults).run()
+    # A second of work, a pause, another second, and the two that are left at half the speed.
+    assert ends == [7.0, 7.0]
+
+
+def test_deadlock_is_named():
+    async def waits(device: Device):
+        await device.receive()
+
+    run = world({"a": waits, "b": waits})
+    with pytest.raises(Stillness):
+        run.run()
+    assert "a waits for a message; b waits for a message" in run.why_still()
+
+
+def test_program_error_keeps_its_cause():
+    async def lead(device: Device):
+        await device.receive()
+
+    async def fails(device: Device):
+        await device.sleep(1)
+        raise KeyError("lost")
+
+    run = world({"lead": lead, "b": fails})
+    with pytest.raises(ProgramError) as caught:
+        run.run()
+    assert isinstance(caught.value.__cause__, KeyError)
+    failed = [event["error"] for event in events(run, "state", "b") if event["state"] == "failed"]
+    assert failed == ["KeyError: 'lost'"]

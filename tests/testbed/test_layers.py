@@ -1,0 +1,94 @@
+"""The house has floors: imports of every kind, type-only and inside functions too, lead down and never in a circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+FLOORS = {
+    "testbed": (
+        ("testbed.simulation",),
+        ("testbed.prepare",),
+        ("testbed.validation",),
+        ("testbed.methods",),
+        ("testbed.kits.rounds", "testbed.kits.asynchronous"),
+        ("testbed.kits.pipeline",),
+        ("testbed.kits.layers",),
+        ("testbed.kits.messaging",),
+        ("testbed.method",),
+        ("testbed.scenario",),
+        ("testbed.trace",),
+        ("testbed.experiment", "testbed.plan"),
+        ("testbed.faults",),
+        ("testbed.partition",),
+        ("testbed.schedule",),
+        ("testbed.models", "testbed.data", "testbed.network"),
+        ("testbed.workload", "testbed.hardware"),
+        ("testbed.device",),
+        ("testbed.wire",),
+        ("testbed.common",),
+    ),
+    "controller": (
+        ("controller.cli",),
+        ("controller.api",),
+        ("controller.bench", "controller.watch"),
+        ("controller.report", "controller.running"),
+        ("controller.results",),
+        ("controller.lab",),
+        ("controller.shaping",),
+    ),
+    "agent": (("agent",),),
+}
+"""From the top down: a room imports only from rooms below its own floor. Rooms of one floor do not know each other."""
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for top in FLOORS
+    for path in sorted((ROOT / top).rglob("*.py"))
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules of this project that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else node.module for name in names}
+    return found & MODULES.keys()
+
+
+def floor(module: str) -> tuple[int, str]:
+    """Return how deep the room of a module lies, and the room."""
+    for depth, rooms in enumerate(FLOORS[module.partition(".")[0]]):
+        for room in rooms:
+            if module == room or module.startswith(f"{room}."):
+                return depth, room
+    return -1, module  # the package itself, which imports nothing
+
+
+def test_imports_lead_down() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        depth, room = floor(module)
+        for other in imported(path):
+            if other.partition(".")[0] != module.partition(".")[0]:
+                if not other.startswith("testbed"):
+                    wrong.append(f"{module} -> {other}")
+            elif floor(other)[1] != room and floor(other)[0] <= depth:
+                wrong.append(f"{module} -> {other}")
+    assert wrong == []
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    try:
+        TopologicalSorter({module: imported(path) - {module} for module, path in MODULES.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))

@@ -1,0 +1,36 @@
+"""The smoke scenarios on the virtual clock: each must fulfil what it expects, as on containers."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.data import load as load_data
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.expect import evaluate
+from testbed.scenario.files import data_folder
+from testbed.scenario.loading import load
+from testbed.simulation import simulate
+from testbed.trace.metrics import metrics
+from testbed.trace.registry import figures_of
+from tests.helpers import ROOT
+
+FOLDER = ROOT / "scenarios" / "smoke"
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
+def test_smoke_scenario(file):
+    for trial in trials(load(file)):
+        scenario = trial.scenario
+        assert scenario.expect, "a smoke scenario says what it expects"
+        ready = prepare(trial)
+        dataset = load_data(scenario.workload.data, data_folder(scenario))
+        outcome = simulate(ready, dataset)
+        assert outcome.status == "finished", outcome.error
+        figures = metrics(outcome, trial.experiment, ready.plan, ready.method.declared)
+        assert [
+            result
+            for result in evaluate(scenario.expect, figures, figures_of(ready.method.declared))
+            if not result.holds
+        ] == []
+        assert figures["duration"] < 45, "it has to be over within a minute on containers, setting up included"
