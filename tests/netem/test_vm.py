@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from netem.vm import ROOT, UNAVAILABLE
+from tests.netem.vm import ROOT, UNAVAILABLE
 
 _FILES = ("tests/integration/test_conformance.py", "tests/integration/test_shaping.py")
 _CHOSEN = "netem and (conformance or partition or every_impairment) and not 100000000.0"
