@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.netem.vm import ROOT, UNAVAILABLE
 
 _FILES = ("tests/integration/test_conformance.py", "tests/integration/test_shaping.py")
