@@ -39,7 +39,7 @@ smoke: $(READY) ## the scenarios of scenarios/smoke, each with its expectations
 bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator
 	@rm -f .build/conformance/*.json
 	@$(TESTBED) bench $(ARGS)
-	@$(VENV)/bin/python -m controller.bench.page .build/conformance/userspace.json .build/conformance/netem.json
+	@$(VENV)/bin/python -m tools.bench.page .build/conformance/userspace.json .build/conformance/netem.json
 
 lint: $(READY) ## ruff and mypy
 	@$(VENV)/bin/ruff check

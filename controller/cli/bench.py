@@ -1,36 +1,17 @@
-"""`testbed bench`: what the testbed itself costs on this machine."""
+"""`testbed bench`: what the testbed itself costs on this machine, measured by `tools.bench` of a checkout."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+import os
+import subprocess
+import sys
 
 import click
-from rich.console import Console
-from rich.table import Table
-
-from controller.report import tables
-
-if TYPE_CHECKING:
-    from controller.bench.figure import Measurement
-
-PARTS = ("clocks", "pacing", "transfer", "gloo", "memory", "startup", "conformance")
 
 
-def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
-    import importlib
-
-    measure: Callable[[], Iterator[Measurement]] = importlib.import_module(f"controller.bench.{part}").measure
-    return measure
-
-
-@click.command()
-@click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the JSON to this file.")
-def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[PART]... [--json] [--out FILE]")
+def bench(arguments: tuple[str, ...]) -> None:
     """Measure what the testbed costs here, in these parts, each figure beside its target.
 
     clocks: speed of the simulator; the quickstart emulated against simulated. pacing: whether work takes what it is
@@ -38,33 +19,18 @@ def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
     real links. gloo: a step of our pipeline against torch's own over gloo and against the plan. memory: of idle and
     working devices. startup: devices up and shaped against bare containers.
     conformance: links requested and achieved, by backend. All of them by default, a quarter of an hour. Run it on an
-    idle machine: what else runs here is in the figures.
+    idle machine: what else runs here is in the figures. Needs a checkout of the repository.
+
+    --json prints the figures as JSON, --out FILE writes that to a file as well.
 
     \b
     Example:
       testbed bench transfer memory --json
     """
-    console = Console(stderr=as_json, highlight=False)
-    figures: list[Measurement] = []
-    for part in parts or PARTS:
-        console.print(f"[cyan]measuring {part}[/]")
-        for figure in _measure(part)():
-            figures.append(figure)
-            mark = {None: " ", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
-            console.print(f"  {mark} {figure.name}: {figure.value:.4g} {figure.unit}  [dim]{figure.detail}[/]")
-    document = json.dumps([figure.to_json() for figure in figures], indent=2)
-    if out:
-        out.write_text(document + "\n")
-    if as_json:
-        click.echo(document)
-        return
-    console.print(_table(figures))
+    from controller.lab.places import CHECKOUT
+    from testbed.common.errors import HostError
 
-
-def _table(figures: list[Measurement]) -> Table:
-    table = tables.table("Figure", "Value", "Target", "", bold=["Figure"], right=["Value", "Target", ""])
-    for figure in figures:
-        target = figure.to_json()["target"] or ""
-        mark = {None: "", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
-        table.add_row(figure.name, f"{figure.value:.4g} {figure.unit}", target, mark)
-    return table
+    if not (CHECKOUT / "tools/bench").is_dir():
+        raise HostError("the bench is part of a checkout: clone the repository and run 'make bench' there")
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    sys.exit(subprocess.call([sys.executable, "-m", "tools.bench", *arguments], env=environment))

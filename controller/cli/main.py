@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import sys
+from pathlib import Path
 
 import click
 
-from controller.cli.options import CommandGroup
+from controller.cli.options import CommandGroup, sentence
 from testbed import __version__
 from testbed.common.errors import HostError, TestbedError
 
@@ -42,7 +44,7 @@ COMMANDS = {
 
 
 class _LazyGroup(CommandGroup):
-    """A group whose subcommands live in modules that are imported on use."""
+    """A group whose subcommands live in modules that are imported on use; their list is read off the source text."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -54,6 +56,13 @@ class _LazyGroup(CommandGroup):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def describe(self, ctx: click.Context, name: str) -> str:
+        """Return the first sentence of a command's docstring, without importing what the command needs."""
+        module, _, function = COMMANDS[name].partition(":")
+        text = (Path(__file__).parent / f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+        docstring = re.search(rf'^def {function}\(.*?"""(.*?)"""', text, re.DOTALL | re.MULTILINE)
+        return sentence(click.Command(name, help=docstring and docstring[1]))
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -16,7 +16,7 @@ from testbed.common.errors import InputError
 from testbed.common.quantities import format_byte_rate, format_speed
 
 if TYPE_CHECKING:
-    from controller.bench.layers import LayerTime
+    from controller.profiling.layers import LayerTime
     from testbed.hardware import DeviceSpec
     from testbed.models.chain import Model
 
@@ -125,7 +125,7 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
 
 def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json: bool) -> None:
     """Measure a model here; print the times of its layers, and what they are charged."""
-    from controller.bench.layers import measure, measure_whole
+    from controller.profiling.layers import measure, measure_whole
     from controller.report import tables
     from testbed.scenario.expand import profiled
 
@@ -162,7 +162,7 @@ def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json
 
 
 def _fitted(times: Sequence[LayerTime]) -> DeviceSpec:
-    from controller.bench.layers import rates
+    from controller.profiling.layers import rates
     from testbed.hardware import DeviceSpec
 
     try:

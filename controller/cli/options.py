@@ -39,15 +39,21 @@ metrics_as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output."
 )
 
-_LONGEST = 300
-"""Letters of a command's first sentence, at most."""
-
 
 class CommandGroup(click.Group):
     """Lists its commands with their first sentences whole; click cuts them at the width."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, each with its sentence."""
-        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, each.get_short_help_str(_LONGEST)) for name, each in found.items() if each])
+            formatter.write_dl([(name, self.describe(ctx, name)) for name in self.list_commands(ctx)])
+
+    def describe(self, ctx: click.Context, name: str) -> str:
+        """Return the first sentence of a command's help."""
+        command = self.get_command(ctx, name)
+        return "" if command is None else sentence(command)
+
+
+def sentence(command: click.Command) -> str:
+    """Return the first sentence of a command's help, of at most 300 letters."""
+    return command.get_short_help_str(300)

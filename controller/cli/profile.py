@@ -24,7 +24,7 @@ def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> N
       testbed profile --program | ssh pi python3 - > my-pi.yaml
       testbed profile --program | ssh pi python3 - --peer 192.168.1.7 > my-pi.yaml
     """
-    from controller.bench import board
+    from controller.profiling import board
     from testbed.common.errors import HostError
 
     if program:

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.bench.bare import Network
-from controller.bench.flows import flows, tcp_rates
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair
+from tools.bench.bare import Network
+from tools.bench.flows import flows, tcp_rates
 
 pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 

@@ -1,6 +1,6 @@
 """Links do what is asked of them, on each backend that this kernel serves.
 
-The cases and their bounds are those of the bench (`controller.bench.conformance`), at fewer points. The virtual machine
+The cases and their bounds are those of the bench (`tools.bench.conformance`), at fewer points. The virtual machine
 of `tests/netem` is held to the same bounds, at fewer points still and with fewer packets, since it emulates every
 instruction: its one processor has 1000 of them for a microsecond, and 1 gbit through netem leaves 12 microseconds for a
 packet to be sent, delayed and received, which is too little.
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from controller.bench import conformance
-from controller.bench.conformance import NamespaceLab, settled
-from controller.bench.figure import Measurement
+from tools.bench import conformance
+from tools.bench.conformance import NamespaceLab, settled
+from tools.bench.figure import Measurement
 
 pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 

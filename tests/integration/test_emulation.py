@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from controller.bench.pacing import loaded
 from controller.lab.engine import connect
 from controller.lab.removal import DEVICE, RUN
 from controller.running.emulation import emulate
@@ -26,6 +25,7 @@ from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 from tests.helpers import owners
+from tools.bench.pacing import loaded
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
 

@@ -13,10 +13,10 @@ from agent.http import serve
 from agent.receiving import Arrival, DataApplication, Inbox
 from agent.sending import Delivery, Lane
 from agent.settings import Settings
-from controller.bench.conformance import NamespaceLab
 from testbed.network.link import Link
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import Message, encode
+from tools.bench.conformance import NamespaceLab
 
 pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 

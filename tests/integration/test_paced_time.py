@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from controller.bench.pacing import CHARGES, TOLERANCE, loaded, pace
+from tools.bench.pacing import CHARGES, TOLERANCE, loaded, pace
 
 
 @pytest.mark.timed

@@ -16,14 +16,14 @@ from dataclasses import replace
 import pytest
 import requests
 
-from controller.bench.bare import Network
-from controller.bench.flows import flows, tcp_rates, udp_rates
 from controller.lab.health import healthy
 from controller.lab.links import Shaper
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import HostError, InputError
 from testbed.network.link import GilbertElliott, Link
+from tools.bench.bare import Network
+from tools.bench.flows import flows, tcp_rates, udp_rates
 
 pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 

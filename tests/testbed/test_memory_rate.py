@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.bench.layers import LayerTime, measure, measure_whole, rates
+from controller.profiling.layers import LayerTime, measure, measure_whole, rates
 from testbed.data import load
 from testbed.device import Cost, Kind
 from testbed.hardware import DeviceSpec, Rates

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controller.bench.figure import Measurement
-from controller.bench.transfer import exchange_scenario
 from controller.lab.lab import Lab
 from controller.running.emulation import deployment
 from testbed.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from tools.bench.figure import Measurement
+from tools.bench.transfer import exchange_scenario
 
 MESSAGES = 10_000
 GROWTH = 5e6

@@ -1,6 +1,6 @@
-"""Writes what `controller.bench.conformance` measured into the documentation.
+"""Writes what `tools.bench.conformance` measured into the documentation.
 
-python -m controller.bench.page userspace.json netem.json
+python -m tools.bench.page userspace.json netem.json
 
 ``make bench`` does that with what its part ``conformance`` found.
 """
@@ -31,7 +31,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"| {name} | {_bounds(first)} | {' | '.join(cells)} |")
     commands = "".join(f"    {run['command']} --json {run['backend']}.json\n" for run in runs)
     files = " ".join(f"{run['backend']}.json" for run in runs)
-    return "\n".join(lines) + f"\n\nMade by\n\n{commands}    python -m controller.bench.page {files}\n"
+    return "\n".join(lines) + f"\n\nMade by\n\n{commands}    python -m tools.bench.page {files}\n"
 
 
 def _bounds(figure: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from controller.bench import board
+from controller.profiling import board
 from testbed.device import Cost
 from testbed.models.chain import Model, backward_of, forward_of
 

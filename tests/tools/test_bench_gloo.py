@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from controller.bench import gloo, gloo_program
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.trace.host import HostTime
 from testbed.trace.record import Step
+from tools.bench import gloo, gloo_program
 
 
 @pytest.mark.parametrize("schedule", gloo.SCHEDULES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controller.bench.figure import Measurement
 from controller.running.emulation import emulate
 from testbed.data import load as load_data
 from testbed.prepare import prepare
@@ -13,6 +12,7 @@ from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.simulation.benchmark import messages_per_second
 from testbed.trace.metrics import metrics
+from tools.bench.figure import Measurement
 
 TOLERANCE = 0.1
 MESSAGES_PER_SECOND = 50_000

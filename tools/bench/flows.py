@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from controller.bench.bare import Network
 from controller.shaping.plan import FRAME, queue_limit
 from testbed.network.link import Link, Pair
 from testbed.wire.framing import MTU, SEGMENT
+from tools.bench.bare import Network
 
 HEADERS = 42
 """Bytes of Ethernet, IP and UDP before a datagram's content."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from controller.bench.figure import Measurement
 from controller.lab.places import CHECKOUT
 from testbed.trace.pace import percentile
+from tools.bench.figure import Measurement
 
 DEVICES = 4
 SECONDS = 3.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from controller.bench.figure import Measurement
 from controller.running.emulation import emulate
 from testbed.data import load as load_data
 from testbed.prepare import prepare
@@ -13,6 +12,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome
+from tools.bench.figure import Measurement
 
 WARM_UP = 5
 """Messages left out at the beginning: the connection is made and its window opens."""

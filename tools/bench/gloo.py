@@ -11,8 +11,6 @@ from typing import Any
 
 import docker
 
-from controller.bench import gloo_program
-from controller.bench.figure import Measurement
 from controller.lab.containers import DeviceContainer
 from controller.lab.engine import connect
 from controller.lab.lab import Lab
@@ -25,6 +23,8 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.host import HostTime, added
 from testbed.trace.record import Record, Step
+from tools.bench import gloo_program
+from tools.bench.figure import Measurement
 
 SCHEDULES = ("1f1b", "gpipe")
 DEVICES = 4

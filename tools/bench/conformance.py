@@ -1,6 +1,6 @@
 """Conformance: whether each backend's links do what is asked of them, measured on bare network namespaces.
 
-    python -m controller.bench.conformance --links userspace --json out.json
+    python -m tools.bench.conformance --links userspace --json out.json
 
 `measure` is a part of ``testbed bench``: each backend at all points, netem in the virtual machine of ``tests/netem``
 where this kernel has none. The tests take the same cases at fewer points. Bounds are those of
@@ -26,9 +26,6 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from controller.bench.bare import Network
-from controller.bench.figure import Measurement
-from controller.bench.flows import flows, tcp_rates, udp_rates
 from controller.lab.places import BUILD, CHECKOUT
 from controller.shaping import modules
 from controller.shaping.plan import FRAME
@@ -37,6 +34,9 @@ from controller.shaping.tolerance import RATE_HIGHEST, RATE_LOWEST, binomial_int
 from testbed.common.errors import HostError
 from testbed.network.impairments import burst_lengths, chain, expected_loss
 from testbed.network.link import GilbertElliott, Link, Pair
+from tools.bench.bare import Network
+from tools.bench.figure import Measurement
+from tools.bench.flows import flows, tcp_rates, udp_rates
 
 BACKENDS = ("userspace", "netem")
 RESULTS = BUILD / "conformance"
@@ -403,13 +403,13 @@ def measure() -> Iterator[Measurement]:
 
 
 def _document(backend: str, figures: Sequence[Measurement], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what `controller.bench.page` makes a table of."""
+    """Return what `tools.bench.page` makes a table of."""
     machine = ["python tests/netem/vm.py --"] if os.environ.get("TESTBED_IN_VM") else []
     return {
         "backend": backend,
         "kernel": os.uname().release,
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join([*machine, "python -m controller.bench.conformance", *arguments]),
+        "command": " ".join([*machine, "python -m tools.bench.conformance", *arguments]),
         "figures": [asdict(figure) for figure in figures],
     }
 
@@ -425,7 +425,7 @@ def _in_virtual_machine(backend: str) -> dict[str, Any]:
         raise HostError("this kernel has none, and a virtual machine is booted only from a checkout")
     found = CHECKOUT / ".build/vm/out/conformance.json"
     found.unlink(missing_ok=True)
-    inside = ["-m", "controller.bench.conformance", "--links", backend, "--slow-host", "--json", str(found)]
+    inside = ["-m", "tools.bench.conformance", "--links", backend, "--slow-host", "--json", str(found)]
     booted = [sys.executable, str(machine), "--timeout", "3600", "--", sys.executable, *inside]
     done = subprocess.run(booted, check=False, capture_output=True, text=True)
     if not found.exists():

@@ -10,7 +10,6 @@ from typing import Any
 
 from docker.types import IPAMConfig, IPAMPool
 
-from controller.bench.figure import Measurement
 from controller.lab.addresses import free_subnets, host_routes
 from controller.lab.containers import control_url
 from controller.lab.engine import connect
@@ -22,6 +21,7 @@ from controller.lab.removal import RUN, remove_run
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.wire.ports import CONTROL_PORT
+from tools.bench.figure import Measurement
 
 CURVE = (4, 8, 16, 32)
 AT = 16

@@ -1,4 +1,4 @@
-"""A stage of torch's own pipelining over gloo, alone with torch: `controller.bench.gloo` runs this file on each device.
+"""A stage of torch's own pipelining over gloo, alone with torch: `tools.bench.gloo` runs this file on each device.
 
 Its one argument is a JSON object: ``rank`` and ``world`` (stages, one a device), ``schedule`` (``1f1b`` or ``gpipe``),
 ``widths`` (values between fully connected layers, from the input to the classes), ``first`` and ``last`` (of the

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from torch import nn
 
-from controller.bench import board
 from controller.cli.profile import profile
+from controller.profiling import board
 from testbed.common.errors import InputError
 from testbed.device import KINDS, Cost
 from testbed.hardware import DeviceSpec, Rates

@@ -1,0 +1,1 @@
+"""How fast a board or this machine computes: profiles for scenarios, and the times of a model's layers."""

@@ -1,0 +1,58 @@
+"""`python -m tools.bench`, which is `testbed bench`: what the testbed itself costs on this machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from controller.report import tables
+from tools.bench.figure import Measurement
+
+PARTS = ("clocks", "pacing", "transfer", "gloo", "memory", "startup", "conformance")
+
+
+def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
+    measure: Callable[[], Iterator[Measurement]] = importlib.import_module(f"tools.bench.{part}").measure
+    return measure
+
+
+@click.command()
+@click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the JSON to this file.")
+def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
+    """Measure these parts, all by default; `testbed bench --help` says what each is about."""
+    console = Console(stderr=as_json, highlight=False)
+    figures: list[Measurement] = []
+    for part in parts or PARTS:
+        console.print(f"[cyan]measuring {part}[/]")
+        for figure in _measure(part)():
+            figures.append(figure)
+            mark = {None: " ", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
+            console.print(f"  {mark} {figure.name}: {figure.value:.4g} {figure.unit}  [dim]{figure.detail}[/]")
+    document = json.dumps([figure.to_json() for figure in figures], indent=2)
+    if out:
+        out.write_text(document + "\n")
+    if as_json:
+        click.echo(document)
+        return
+    console.print(_table(figures))
+
+
+def _table(figures: list[Measurement]) -> Table:
+    table = tables.table("Figure", "Value", "Target", "", bold=["Figure"], right=["Value", "Target", ""])
+    for figure in figures:
+        target = figure.to_json()["target"] or ""
+        mark = {None: "", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
+        table.add_row(figure.name, f"{figure.value:.4g} {figure.unit}", target, mark)
+    return table
+
+
+if __name__ == "__main__":
+    bench(prog_name="python -m tools.bench")
