@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ERRORS = 2
 """Number of the stream of standard error, in the engine's frames."""
+PIECE = 1 << 16
+"""Bytes of standard input that are passed on at once."""
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -54,24 +56,25 @@ def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_inpu
         raise InputError(f"there is no device '{device}' in {chosen}: see 'testbed ps'") from None
     except APIError as error:
         raise TestbedError(f"{device}: {error.explanation}") from None
-    for number, part in _frames(client, started, sys.stdin.buffer if pass_input else None):
+    for number, part in _frames(client, started, sys.stdin.fileno() if pass_input else None):
         stream = sys.stderr if number == ERRORS else sys.stdout
         stream.buffer.write(part)
         stream.flush()
     sys.exit(client.api.exec_inspect(started)["ExitCode"])
 
 
-def _frames(client: DockerClient, started: str, given: IO[bytes] | None) -> Iterator[tuple[int, bytes]]:
-    """Start a command, give it its input meanwhile, and yield (stream, bytes) of what it writes."""
+def _frames(client: DockerClient, started: str, given: int | None) -> Iterator[tuple[int, bytes]]:
+    """Start a command, pass on what can be read of ``given``, and yield (stream, bytes) of what it writes."""
     from docker.utils import socket as frames
 
     # The engine's client wraps the connection as a file to be read; what is written goes past that.
     connection: Any = client.api.exec_start(started, socket=True)
 
-    def feed(source: IO[bytes]) -> None:
+    def feed(source: int) -> None:
         with suppress(OSError):  # the command has ended, and left the rest unread
-            with connection._sock.makefile("wb") as sink:
-                shutil.copyfileobj(source, sink)
+            # Not through `sys.stdin`, whose lock a thread that waits for more would keep as the interpreter ends.
+            while piece := os.read(source, PIECE):
+                connection._sock.sendall(piece)
             connection._sock.shutdown(socket.SHUT_WR)
 
     if given is not None:
