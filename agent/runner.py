@@ -200,7 +200,7 @@ class Runner:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, _Loop)
         loop.on_timer = device.hear
-        job = Job(problem, deployment.plan, self._dataset, self._weights)
+        job = Job(problem, deployment.plan, self._dataset, self._weights, lambda: device.record("weights"))
         with self._lock:
             self.device = device
             self._loop = loop

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from pydantic import ConfigDict
@@ -100,8 +101,20 @@ class Job(Generic[ProblemOptions, PlanDetails]):
     """The training samples that this device owns, and on the plan's lead the test samples; None on a device without
     any. Where the workload does not split its data, all samples are the lead's; or each device's, if the method has
     them everywhere."""
-    weights: Mapping[str, torch.Tensor] | None = None
-    """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead."""
+    given: Mapping[str, torch.Tensor] | None = None
+    """What `weights` returns; for runtimes."""
+    on_weights: Callable[[], None] = lambda: None
+    """Called when `weights` is first read, so that a run whose program never does is not reported as begun with it."""
+
+    @cached_property
+    def weights(self) -> Mapping[str, torch.Tensor] | None:
+        """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead.
+
+        None where the scenario names no weights. A method that reads this says so by `Method.takes_weights`.
+        """
+        if self.given is not None:
+            self.on_weights()
+        return self.given
 
 
 class Method(ABC, Generic[MethodOptions, MethodDetails]):
@@ -118,6 +131,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
     timing_only: ClassVar[bool] = False
     """Whether it can do without numbers, as ``workload.numerics: none`` asks for."""
+    takes_weights: ClassVar[bool] = False
+    """Whether its program on the lead begins with `Job.weights`; else a scenario that names weights is refused."""
     samples_everywhere: ClassVar[bool] = False
     """Whether every device of the plan is given all samples, since it reads a part of each; else see `data_owners`."""
     retires: ClassVar[bool] = False

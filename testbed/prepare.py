@@ -115,6 +115,7 @@ def prepare(trial: Trial) -> Prepared:
         raise scenario.source.error(problems)
     method, problem = build_problem(trial)
     try:
+        _check_weights(method, problem)
         _check_normalisation(method, problem)
         shares = _shares(scenario, method, problem)
         problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
@@ -132,6 +133,12 @@ def prepare(trial: Trial) -> Prepared:
     if problems:
         raise scenario.source.error(problems)
     return Prepared(trial, method, problem, plan, pretraining, shares)
+
+
+def _check_weights(method: Method, problem: Problem) -> None:
+    if problem.workload.model.weights is not None and not method.takes_weights:
+        text = f"'{method.name}' begins with weights drawn from the seed, and reads none: leave this out"
+        raise InputError(text, ("model", "weights"))
 
 
 def _check_normalisation(method: Method, problem: Problem) -> None:

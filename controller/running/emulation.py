@@ -29,7 +29,7 @@ from testbed.faults.replay import Changes, TraceScript
 from testbed.faults.script import FaultOperation, FaultScript
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
-from testbed.trace.outcome import Outcome, Status, without_lead
+from testbed.trace.outcome import Outcome, Status, ended, without_lead
 
 if TYPE_CHECKING:
     import torch
@@ -206,6 +206,7 @@ class _Execution:
             except KeyboardInterrupt:
                 status, error = "interrupted", "stopped by the user"
             self._over.set()
+        status, error = ended(status, error, self._events, weights_given=self._weights is not None)
         fidelity = monitor.stop()
         computed = self._prepared.problem.workload.numerics == "full"
         weights = self._final_weights() if computed and status == "finished" else None

@@ -20,7 +20,7 @@ from testbed.simulation.host import Guest
 from testbed.simulation.loop import Stillness, TimeLimit
 from testbed.simulation.world import LeadGoneError, ProgramError, World
 from testbed.trace.events import Event
-from testbed.trace.outcome import Outcome, Status
+from testbed.trace.outcome import Outcome, Status, ended
 from testbed.wire import tensors
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def simulate(
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
         lead = device.name == plan.lead
         own = None if dataset is None else prepared.share(dataset, device.name)
-        return method.program(device, Job(problem, plan, own, weights if lead else None))
+        given = weights if lead else None
+        return method.program(device, Job(problem, plan, own, given, lambda: device.record("weights")))
 
     world = World(
         experiment.devices,
@@ -69,7 +70,7 @@ def simulate(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(problem.seed, "torch"))
-            status, error = _run(world, experiment)
+            status, error = ended(*_run(world, experiment), world.events, weights_given=weights is not None)
             computed = problem.workload.numerics == "full"
             final = _weights(world.hosts[plan.lead].device) if computed else None
     finally:

@@ -69,6 +69,7 @@ EVENTS = (
     EventType("request", "an inference is done", ("batch",), ("request", "latency")),
     EventType("failed", "an inference was given up", ("batch",), ("request", "error", "after")),
     EventType("objects", "objects were found in a sample", ("batch",), ("request", "sample", "boxes")),
+    EventType("weights", "the program took the weights that it was given to begin with"),
     EventType("memory", "the device holds more than ever before, in bytes", (), ("weights", "activations")),
     EventType(
         "recovery",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,18 @@ Status = Literal["finished", "failed", "timed out", "interrupted"]
 def without_lead(lead: str) -> str:
     """Say what ends a run whose lead is off and stays so."""
     return f"{lead} is down; it leads the run: end its fault by 'for', or restart it"
+
+
+def ended(
+    status: Status, error: str | None, events: Iterable[Event], *, weights_given: bool
+) -> tuple[Status, str | None]:
+    """Return how a run ended, and why: it failed if it was given weights to begin with that no program took."""
+    if status != "finished" or not weights_given or any(event.event == "weights" for event in events):
+        return status, error
+    return "failed", (
+        "weights were given to begin with, but the method's program never read them: read job.weights on the plan's "
+        "lead, or leave the weights out"
+    )
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,9 @@ def _weights(metrics: Metrics) -> str:
 
 
 def _weights_note(metrics: Metrics) -> str:
-    return "drawn from the seed: the answers mean nothing" if metrics["weights"] is None else "read from this file"
+    if metrics["weights"] is None:
+        return "drawn from the seed: the answers mean nothing"
+    return "read from this file" if metrics["status"] == "finished" else "given to begin with; the run did not finish"
 
 
 def _requests_note(metrics: Metrics) -> str:

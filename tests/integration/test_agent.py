@@ -196,6 +196,7 @@ def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
     after = int(agent.metrics()["testbed_events_total"])
     agent.start(time.monotonic())
     stream = agent.events(after)
+    assert next(event for event in stream if event.event in ("weights", "log")).event == "weights"
     log = next(event for event in stream if event.event == "log")
     assert log.fields == {"data": "tiny", "samples": 4, "tests": 0, "owned": {"a": 4, "b": 2}}
     assert next(event for event in stream if event.event == "compute")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -59,3 +60,48 @@ def test_runs_that_begin_alike_share_the_weights(tmp_path):
     one, two = begun(text, tmp_path / "then.yaml")
     initial = InitialWeights(Console(quiet=True))
     assert initial.of(one) is initial.of(two)
+
+
+CARELESS = """
+from testbed.method import Method
+from testbed.methods.single import Single
+
+
+class Careless(Single):
+    name = "careless"
+    takes_weights = {takes}
+
+    async def program(self, device, job):
+        {before}
+"""
+
+
+def careless(tmp_path: Path, before: str, *, takes: bool = True) -> list[str]:
+    """Return the command that runs a method of one's own with weights, which a run has left."""
+    (tmp_path / "first.yaml").write_text(FIRST)
+    left = run(tmp_path / "first.yaml") / "weights.safetensors"
+    (tmp_path / "careless.py").write_text(CARELESS.format(before=before, takes=takes))
+    own = FIRST.replace("{name: single}", "{file: careless.py, name: careless}")
+    (tmp_path / "own.yaml").write_text(own)
+    command = ["run", str(tmp_path / "own.yaml"), "--runtime", "simulate", "--out", str(tmp_path / "own")]
+    return [*command, "--weights", str(left)]
+
+
+def test_a_run_fails_whose_program_never_reads_the_weights(tmp_path):
+    done = CliRunner().invoke(command_line, careless(tmp_path, "device.record('step', step=1, samples=32)"))
+    assert done.exit_code == 1, done.output
+    manifest = json.loads((tmp_path / "own" / "manifest.json").read_text())
+    assert manifest["status"] == "failed"
+    assert "never read them: read job.weights" in manifest["error"]
+    assert "read from this file" not in done.output
+
+
+def test_a_run_goes_well_whose_program_reads_the_weights(tmp_path):
+    done = CliRunner().invoke(command_line, careless(tmp_path, "await super().program(device, job)"))
+    assert done.exit_code == 0, done.output
+
+
+def test_a_method_that_does_not_say_that_it_takes_weights_is_not_given_any(tmp_path):
+    done = CliRunner().invoke(command_line, careless(tmp_path, "return", takes=False))
+    assert "'careless' begins with weights drawn from the seed, and reads none" in str(done.exception)
+    assert not (tmp_path / "own").exists()

@@ -40,6 +40,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     Options = DistributedOptions
     Details = DistributedDetails
     timing_only = True
+    takes_weights = True
     declared = DECLARED
 
     def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:

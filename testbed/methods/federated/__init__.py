@@ -29,6 +29,7 @@ class Federated(Method[FederatedOptions, CollaborativeDetails]):
     Details = CollaborativeDetails
     declared = DECLARED
     timing_only = True
+    takes_weights = True
 
     def data_owners(self, problem: Problem[FederatedOptions]) -> tuple[str, ...]:
         """Return all devices but the first, which is the server."""

@@ -52,6 +52,7 @@ class PipeLearn(Method[PipeLearnOptions, CollaborativeDetails]):
     Details = CollaborativeDetails
     declared = DECLARED
     timing_only = True
+    takes_weights = True
 
     def data_owners(self, problem: Problem[PipeLearnOptions]) -> tuple[str, ...]:
         """Return all devices but the first, which is the server."""

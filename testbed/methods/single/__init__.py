@@ -39,6 +39,7 @@ class Single(Method[SingleOptions]):
     tasks = ("train", "infer")
     Options = SingleOptions
     timing_only = True
+    takes_weights = True
 
     def plan(self, problem: Problem[SingleOptions]) -> Plan:
         """Give everything to one device. Raises `InputError` where it is unknown or too small."""

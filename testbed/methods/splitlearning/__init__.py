@@ -33,6 +33,7 @@ class SplitLearning(Method[SplitLearningOptions, CollaborativeDetails]):
     Details = CollaborativeDetails
     declared = DECLARED
     timing_only = True
+    takes_weights = True
 
     def data_owners(self, problem: Problem[SplitLearningOptions]) -> tuple[str, ...]:
         """Return all devices but the first, which is the server."""
