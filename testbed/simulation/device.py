@@ -209,9 +209,10 @@ class SimulatedDevice:
             try:
                 await receiver
             except asyncio.CancelledError:
-                if receiver.cancelled():
+                # A message of the same instant has taken a cancelled receiver out of the queue already.
+                if receiver in self._receivers:
                     self._receivers.remove(receiver)
-                elif self._inbox:
+                elif self._inbox and not receiver.cancelled():
                     self._wake_receiver()
                 raise
         return self._inbox.popleft()

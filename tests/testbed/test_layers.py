@@ -16,7 +16,7 @@ FLOORS = {
         ("testbed.prepare",),
         ("testbed.validation",),
         ("testbed.methods",),
-        ("testbed.kits.rounds", "testbed.kits.asynchronous"),
+        ("testbed.kits.rounds", "testbed.kits.asynchronous", "testbed.kits.slots"),
         ("testbed.kits.pipeline",),
         ("testbed.kits.layers",),
         ("testbed.kits.messaging",),

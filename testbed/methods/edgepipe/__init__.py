@@ -8,10 +8,10 @@ both from 1.
 from __future__ import annotations
 
 from testbed.device import Device
+from testbed.kits.slots.figures import DECLARED
+from testbed.kits.slots.planner import EdgePipeDetails, EdgePipeOptions, plan, timetable_of
+from testbed.kits.slots.timeslots import draw
 from testbed.method import Job, Method, Problem
-from testbed.methods.edgepipe.figures import DECLARED
-from testbed.methods.edgepipe.planner import EdgePipeDetails, EdgePipeOptions, plan, timetable_of
-from testbed.methods.edgepipe.timeslots import draw
 from testbed.plan import Plan
 
 
@@ -36,7 +36,7 @@ class EdgePipe(Method[EdgePipeOptions, EdgePipeDetails]):
     async def program(self, device: Device, job: Job[EdgePipeOptions, EdgePipeDetails]) -> None:
         """Be a super neuron, slot by slot."""
         if device.name in job.plan.details.devices:
-            from testbed.methods.edgepipe.member import run
+            from testbed.kits.slots.member import run
 
             await run(device, job)
 

@@ -1,14 +1,14 @@
 """VersatileFL (Yoon et al., "VersatileFL: Volatility-Resilient Federated Learning in Wireless Edge Networks").
 
-Layers and batches are numbered as in `testbed.methods.edgepipe`, whose partition, timeslots and casts it has.
+Layers and batches are numbered as in `testbed.kits.slots`, whose partition, timeslots and casts it has.
 """
 
 from __future__ import annotations
 
 from testbed.device import Device
+from testbed.kits.slots.planner import timetable_of
+from testbed.kits.slots.timeslots import draw
 from testbed.method import Job, Method, Problem
-from testbed.methods.edgepipe.planner import timetable_of
-from testbed.methods.edgepipe.timeslots import draw
 from testbed.methods.versatile.figures import DECLARED
 from testbed.methods.versatile.planner import VersatileDetails, VersatileOptions, plan
 from testbed.plan import Plan

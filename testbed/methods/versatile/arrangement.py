@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from testbed.common.seeds import derive
-from testbed.methods.edgepipe.partition import Partition
+from testbed.kits.slots.partition import Partition
 from testbed.models.slices import NONE, Channels, as_channels
 
 Holders = Mapping[str, Channels]

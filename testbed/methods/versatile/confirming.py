@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.methods.edgepipe.exchange import Placement
-from testbed.methods.edgepipe.messages import Losses, Outputs
-from testbed.methods.edgepipe.missing import Arrived
-from testbed.methods.edgepipe.recovery import Transmit
+from testbed.kits.slots.exchange import Placement
+from testbed.kits.slots.messages import Losses, Outputs
+from testbed.kits.slots.missing import Arrived
+from testbed.kits.slots.recovery import Transmit
 from testbed.methods.versatile.messages import Complete
 
 
 class Confirming:
-    """Tells the others of a layer, and waits a moment for what they tell, in the way of `edgepipe.missing.Confirm`.
+    """Tells the others of a layer, and waits a moment for what they tell, in the way of `kits.slots.missing.Confirm`.
 
     What they tell is lost as any cast; then they count as without.
     """

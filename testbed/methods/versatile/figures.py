@@ -7,7 +7,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from testbed.methods.edgepipe.figures import DECLARED as EDGEPIPE
+from testbed.kits.slots.figures import DECLARED as EDGEPIPE
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Column, Curve, Declared, Figure, Row, Table
 from testbed.trace.record import Record

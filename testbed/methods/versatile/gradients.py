@@ -6,7 +6,7 @@ import torch
 
 from testbed.kits.layers.layer_shard import LayerShard
 from testbed.kits.layers.shard import State
-from testbed.methods.edgepipe.missing import back
+from testbed.kits.slots.missing import back
 from testbed.methods.versatile.planner import Granularity
 
 

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.methods.edgepipe.neurons import Neurons
+from testbed.kits.slots.neurons import Neurons
 from testbed.methods.versatile.arrangement import Arrangement
 from testbed.methods.versatile.knowledge import Knowledge
 from testbed.methods.versatile.maintenance import Maintenance

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from testbed.methods.edgepipe.exchange import Sent
-from testbed.methods.edgepipe.messages import Losses, Outputs
+from testbed.kits.slots.exchange import Sent
+from testbed.kits.slots.messages import Losses, Outputs
 from testbed.methods.versatile.arrangement import Arrangement
 from testbed.methods.versatile.credibility import Reception
 from testbed.methods.versatile.forward import Rates
@@ -77,7 +77,7 @@ class Knowledge:
 
 
 class Telling:
-    """The notes of one device's casts (`edgepipe.exchange.Notes`): what it knows."""
+    """The notes of one device's casts (`kits.slots.exchange.Notes`): what it knows."""
 
     def __init__(self, knowledge: Knowledge, reception: Reception) -> None:
         self._knowledge = knowledge

@@ -1,4 +1,4 @@
-"""What is done about what is missing (Section IV), in the way in which `edgepipe.missing` says it."""
+"""What is done about what is missing (Section IV), in the way in which `kits.slots.missing` says it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from testbed.device import Device
 from testbed.kits.layers.layer_shard import LayerShard
-from testbed.methods.edgepipe.missing import Arrived, Confirm, Missing
+from testbed.kits.slots.missing import Arrived, Confirm, Missing
 from testbed.methods.versatile.forward import Rates, merged, valid
 from testbed.methods.versatile.gradients import Saved, fresh, pass_on
 from testbed.methods.versatile.knowledge import Knowledge

@@ -7,11 +7,11 @@ from contextlib import aclosing
 from testbed.data.batches import steps_per_epoch
 from testbed.device import Device
 from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.slots.exchange import CastExchange
+from testbed.kits.slots.member import Member, recovery
+from testbed.kits.slots.neurons import Neurons
+from testbed.kits.slots.planner import answering_time, neuron_values, timetable_of
 from testbed.method import Job
-from testbed.methods.edgepipe.exchange import CastExchange
-from testbed.methods.edgepipe.member import Member, recovery
-from testbed.methods.edgepipe.neurons import Neurons
-from testbed.methods.edgepipe.planner import answering_time, neuron_values, timetable_of
 from testbed.methods.versatile.confirming import Confirming, Ideal
 from testbed.methods.versatile.course import Course
 from testbed.methods.versatile.credibility import Reception

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from testbed.kits.messaging.typed import Typed
-from testbed.methods.edgepipe.messages import KINDS as CASTS
+from testbed.kits.slots.messages import KINDS as CASTS
 
 if TYPE_CHECKING:
     from testbed.kits.layers.shard import State

@@ -13,9 +13,9 @@ from pydantic import Field
 from testbed.common.errors import InputError
 from testbed.common.quantities import Fraction
 from testbed.common.seeds import derive
+from testbed.kits.slots import planner as slots
+from testbed.kits.slots.planner import EdgePipeDetails, EdgePipeOptions, division_of, timetable_of
 from testbed.method import Problem
-from testbed.methods.edgepipe import planner as edgepipe
-from testbed.methods.edgepipe.planner import EdgePipeDetails, EdgePipeOptions, division_of, timetable_of
 from testbed.methods.versatile.arrangement import Arrangement, arrangement_of
 from testbed.methods.versatile.credibility import ALPHA
 from testbed.methods.versatile.thresholds import PATIENCE
@@ -79,7 +79,7 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
     scattered = options.allocation == "random"
     if scattered:
         problem = replace(problem, options=options.model_copy(update={"allocation": "horizontal"}))
-    planned = edgepipe.plan(problem)
+    planned = slots.plan(problem)
     ratios = [1 - link.message_loss for link in problem.links.values()]
     table = timetable_of(planned.details)
     grace = math.ceil(table.slots(1) / table.period) + MARGIN_STEPS

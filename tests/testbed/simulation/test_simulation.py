@@ -77,6 +77,22 @@ def test_a_pause_and_a_throttle_hit_all_processors():
     assert ends == [7.0, 7.0]
 
 
+def test_a_message_may_come_in_the_instant_in_which_its_receiver_is_cancelled():
+    seen = []
+
+    async def lead(device):
+        receiving = asyncio.ensure_future(device.receive())
+        await device.sleep(1)
+        receiving.cancel()
+        device.deliver(Message("x"), 1, device.now(), 0.0)
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        seen.append((await device.receive()).kind)
+
+    world({"lead": lead}).run()
+    assert seen == ["x"]
+
+
 def test_deadlock_is_named():
     async def waits(device: Device):
         await device.receive()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from testbed.kits.layers.layer_shard import LayerShard
-from testbed.methods.edgepipe.missing import Arrived, SenderPart
-from testbed.methods.edgepipe.planner import slice_of
+from testbed.kits.slots.missing import Arrived, SenderPart
+from testbed.kits.slots.planner import slice_of
 from testbed.methods.versatile.knowledge import Knowledge
 from testbed.methods.versatile.maintenance import Maintenance
 from testbed.methods.versatile.planner import VersatileOptions

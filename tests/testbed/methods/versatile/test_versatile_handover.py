@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.methods.edgepipe.neurons import Neurons
-from testbed.methods.edgepipe.planner import neuron_values
+from testbed.kits.slots.neurons import Neurons
+from testbed.kits.slots.planner import neuron_values
 from testbed.methods.versatile.arrangement import joined, left, rearranged
 from testbed.methods.versatile.handover import Handover
 from testbed.methods.versatile.knowledge import Knowledge

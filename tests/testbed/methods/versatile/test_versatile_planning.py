@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from testbed.methods.edgepipe.partition import partition
+from testbed.kits.slots.partition import partition
 from testbed.methods.versatile.arrangement import arrangement_of, joined, left, moves, rearranged, shares
 from testbed.methods.versatile.credibility import SERIES, Reception, average, silent, updated
 from testbed.methods.versatile.forward import merged, valid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 
 from testbed.device import Device
-from testbed.methods.edgepipe.timeslots import LayerAction, SlotSegment
+from testbed.kits.slots.timeslots import LayerAction, SlotSegment
 
 
 async def slots(

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.methods.edgepipe.mapping import by_chance, exhaustive, generations, genetic, matrix, score
-from testbed.methods.edgepipe.partition import devices_of, layer_groups, partition
-from testbed.methods.edgepipe.planner import plan
-from testbed.methods.edgepipe.timeslots import MARGIN, draw, naive_slots, segments, timetable
-from testbed.methods.edgepipe.topology import connectivity, coordinator, passes
+from testbed.kits.slots.mapping import by_chance, exhaustive, generations, genetic, matrix, score
+from testbed.kits.slots.partition import devices_of, layer_groups, partition
+from testbed.kits.slots.planner import plan
+from testbed.kits.slots.timeslots import MARGIN, draw, naive_slots, segments, timetable
+from testbed.kits.slots.topology import connectivity, coordinator, passes
 from testbed.network.radio import Propagation, Radio, draw_positions
 from testbed.wire.cast import size_around
 from tests.helpers.runs import problem_of, scenario

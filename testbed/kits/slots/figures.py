@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.methods.edgepipe.planner import EdgePipeDetails, timetable_of
+from testbed.kits.slots.planner import EdgePipeDetails, timetable_of
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Declared, Figure
 from testbed.trace.intervals import Interval

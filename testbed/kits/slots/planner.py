@@ -15,11 +15,11 @@ from testbed.common.errors import InputError
 from testbed.common.quantities import Duration
 from testbed.device import Cost
 from testbed.kits.layers import costs
+from testbed.kits.slots import mapping
+from testbed.kits.slots.partition import Allocation, Partition, SuperNeuron, partition
+from testbed.kits.slots.timeslots import MARGIN, Timetable, fill_and_drain, timetable
+from testbed.kits.slots.topology import Matrix, connectivity, coordinator, passes
 from testbed.method import Options, Problem
-from testbed.methods.edgepipe import mapping
-from testbed.methods.edgepipe.partition import Allocation, Partition, SuperNeuron, partition
-from testbed.methods.edgepipe.timeslots import MARGIN, Timetable, fill_and_drain, timetable
-from testbed.methods.edgepipe.topology import Matrix, connectivity, coordinator, passes
 from testbed.models.chain import backward_of, forward_of
 from testbed.models.graph import Graph, GraphLayer, graph_of
 from testbed.models.layers import Dropout

@@ -9,7 +9,7 @@ import torch
 from testbed.data.batches import micro_batches
 from testbed.kits.layers.feed import Training
 from testbed.kits.layers.layer_shard import LayerShard
-from testbed.methods.edgepipe.missing import Learn, at_once, back
+from testbed.kits.slots.missing import Learn, at_once, back
 
 
 class MicroBatches:

@@ -11,13 +11,12 @@ from torch.nn import functional
 from testbed.device import Device
 from testbed.kits.layers.feed import Training
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.method import Job
-from testbed.methods.edgepipe.exchange import CastExchange, Placement, Planned
-from testbed.methods.edgepipe.messages import KINDS, Losses, Outputs
-from testbed.methods.edgepipe.microbatches import MicroBatches, update_after
-from testbed.methods.edgepipe.missing import EDGEPIPE, Arrived, Missing
-from testbed.methods.edgepipe.neurons import Neurons
-from testbed.methods.edgepipe.planner import (
+from testbed.kits.slots.exchange import CastExchange, Placement, Planned
+from testbed.kits.slots.messages import KINDS, Losses, Outputs
+from testbed.kits.slots.microbatches import MicroBatches, update_after
+from testbed.kits.slots.missing import EDGEPIPE, Arrived, Missing
+from testbed.kits.slots.neurons import Neurons
+from testbed.kits.slots.planner import (
     EdgePipeDetails,
     EdgePipeOptions,
     answering_time,
@@ -26,10 +25,11 @@ from testbed.methods.edgepipe.planner import (
     test_batch,
     timetable_of,
 )
-from testbed.methods.edgepipe.recovery import Acknowledged, Repeated, Transmit
-from testbed.methods.edgepipe.slots import slots
-from testbed.methods.edgepipe.testing import TestRuns
-from testbed.methods.edgepipe.timeslots import LayerAction, SlotSegment, Timetable, segments
+from testbed.kits.slots.recovery import Acknowledged, Repeated, Transmit
+from testbed.kits.slots.slots import slots
+from testbed.kits.slots.testing import TestRuns
+from testbed.kits.slots.timeslots import LayerAction, SlotSegment, Timetable, segments
+from testbed.method import Job
 from testbed.models.slices import pick
 
 EdgePipeJob = Job[EdgePipeOptions, EdgePipeDetails]

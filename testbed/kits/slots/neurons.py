@@ -10,9 +10,9 @@ import torch
 from testbed.device import Device, Span
 from testbed.kits.layers.layer_shard import LayerShard
 from testbed.kits.layers.shard import State
+from testbed.kits.slots.missing import Learn
+from testbed.kits.slots.planner import EdgePipeOptions, LayerCosts, layer_costs, layers_of, slice_of
 from testbed.method import Problem
-from testbed.methods.edgepipe.missing import Learn
-from testbed.methods.edgepipe.planner import EdgePipeOptions, LayerCosts, layer_costs, layers_of, slice_of
 from testbed.models.sliced import draw
 from testbed.models.slices import Channels
 

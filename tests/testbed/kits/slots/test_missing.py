@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from testbed.kits.layers.layer_shard import LayerShard
-from testbed.methods.edgepipe.missing import EDGEPIPE, Arrived, SenderPart
+from testbed.kits.slots.missing import EDGEPIPE, Arrived, SenderPart
 from testbed.models import create
 from testbed.models.graph import graph_of
 from testbed.models.sliced import cut

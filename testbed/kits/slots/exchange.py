@@ -10,10 +10,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.methods.edgepipe.messages import Losses, Outputs
-from testbed.methods.edgepipe.missing import Arrived, SenderPart, share_without
-from testbed.methods.edgepipe.partition import Partition
-from testbed.methods.edgepipe.recovery import Transmit
+from testbed.kits.slots.messages import Losses, Outputs
+from testbed.kits.slots.missing import Arrived, SenderPart, share_without
+from testbed.kits.slots.partition import Partition
+from testbed.kits.slots.recovery import Transmit
 from testbed.models.slices import Channels, elements, pick
 
 Sent = TypeVar("Sent", Outputs, Losses)

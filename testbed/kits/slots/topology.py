@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from testbed.methods.edgepipe.partition import Partition
+from testbed.kits.slots.partition import Partition
 from testbed.network.link import Pair
 
 Matrix = tuple[tuple[float, ...], ...]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.methods.edgepipe.messages import Heard, Losses, Outputs
+from testbed.kits.slots.messages import Heard, Losses, Outputs
 
 
 class Transmit(Protocol):

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from testbed.common.seeds import derive
-from testbed.methods.edgepipe.topology import Matrix
+from testbed.kits.slots.topology import Matrix
 
 Order = tuple[int, ...]
 """For each super neuron, the index of its device."""
