@@ -16,11 +16,10 @@ from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.models.chain import Unit, backward_of, cost_of, forward_of
 from testbed.network.link import Link, Pair
-from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
 from testbed.partition.memory import asynchronous_bytes
-from testbed.partition.pipeline import Chain
-from testbed.schedule import Action, asynchronous_1f1b, play
+from testbed.partition.pipeline import Chain, TrainingPipeline
+from testbed.schedule import Action, asynchronous_1f1b
 from testbed.schedule.timeline import Slot
 from testbed.schedule.versions import in_flight, kept
 from testbed.wire.message import size_around
@@ -57,18 +56,18 @@ class UnitTimes:
 
 
 @dataclass(frozen=True)
-class AsynchronousPipeline(Chain):
-    """Asynchronous 1F1B training over devices in a row, each batch with an update of its own."""
+class AsynchronousPipeline(TrainingPipeline):
+    """Asynchronous 1F1B training over devices in a row, each batch with an update of its own.
+
+    Its `least_bottleneck` is FTPipeHD's partition.
+    """
 
     profile: UnitTimes
     capacities: tuple[float, ...]
     """C_i: how many times as long as the coordinator a device takes; the first stage's is 1 while nothing slows it."""
-    momentum: bool = False
     window: int | None = None
     """Batches in the pipeline at once; None, and never more than: as many as there are stages."""
     vertical_sync: bool = True
-    half_duplex: bool = False
-    """Whether activations and gradients share a link's rate: the factor 2 of equation (5)."""
     extra: Extra = lambda stage, first, last: 0.0
     replicas: Replicas = lambda stage, first, last: {}
 
@@ -86,9 +85,6 @@ class AsynchronousPipeline(Chain):
         versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
         own = asynchronous_bytes(self.model, range(first, last), samples, versions, self.momentum)
         return own + self.extra(stage, first, last)
-
-    def _with_batch(self, batch_size: int) -> Chain:
-        return replace(self, batch_size=batch_size)
 
     def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
         added = (self.capacities[-1],) * (len(devices) - len(self.devices))
@@ -112,6 +108,10 @@ class AsynchronousPipeline(Chain):
         """Return the seconds of a backward of ``samples`` samples."""
         return self.seconds("backward", stage, first, last) * samples / self.batch_size
 
+    def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
+        """Return the seconds of one action of a stage."""
+        return self.seconds(action.kind, stage, first, last)
+
     def stage_time(self, stage: int, first: int, last: int) -> float:
         """Return T(first, last) of a stage for one batch: forward, backward and update."""
         return sum(self.seconds(kind, stage, first, last) for kind in self._sums)
@@ -120,15 +120,10 @@ class AsynchronousPipeline(Chain):
     def bottleneck_costs(self) -> Costs:
         """What each stage and each link is busy with for one batch: the three parts of equation (5)."""
 
-        def boundary(stage: int, cut: int) -> float:
-            there, _ = self.transfer(stage, stage + 1, cut, self.batch_size)
-            back, _ = self.transfer(stage + 1, stage, cut, self.batch_size)
-            return there + back if self.half_duplex else max(there, back)
-
         def stage(stage: int, first: int, last: int) -> float:
             return max(self.stage_time(stage, first, last), self._replicating(stage, first, last))
 
-        return Costs(stage, boundary)
+        return replace(super().bottleneck_costs, stage=stage)
 
     def _replicating(self, stage: int, first: int, last: int) -> float:
         """Return the seconds for one batch of the busiest link that a stage sends its replicas over.
@@ -145,38 +140,9 @@ class AsynchronousPipeline(Chain):
             busiest = max(busiest, link.transmission_time(size_around(size)) + other)
         return busiest
 
-    @property
-    def passage_costs(self) -> Costs:
-        """What adds up to the time of one batch forward through all stages and back."""
-
-        def boundary(stage: int, cut: int) -> float:
-            ways = ((stage, stage + 1), (stage + 1, stage))
-            return sum(sum(self.transfer(*way, cut, self.batch_size)) for way in ways)
-
-        return Costs(self.stage_time, boundary)
-
-    def bottleneck(self, cuts: Cuts) -> float:
-        """Return the seconds for one batch of the busiest stage or link: A of equation (5) for these cuts."""
-        return self.bottleneck_costs.of(cuts, max)
-
     def slowest_stage(self, cuts: Cuts) -> float:
         """Return the seconds for one batch of the busiest stage alone, whatever the links carry."""
         return max(self.stage_time(stage, *ends) for stage, ends in enumerate(pairwise(cuts)))
-
-    def least_bottleneck(self) -> Cuts:
-        """Return FTPipeHD's partition: the least bottleneck among those that fit, of several the quickest passage.
-
-        Exact. Raises `InputError` where none fits.
-        """
-        fitting = self._fitting(self.bottleneck_costs)
-        return self._chosen(cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs))
-
-    def homogeneous(self) -> Cuts:
-        """Return PipeDream's partition: the least bottleneck if all devices were as fast as the coordinator.
-
-        The links are as they are, and so is each device's memory. Raises `InputError` where none fits.
-        """
-        return replace(self, capacities=(1.0,) * len(self.devices)).least_bottleneck()
 
     def without_links(self) -> AsynchronousPipeline:
         """Return the same over links that cost nothing, for the limit that computing alone sets."""
@@ -186,16 +152,7 @@ class AsynchronousPipeline(Chain):
         """Return when each stage does what in a run of ``batches`` batches, in seconds."""
         count = len(self.devices)
         stages = [tuple(asynchronous_1f1b(count, stage, batches, self.window)) for stage in range(count)]
-
-        def duration(stage: int, action: Action) -> float:
-            return self.seconds(action.kind, stage, *cuts[stage : stage + 2])
-
-        def transfer(stage: int, action: Action) -> tuple[float, float]:
-            if action.kind == "forward":
-                return self.transfer(stage, stage + 1, cuts[stage + 1], self.batch_size)
-            return self.transfer(stage, stage - 1, cuts[stage], self.batch_size)
-
-        return play(stages, duration, transfer)
+        return self.played(cuts, stages)
 
     def batch_time(self, cuts: Cuts) -> float:
         """Return the predicted seconds from one update of the first stage to the next in a full pipeline.

@@ -1,15 +1,16 @@
 """Partitions of a model over devices in a row: planned, checked against their memory, and timed by formula.
 
 The times are those the testbed charges: `DeviceSpec.seconds`, bytes on the wire over the link's rate, and
-the link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share it;
-``half_duplex`` makes them share it, which is the factor 2 of equation (5) of FTPipeHD.
+the link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share it,
+unless a pipeline is ``half_duplex``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
@@ -190,6 +191,33 @@ class Chain:
         """Return the fitting partition with the least latency; raises `InputError` where none fits."""
         return self._chosen(cutting.least_total(len(self.units), len(self.devices), self._fitting(self.latency_costs)))
 
+    @property
+    def passage_costs(self) -> Costs:
+        """What adds up to the time of one batch, or micro-batch, alone on its whole way."""
+        return self.latency_costs
+
+    @property
+    def bottleneck_costs(self) -> Costs:
+        """What each stage and each link is busy with for one batch: a link's delay keeps nobody busy."""
+
+        def boundary(stage: int, cut: int) -> float:
+            return self.transfer(stage, stage + 1, cut, self.batch_size)[0]
+
+        return replace(self.latency_costs, boundary=boundary)
+
+    def bottleneck(self, cuts: Cuts) -> float:
+        """Return the seconds of the busiest stage or link for what passes together: a full pipeline's pace."""
+        return self.bottleneck_costs.of(cuts, max)
+
+    def least_bottleneck(self) -> Cuts:
+        """Return the fitting partition with the least bottleneck, of several the one with the quickest passage.
+
+        Exact. Raises `InputError` where none fits.
+        """
+        fitting = self._fitting(self.bottleneck_costs)
+        found = cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs)
+        return self._chosen(found)
+
     def even(self) -> Cuts:
         """Return even cuts; raises `InputError` where they do not fit."""
         cuts = cutting.even(len(self.units), len(self.devices))
@@ -204,16 +232,74 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class SynchronousPipeline(Chain):
+class TrainingPipeline(Chain):
+    """Training over devices in a row: activations go forward, gradients come back."""
+
+    momentum: bool = field(default=False, kw_only=True)
+    half_duplex: bool = field(default=False, kw_only=True)
+    """Whether activations and gradients share a link's rate: the factor 2 of FTPipeHD's equation (5)."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples pass together, at most."""
+        return self.batch_size
+
+    @abstractmethod
+    def stage_time(self, stage: int, first: int, last: int) -> float:
+        """Return the seconds of a stage for what passes together: forward, backward and its share of the update."""
+
+    @abstractmethod
+    def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
+        """Return the seconds of one action of a stage."""
+
+    def samples_of(self, action: Action) -> int:
+        """Return how many samples an action is about."""
+        return self.samples
+
+    @property
+    def bottleneck_costs(self) -> Costs:
+        """What each stage and each link is busy with for what passes together (PipeDream; FTPipeHD's equation 5)."""
+
+        def boundary(stage: int, cut: int) -> float:
+            there, _ = self.transfer(stage, stage + 1, cut, self.samples)
+            back, _ = self.transfer(stage + 1, stage, cut, self.samples)
+            return there + back if self.half_duplex else max(there, back)
+
+        return Costs(cache(self.stage_time), boundary)
+
+    @property
+    def passage_costs(self) -> Costs:
+        """What adds up to the time of what passes together, forward through all stages and back."""
+
+        def boundary(stage: int, cut: int) -> float:
+            ways = ((stage, stage + 1), (stage + 1, stage))
+            return sum(sum(self.transfer(*way, cut, self.samples)) for way in ways)
+
+        return Costs(cache(self.stage_time), boundary)
+
+    def played(self, cuts: Cuts, stages: Sequence[Sequence[Action]]) -> list[Slot]:
+        """Return when each stage does its actions, in seconds."""
+
+        def duration(stage: int, action: Action) -> float:
+            first, last = cuts[stage : stage + 2]
+            return self.action_time(stage, first, last, action)
+
+        def transfer(stage: int, action: Action) -> tuple[float, float]:
+            forward = action.kind == "forward"
+            target, cut = (stage + 1, cuts[stage + 1]) if forward else (stage - 1, cuts[stage])
+            return self.transfer(stage, target, cut, self.samples_of(action))
+
+        return play(stages, duration, transfer)
+
+
+@dataclass(frozen=True)
+class SynchronousPipeline(TrainingPipeline):
     """Training in a synchronous pipeline: micro-batches forward and back by a schedule, an update at the end."""
 
     micro_batches: int
     schedule: Schedule
-    momentum: bool = False
     update_flops: float = 2.0
     """FLOPs that an update is charged for each parameter."""
-    half_duplex: bool = False
-    """Whether activations and gradients share a link's rate."""
     recompute: bool = False
     """Whether all stages but the last forward a second time before they backward, instead of keeping activations."""
 
@@ -259,50 +345,27 @@ class SynchronousPipeline(Chain):
         """Return the seconds of the update that ends a step."""
         return self.devices[stage].seconds(Cost(self.update_flops * (self._parameters[last] - self._parameters[first])))
 
-    @cached_property
-    def _stage_time(self) -> OfStage:
-        """Forward and backward of the largest micro-batch, and its share of the update."""
-        samples = self._sizes[0]
-
-        def stage_time(stage: int, first: int, last: int) -> float:
-            compute = self.forward_time(stage, first, last, samples) + self.backward_time(stage, first, last, samples)
-            return compute + self.update_time(stage, first, last) / self.micro_batches
-
-        return cache(stage_time)
-
     @property
-    def bottleneck_costs(self) -> Costs:
-        """What each stage and each link is busy with for one micro-batch (PipeDream; FTPipeHD's equations 4 to 7)."""
+    def samples(self) -> int:
+        """The largest micro-batch."""
+        return self._sizes[0]
 
-        def boundary(stage: int, cut: int) -> float:
-            there, _ = self.transfer(stage, stage + 1, cut, self._sizes[0])
-            back, _ = self.transfer(stage + 1, stage, cut, self._sizes[0])
-            return there + back if self.half_duplex else max(there, back)
+    def stage_time(self, stage: int, first: int, last: int) -> float:
+        """Return the seconds of forward and backward of the largest micro-batch, and of its share of the update."""
+        ends, samples = (stage, first, last), self.samples
+        compute = self.forward_time(*ends, samples) + self.backward_time(*ends, samples)
+        return compute + self.update_time(*ends) / self.micro_batches
 
-        return Costs(self._stage_time, boundary)
+    def samples_of(self, action: Action) -> int:
+        """Return the size of an action's micro-batch."""
+        return self._sizes[action.micro % self.micro_batches]
 
-    @property
-    def passage_costs(self) -> Costs:
-        """What adds up to the time of one micro-batch forward through all stages and back."""
-
-        def boundary(stage: int, cut: int) -> float:
-            size = self._sizes[0]
-            return sum(self.transfer(stage, stage + 1, cut, size)) + sum(self.transfer(stage + 1, stage, cut, size))
-
-        return Costs(self._stage_time, boundary)
-
-    def bottleneck(self, cuts: Cuts) -> float:
-        """Return the seconds for one micro-batch of the busiest stage or link: what a full pipeline is paced by."""
-        return self.bottleneck_costs.of(cuts, max)
-
-    def least_bottleneck(self) -> Cuts:
-        """Return the fitting partition with the least bottleneck, of several the one with the quickest passage.
-
-        Exact. Raises `InputError` where none fits.
-        """
-        fitting = self._fitting(self.bottleneck_costs)
-        found = cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs)
-        return self._chosen(found)
+    def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
+        """Return the seconds of one action of a stage."""
+        if action.kind == "update":
+            return self.update_time(stage, first, last)
+        time = self.forward_time if action.kind == "forward" else self.backward_time
+        return time(stage, first, last, self.samples_of(action))
 
     def least_step_time(self) -> Cuts:
         """Return the fitting partition with the least predicted `step_time`, among the trade-offs of two costs.
@@ -322,7 +385,6 @@ class SynchronousPipeline(Chain):
 
         Micro-batches are numbered on through the steps. The first stage starts a step once it has done its update.
         """
-        lists = orders(self.schedule, len(self.devices), self.micro_batches)
         count = self.micro_batches
         stages = [
             [
@@ -333,23 +395,9 @@ class SynchronousPipeline(Chain):
                     Action("update", step),
                 )
             ]
-            for actions in lists
+            for actions in orders(self.schedule, len(self.devices), count)
         ]
-
-        def duration(stage: int, action: Action) -> float:
-            first, last = cuts[stage : stage + 2]
-            if action.kind == "update":
-                return self.update_time(stage, first, last)
-            time = self.forward_time if action.kind == "forward" else self.backward_time
-            return time(stage, first, last, self._sizes[action.micro % count])
-
-        def transfer(stage: int, action: Action) -> tuple[float, float]:
-            samples = self._sizes[action.micro % count]
-            if action.kind == "forward":
-                return self.transfer(stage, stage + 1, cuts[stage + 1], samples)
-            return self.transfer(stage, stage - 1, cuts[stage], samples)
-
-        return play(stages, duration, transfer)
+        return self.played(cuts, stages)
 
     def step_time(self, cuts: Cuts) -> float:
         """Return the predicted seconds from one step's start to the next one's: the critical path of the schedule."""

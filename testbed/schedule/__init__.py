@@ -1,8 +1,6 @@
 """Pipeline schedules: pure generators of actions, drawn and checked before anything runs."""
 
-from testbed.schedule.actions import Action, Schedule, in_flight, orders
-from testbed.schedule.asynchronous import asynchronous_1f1b
-from testbed.schedule.synchronous import SCHEDULES
+from testbed.schedule.generators import SCHEDULES, Action, Schedule, asynchronous_1f1b, in_flight, orders, written
 from testbed.schedule.timeline import ScheduleError, grid, play
 
 __all__ = [
@@ -15,4 +13,5 @@ __all__ = [
     "in_flight",
     "orders",
     "play",
+    "written",
 ]

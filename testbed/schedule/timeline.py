@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from testbed.schedule.actions import Action, Schedule, orders
+from testbed.schedule.generators import Action, Schedule, orders
 
 ActionTime = Callable[[int, Action], float]
 """(stage, action) -> seconds of the stage's processor."""

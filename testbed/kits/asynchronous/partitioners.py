@@ -16,7 +16,6 @@ from testbed.method import Problem
 from testbed.network.link import Pair
 from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, divisible_limit
 from testbed.partition.asynchronous import capacities as given
-from testbed.partition.cuts import even
 from testbed.partition.redistribution import StagePartition, take_over
 from testbed.plan import Details, Piece, Plan
 
@@ -182,10 +181,7 @@ class EvenPartitioner(HomogeneousPartitioner):
     def over(self, names: Sequence[str]) -> StagePartition:
         """Return even cuts over these devices; raises `InputError` where they do not fit."""
         names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
-        pipeline = self.pipeline(names)
-        cuts = even(len(self.problem.model.units), len(names))
-        pipeline.check(cuts)
-        return StagePartition(tuple(names), cuts)
+        return StagePartition(tuple(names), self.pipeline(names).even())
 
 
 class AsynchronousDetails(Details):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from testbed.schedule.actions import Action
+from testbed.schedule import Action
 
 MARGIN = 0.1
 """Seconds; the paper's."""

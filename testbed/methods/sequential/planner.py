@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import ConfigDict, Field
@@ -12,7 +11,6 @@ from testbed.hardware import DeviceSpec
 from testbed.kits.pipeline.arrangement import StagesOptions, all_devices, devices_among, pieces
 from testbed.method import Problem
 from testbed.partition import Chain, Cuts
-from testbed.partition.cuts import Costs, least_bottleneck
 from testbed.plan import Details, Piece, Plan
 from testbed.wire.message import size_around
 
@@ -30,18 +28,9 @@ class SequentialOptions(StagesOptions):
 class InferenceChain(Chain):
     """A chain that several requests pass at once."""
 
-    @property
-    def bottleneck_costs(self) -> Costs:
-        """What each stage and each link is busy with for one request: a link's delay keeps nobody busy."""
-
-        def boundary(stage: int, cut: int) -> float:
-            return self.transfer(stage, stage + 1, cut, self.batch_size)[0]
-
-        return replace(self.latency_costs, boundary=boundary)
-
     def bottleneck(self, cuts: Cuts) -> float:
         """Return the seconds between two requests' outputs when many are in flight."""
-        return max(self.bottleneck_costs.of(cuts, max), self.way_back[0])
+        return max(super().bottleneck(cuts), self.way_back[0])
 
     @property
     def way_back(self) -> tuple[float, float]:
@@ -50,12 +39,6 @@ class InferenceChain(Chain):
         if link is None:
             return 0.0, 0.0
         return link.transmission_time(size_around(self.batch_size * self.units[-1].output_bytes)), link.delay
-
-    def least_bottleneck(self) -> Cuts:
-        """Return the fitting partition that answers most requests a second; raises `InputError` where none fits."""
-        units, stages = len(self.units), len(self.devices)
-        fitting = self._fitting(self.bottleneck_costs)
-        return self._chosen(least_bottleneck(units, stages, fitting, self.latency_costs))
 
 
 class SequentialDetails(Details):

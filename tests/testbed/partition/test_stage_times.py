@@ -21,13 +21,18 @@ from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, capa
 from testbed.partition.cuts import Cuts
 from testbed.partition.memory import asynchronous_bytes, training_bytes
 from testbed.schedule import Action, orders
-from testbed.schedule.synchronous import one_forward_one_backward
+from testbed.schedule.generators import one_forward_one_backward
 from testbed.schedule.versions import aggregates, in_flight, kept, used
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import ENVELOPE
 
 MOBILENET = create("mobilenetv2", {}, (3, 32, 32), 10)
 PAPER = (1.0, 1.0, 0.1)
+
+
+def homogeneous(pipeline: AsynchronousPipeline) -> Cuts:
+    """Return PipeDream's partition: the least bottleneck if all devices were as fast as the coordinator."""
+    return replace(pipeline, capacities=(1.0,) * len(pipeline.devices)).least_bottleneck()
 
 
 def row(*speeds: float, memory: float = 64e9) -> tuple[DeviceSpec, ...]:
@@ -112,8 +117,8 @@ def test_the_partition_is_that_of_the_papers_recursion_and_of_brute_force(found:
     cuts = found.least_bottleneck()
     assert cuts in fitting
     assert found.bottleneck(cuts) == min(map(found.bottleneck, fitting)) == pytest.approx(limit)
-    assert found.homogeneous() in fitting
-    assert found.bottleneck(found.homogeneous()) >= found.bottleneck(cuts)
+    assert homogeneous(found) in fitting
+    assert found.bottleneck(homogeneous(found)) >= found.bottleneck(cuts)
     # A full pipeline takes at least as long for a batch as its busiest part, and not longer than a batch all alone.
     alone = found.passage_costs.of(cuts, lambda one, other: one + other)
     assert found.bottleneck(cuts) * (1 - 1e-9) <= found.batch_time(cuts) <= alone * (1 + 1e-9)
@@ -137,9 +142,9 @@ def test_seven_times_is_the_limit_of_a_finely_divisible_chain() -> None:
     links = {(one.name, two.name): Link() for one in devices for two in devices if one != two}
     profile = UnitTimes((0.1,) * 42, (0.2,) * 42, (0.0,) * 42)
     found = AsynchronousPipeline(fine, devices, links, 1, profile, capacities(devices, fine.units, 1))
-    assert found.homogeneous() == (0, 14, 28, 42)
+    assert homogeneous(found) == (0, 14, 28, 42)
     assert found.least_bottleneck() == (0, 20, 40, 42)
-    assert found.bottleneck(found.homogeneous()) / found.bottleneck(found.least_bottleneck()) == pytest.approx(7.0)
+    assert found.bottleneck(homogeneous(found)) / found.bottleneck(found.least_bottleneck()) == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,7 @@ def test_what_the_units_of_mobilenet_permit(
 ) -> None:
     """More than 7.0 where the even partition is not balanced itself."""
     found = row_of(create("mobilenetv2", {"width": width}, shape, 10), speeds).without_links()
-    assert (found.homogeneous(), found.least_bottleneck()) == (even, optimal)
+    assert (homogeneous(found), found.least_bottleneck()) == (even, optimal)
     assert found.slowest_stage(even) / found.slowest_stage(optimal) == pytest.approx(ratio, abs=0.01)
     assert found.batch_time(even) / found.batch_time(optimal) == pytest.approx(ratio, abs=0.01)
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.schedule import SCHEDULES, Action, Schedule, ScheduleError, grid, in_flight, orders, play
-from testbed.schedule.actions import written
+from testbed.schedule import SCHEDULES, Action, Schedule, ScheduleError, grid, in_flight, orders, play, written
 
 
 def check(schedule: Schedule, stages: int, micro_batches: int) -> None:

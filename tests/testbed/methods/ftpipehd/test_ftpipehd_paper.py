@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -61,7 +62,8 @@ def test_figure_5_nears_the_ratio_that_the_units_permit() -> None:
     ready, found, _ = run(ours)
     _, other, _ = run(theirs)
     pipeline = known(ready, "centre", "fast", "slow")
-    predicted = pipeline.bottleneck(pipeline.homogeneous()) / pipeline.bottleneck(pipeline.least_bottleneck())
+    alike = replace(pipeline, capacities=(1.0,) * len(pipeline.devices))
+    predicted = pipeline.bottleneck(alike.least_bottleneck()) / pipeline.bottleneck(pipeline.least_bottleneck())
     measured = other["step_time"] / found["step_time_after"]
     limit = divisible_limit([device.speed for device in ready.problem.devices])
     assert limit == pytest.approx(7.0)
