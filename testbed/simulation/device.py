@@ -71,8 +71,6 @@ class SimulatedDevice:
         """Of the program and all that it started, in that order."""
         self.running = True
         """Whether the program has not returned."""
-        self.errors: list[BaseException] = []
-        """What tasks that the program started have raised; usually the program awaits and handles them."""
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._world = world
         self._loop = world.loop
@@ -297,6 +295,10 @@ class SimulatedDevice:
         if not work.future.done():
             work.future.set_result(work.result)
         self._begin()
+
+    def forget(self, task: asyncio.Task[Any]) -> None:
+        """Take note that a task is over."""
+        self.tasks.pop(task, None)
 
     def waits_for(self) -> str:
         """Say what the program waits for, for the report of a deadlock."""

@@ -22,8 +22,6 @@ class Guest(Protocol):
     """Whether the program has not returned."""
     leaving: bool
     """Whether it has been told to leave."""
-    errors: list[BaseException]
-    """What tasks that the program started have raised."""
     exposed: Callable[[], Mapping[str, torch.Tensor]] | None
     """Returns the weights that the device holds."""
 

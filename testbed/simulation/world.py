@@ -68,8 +68,8 @@ class World:
         time_limit: float = float("inf"),
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        self.loop = VirtualLoop(time_limit)
-        self.loop.set_task_factory(_own)  # type: ignore[arg-type]  # typeshed knows no options
+        self.loop = VirtualLoop(time_limit)  # type: ignore[abstract]  # of what needs sockets or threads it has nothing
+        self.loop.set_task_factory(_make_owned)
         self.loop.set_exception_handler(self._lost_error)
         self.hosts = {spec.name: Host(spec.name, spec) for spec in devices}
         self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
@@ -316,11 +316,9 @@ class World:
 
     def _lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Fail the run when a task that nobody awaits has raised."""
-        error = context.get("exception")
-        devices = (host.device for host in self.hosts.values() if host.device is not None)
-        owner = next((device for device in devices if any(error is raised for raised in device.errors)), None)
-        if owner is not None and isinstance(error, BaseException):
-            self._fail(owner, error)
+        task, error = context.get("future"), context.get("exception")
+        if isinstance(task, _OwnedTask) and task.owner.alive and error is not None:
+            self._fail(task.owner, error)
         else:
             loop.default_exception_handler(context)
 
@@ -336,18 +334,21 @@ def rare_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _own(loop: asyncio.AbstractEventLoop, program: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+class _OwnedTask(asyncio.Task[Any]):
+    """A task that knows the device whose code has started it."""
+
+    owner: SimulatedDevice
+
+
+def _make_owned(
+    loop: asyncio.AbstractEventLoop, program: Coroutine[Any, Any, Any], **options: Any
+) -> asyncio.Task[Any]:
     """Make a task, and note it with the device whose code starts it."""
-    task: asyncio.Task[Any] = asyncio.Task(program, loop=loop, **options)
     owner = OWNER.get()
     if not isinstance(owner, SimulatedDevice):
-        return task
-
-    def over(done: asyncio.Task[Any]) -> None:
-        owner.tasks.pop(done, None)
-        if done._exception is not None:  # asking for `exception()` would count as handling it
-            owner.errors.append(done._exception)
-
+        return asyncio.Task(program, loop=loop, **options)
+    task = _OwnedTask(program, loop=loop, **options)
+    task.owner = owner
     owner.tasks[task] = None
-    task.add_done_callback(over)
+    task.add_done_callback(owner.forget)
     return task
