@@ -15,7 +15,7 @@ SCENARIO = $(firstword $(wildcard $(NAME) scenarios/$(NAME) scenarios/$(NAME).ya
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help scenario test smoke bench lint site format images environment lock clean distclean
+.PHONY: help scenario test smoke stress bench lint site format images environment lock clean distclean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1  /p' $(MAKEFILE_LIST) | awk '{printf "  make %-12s", $$2; $$1=$$2=""; print}'
@@ -35,6 +35,9 @@ smoke: $(READY) ## the scenarios of scenarios/smoke, each with its expectations
 	@failed=; for file in scenarios/smoke/*.yaml; do \
 		echo "== $$file"; $(TESTBED) run "$$file" $(if $(RUNTIME),--runtime $(RUNTIME),--accept-links) $(ARGS) || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+stress: $(READY) ## random scenarios under random faults, on the virtual clock; ARGS="--seconds 600 --jobs 2"
+	@$(VENV)/bin/python -m tools.stress $(ARGS)
 
 bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator
 	@rm -f .build/conformance/*.json

@@ -1,0 +1,48 @@
+"""A short, seeded part of the attack by random scenarios, and the reducer of what it finds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.stress.attack import attack
+from tools.stress.check import ended, every_step, repeats, run
+from tools.stress.generate import OPTIONS, scenario
+from tools.stress.reduce import reduced
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_scenarios_violate_nothing(seed: int) -> None:
+    _, _, found = attack(seed)
+    assert [each for each in found if not each.startswith("refused")] == []
+
+
+def test_a_seed_gives_one_scenario_and_seeds_give_all_methods() -> None:
+    assert scenario(7) == scenario(7)
+    assert {scenario(seed)["workload"]["method"]["name"] for seed in range(200)} == set(OPTIONS)
+
+
+def test_what_is_reduced_still_violates_and_has_nothing_needless() -> None:
+    tree = scenario(3)
+    tree["faults"] = [{"kill": "source", "at": "1s", "for": "1s"}, {"pause": "source", "at": "2s", "for": "1s"}]
+    smaller = reduced(tree, lambda each: any("pause" in fault for fault in each["faults"]))
+    assert smaller["faults"] == [{"pause": "source", "at": "2s", "for": "1s"}]
+    assert set(smaller["workload"]["method"]) == {"name"}
+    assert smaller["network"] == {"link": {}}
+
+
+def test_a_step_that_is_not_recorded_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from controller.api import build
+    from testbed.prepare import prepare
+    from testbed.scenario.expand import trials
+
+    tree = scenario(0)
+    tree |= {"faults": [], "devices": {"source": {}, "w0": {}}, "network": {"link": {}}}
+    tree["workload"] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train": 64, "test": 32}, "steps": 4}
+    tree["workload"]["method"] = {"name": "pipeline"}
+    (trial,) = trials(build(**tree))
+    prepared = prepare(trial)
+    outcome = run(prepared)
+    assert [*ended(prepared, outcome), *every_step(prepared, outcome), *repeats(outcome, run(prepared))] == []
+    outcome.events[:] = [each for each in outcome.events if (each.event, each.fields.get("step")) != ("step", 2)]
+    assert list(every_step(prepared, outcome)) == ["steps: 3 of 4 are recorded: [0, 1, 3]"]
+    assert any(each.startswith("repetition") for each in repeats(outcome, run(prepared)))

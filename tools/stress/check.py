@@ -1,0 +1,188 @@
+"""What must be true of any run, whatever its scenario: the oracles.
+
+Each takes what happened and yields violations, one line each, that begin with a word for their kind. None of them reads
+a figure without computing it again from the events by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from controller.api import build
+from testbed.common.errors import InputError
+from testbed.data import load
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
+from testbed.simulation import simulate
+from testbed.trace.events import Event
+from testbed.trace.metrics import metrics
+from testbed.trace.outcome import Outcome
+from testbed.validation import find_method
+from testbed.wire import tensors
+from tools.stress.generate import COLLABORATIVE, LOSSLESS, Tree
+
+LONGEST = 120
+"""Seconds of this host's time that a run of a few steps may take before it counts as hanging."""
+GAVE_UP = ("not enough devices", "is left", "no device", "cannot hold", "lost", "are needed", "too few")
+"""Words by which a method says that the devices which are there cannot go on: its right, under faults."""
+
+
+class HangError(Exception):
+    """A run takes longer than any could."""
+
+
+def violations(tree: Tree, repeat: bool = False) -> list[str]:
+    """Run a scenario on the virtual clock and return what must not be; ``["refused: ..."]`` where it is no scenario."""
+    previous = signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(LONGEST)
+    try:
+        return list(_violations(tree, repeat))
+    except HangError:
+        return [f"hang: not over after {LONGEST} s of this host's time"]
+    except Exception:  # noqa: BLE001  (whatever it is, it is what is looked for)
+        return ["traceback: " + traceback.format_exc().strip().replace("\n", " | ")[-600:]]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _too_long(*_: object) -> None:
+    raise HangError
+
+
+def _violations(tree: Tree, repeat: bool) -> Iterator[str]:
+    try:
+        (trial,) = trials(build(**json.loads(json.dumps(tree))))
+        prepared = prepare(trial)
+    except InputError as refused:
+        yield f"refused: {refused}"
+        return
+    outcome = run(prepared)
+    yield from ended(prepared, outcome)
+    yield from every_step(prepared, outcome)
+    yield from same_figures(prepared, outcome)
+    if repeat:
+        yield from repeats(outcome, run(prepared))
+        yield from as_undivided(tree, outcome)
+
+
+def run(prepared: Prepared) -> Outcome:
+    """Simulate a trial."""
+    return simulate(prepared, load(prepared.scenario.workload.data))
+
+
+def ended(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
+    """Yield how a run ended that did not end as it should."""
+    error = outcome.error or ""
+    if "Traceback" in error:
+        yield "traceback: " + error.strip().replace("\n", " | ")[-600:]
+    elif outcome.status == "timed out":
+        yield f"hang: {error[:300]}"
+    elif outcome.status == "failed":
+        faults = bool(prepared.scenario.faults)
+        if not (faults and any(word in error for word in GAVE_UP)):
+            yield f"failed: {error[:300]}"
+
+
+def expected_steps(prepared: Prepared) -> int | None:
+    """Return how many steps a run that says finished has recorded; None where the method may leave some out."""
+    workload = prepared.scenario.workload
+    if workload.method.name not in LOSSLESS or workload.steps is None:
+        return None
+    if workload.method.name in COLLABORATIVE:
+        return math.ceil(workload.steps / (workload.method.options().get("local_steps") or 1))
+    return workload.steps
+
+
+def every_step(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
+    """Yield the steps, evaluations and requests that a finished run has not, or has too often."""
+    if outcome.status != "finished":
+        return
+    expected = expected_steps(prepared)
+    if expected is not None:
+        found = Counter(event.fields["step"] for event in outcome.events if event.event == "step")
+        numbers = sorted(found)
+        if len(numbers) != expected:
+            yield f"steps: {len(numbers)} of {expected} are recorded: {numbers}"
+        recoveries = any(event.event in ("recovery", "fault") for event in outcome.events)
+        if not recoveries and any(count > 1 for count in found.values()):
+            yield f"steps: some are recorded more than once though nothing failed: {found.most_common(3)}"
+    requests = prepared.scenario.workload.requests
+    if prepared.scenario.workload.task == "infer" and requests is not None:
+        done = Counter(event.fields["request"] for event in outcome.events if event.event in ("request", "failed"))
+        again = any(event.event == "fault" for event in outcome.events)  # a source that boots asks all of them again
+        if sorted(done) != list(range(requests)) or (not again and any(count > 1 for count in done.values())):
+            yield f"requests: {requests} were asked for, answered or given up are {sorted(done.elements())}"
+
+
+def same_figures(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
+    """Yield figures that are not what the lines of events say, read back and added up here."""
+    declared = find_method(prepared.scenario).declared
+    figures = metrics(outcome, prepared.experiment, prepared.plan, declared)
+    lines = [json.loads(event.to_json()) for event in outcome.events]
+    last_evaluation = next((line for line in reversed(lines) if line["event"] == "evaluate"), None)
+    if last_evaluation is not None and figures.get("accuracy") != last_evaluation.get("accuracy"):
+        yield f"figures: accuracy {figures.get('accuracy')}, the last evaluation says {last_evaluation.get('accuracy')}"
+    struck = sum(line["event"] == "fault" and line["phase"] == "strike" for line in lines)
+    if struck != sum(fault.get("phase", "strike") == "strike" for fault in figures["fault_list"]):
+        yield f"figures: {len(figures['fault_list'])} faults, but {struck} struck"
+    for name, value in figures.items():
+        if isinstance(value, float) and value < 0 and name not in ("loss", "accuracy_risen"):
+            yield f"figures: {name} is {value}"
+    if any(later["time"] < earlier["time"] - 1e-9 for earlier, later in _of_device(lines)):
+        yield "figures: events of one device are not in the order of time"
+
+
+def _of_device(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    last: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if line["device"] in last:
+            yield last[line["device"]], line
+        last[line["device"]] = line
+
+
+def repeats(first: Outcome, second: Outcome) -> Iterator[str]:
+    """Yield where two runs of one scenario differ."""
+    if (first.status, first.error) != (second.status, second.error):
+        yield f"repetition: {first.status} ({first.error}), then {second.status} ({second.error})"
+    for number, (one, other) in enumerate(zip(first.events, second.events, strict=False)):
+        if _line(one) != _line(other):
+            yield f"repetition: event {number} differs: {_line(one)[:150]} / {_line(other)[:150]}"
+            return
+    if len(first.events) != len(second.events):
+        yield f"repetition: {len(first.events)} events, then {len(second.events)}"
+    if first.weights_file != second.weights_file:
+        yield "repetition: the weights differ"
+
+
+def _line(event: Event) -> str:
+    return event.to_json()
+
+
+def as_undivided(tree: Tree, outcome: Outcome) -> Iterator[str]:
+    """Yield weights that are not those of the undivided model, where a method computes the same whatever happens."""
+    work = tree["workload"]
+    if work["method"]["name"] not in ("pipeline", "gpipe", "model-parallelism") or outcome.status != "finished":
+        return
+    alone = {**tree, "faults": [], "workload": {**work, "method": {"name": "single"}}}
+    (trial,) = trials(build(**json.loads(json.dumps(alone))))
+    expected, found = (
+        tensors.to_torch(tensors.read(each.weights_file or b"")[0]) for each in (run(prepare(trial)), outcome)
+    )
+    for name, tensor in expected.items():
+        if not torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-5):
+            yield f"weights: {name} is {float((found[name] - tensor).abs().max()):.3g} from the undivided model's"
+            return
+
+
+def weights(outcome: Outcome) -> dict[str, torch.Tensor]:
+    """Return the weights that a run has left, by name."""
+    return tensors.to_torch(tensors.read(outcome.weights_file or b"")[0])
