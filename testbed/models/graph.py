@@ -19,7 +19,7 @@ from testbed.device import Cost
 from testbed.models.chain import Model, Unit
 from testbed.models.layers import Division, Layer, PixelWindow, shapes
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Shape
-from testbed.models.slices import Slice
+from testbed.models.slices import Channels, Slice
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,17 @@ class GraphLayer:
     def summed(self) -> Shape:
         """Shape that leaves the first layer, before what follows it."""
         return self.sequence[0].output(self.entering)
+
+    def by_outputs(self, channels: Channels) -> Slice:
+        """Return the slice that makes some output channels from all of the input."""
+        return Slice(channels, self.whole.columns, channels)
+
+    def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
+        """Return the slice that makes part of every output channel's sums from some input channels.
+
+        ``channels`` are those that it finishes, once their sums are complete; None: all.
+        """
+        return Slice(self.whole.rows, columns, self.whole.channels if channels is None else channels)
 
     def with_pool(self, pool: GraphLayer) -> GraphLayer:
         """Return it with a pooling behind it, without parameters, which whoever finishes a channel does as well."""

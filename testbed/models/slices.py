@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def pick(tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | Non
     if not all(channel in places for channel in wanted):
         raise ValueError(f"{wanted} are not all among {held}")
     return tensor.index_select(axis, torch.tensor([places[channel] for channel in wanted]))
+
+
+def evenly(size: int, count: int) -> tuple[range, ...]:
+    """Divide ``size`` channels into ``count`` ranges that differ by one channel at most, the longer ones first."""
+    ends = [size // count * number + min(number, size % count) for number in range(count + 1)]
+    return tuple(range(first, last) for first, last in pairwise(ends))
 
 
 def as_channels(numbers: Iterable[int]) -> Channels:

@@ -14,11 +14,16 @@ from typing import Any
 import docker
 import pytest
 import requests
+import torch
 from ruamel.yaml import YAML
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from controller.lab.engine import connect
 from controller.lab.removal import RUN
+from testbed.data import load as load_data
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
 from tests.helpers import ROOT
 from tests.helpers.browser import CHROMIUM, opened
 
@@ -122,6 +127,26 @@ def test_both_clocks_compute_the_same_and_an_expectation_that_both_miss_ends_the
     for name, tensor in simulated.items():
         assert emulated[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-4, abs=1e-6)
     assert left_of("run-same") == []
+
+
+def test_a_tensor_parallel_perceptron_answers_with_the_given_weights_on_both_clocks(tmp_path: Path) -> None:
+    example = ROOT / "scenarios" / "examples" / "tensorparallel.yaml"
+    prepared = prepare(trials(load(example))[0])
+    network, workload = prepared.problem.model, prepared.problem.workload
+    whole = network.build(0, len(network.units), 12345).eval()
+    save_file(whole.state_dict(), tmp_path / "given.safetensors")
+    data = load_data(workload.data)
+    with torch.no_grad():
+        outputs = whole(torch.from_numpy(data.test_images[:80]))
+    wanted = float(torch.nn.functional.cross_entropy(outputs, torch.from_numpy(data.test_labels[:80])))
+    for runtime in ("emulate", "simulate"):
+        out = tmp_path / runtime
+        given = ["--weights", tmp_path / "given.safetensors"]
+        done = command("run", example, "--runtime", runtime, "--out", out, "--accept-links", *given)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "read from this file" in done.stdout
+        (evaluation,) = json.loads((out / "metrics.json").read_text())["series"]["evaluations"]
+        assert evaluation["loss"] == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.timed
