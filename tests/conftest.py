@@ -62,7 +62,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say in one line what was not proved, and why; count the tests of time for ``tests/run``."""
-    if counts := os.environ.get("TESTBED_TIMED_COUNTS"):
+    counts = os.environ.get("TESTBED_TIMED_COUNTS")
+    if counts and not hasattr(terminalreporter.config, "workerinput"):
         ended = [each for group in ("passed", "failed", "skipped") for each in terminalreporter.stats.get(group, ())]
         timed = [each for each in ended if "timed" in each.keywords and (each.when == "call" or each.skipped)]
         skipped = sum(each.skipped and NOT_MEASURED in str(each.longrepr) for each in timed)
