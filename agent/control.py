@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from agent.runner import Runner
 
-JSON_LIMIT = 8 << 20
-"""Bytes of a deployment, at most."""
+JSON_LIMIT = 48 << 20
+"""Bytes of a deployment, at most: the files of a program are in it, 20 MB, in base 64."""
 _SMALL = 4096
 
 

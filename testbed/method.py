@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 from pydantic import ConfigDict
 from typing_extensions import TypeVar
@@ -72,7 +72,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Problem(Generic[ProblemOptions]):
-    """Everything a planner may look at, and every program knows."""
+    """Everything a planner may look at; a device's program knows of it what `Method.facts` says."""
 
     model: Model
     devices: tuple[DeviceSpec, ...]
@@ -89,6 +89,39 @@ class Problem(Generic[ProblemOptions]):
     def device(self, name: str) -> DeviceSpec:
         """Return the device of that name."""
         return next(device for device in self.devices if device.name == name)
+
+    def with_links_of(self, device: str) -> Self:
+        """Return the same with the links from and to a device alone."""
+        return replace(self, links=_LinksOf(self.links, device, self._pairs.get(device, ())))
+
+    @cached_property
+    def _pairs(self) -> Mapping[str, Sequence[Pair]]:
+        """The links from and to each device, in the order of all."""
+        found: dict[str, list[Pair]] = {}
+        for pair in self.links:
+            for name in pair:
+                found.setdefault(name, []).append(pair)
+        return found
+
+
+class _LinksOf(Mapping[Pair, Link]):
+    """The links of one device among those of all, of which it keeps no copy: in a mesh of 1,000 there are a million."""
+
+    def __init__(self, links: Mapping[Pair, Link], device: str, pairs: Sequence[Pair]) -> None:
+        self._links = links
+        self._device = device
+        self._pairs = pairs
+
+    def __getitem__(self, pair: Pair) -> Link:
+        if self._device not in pair:
+            raise KeyError(pair)
+        return self._links[pair]
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
 
 
 @dataclass(frozen=True)
@@ -135,6 +168,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """Whether its program on the lead begins with `Job.weights`; else a scenario that names weights is refused."""
     samples_everywhere: ClassVar[bool] = False
     """Whether every device of the plan is given all samples, since it reads a part of each; else see `data_owners`."""
+    replans: ClassVar[bool] = False
+    """Whether the lead's program plans again as devices come and go, for which it needs the links of all."""
     retires: ClassVar[bool] = False
     """Whether a device's program hands over what it holds and returns once `Device.leaving` is true."""
     declared: ClassVar[Declared] = Declared()
@@ -147,6 +182,17 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     @abstractmethod
     async def program(self, device: Device, job: Job[MethodOptions, MethodDetails]) -> None:
         """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
+
+    def facts(
+        self, problem: Problem[MethodOptions], plan: Plan[MethodDetails], device: str
+    ) -> tuple[Problem[MethodOptions], Plan[MethodDetails]]:
+        """Return what the program of a device is to know of the problem and of the plan; pure.
+
+        On either clock it sees nothing else. Unless a method says otherwise, that is the links from and to the device
+        (see `replans`), and its part of the plan; all of it on the lead.
+        """
+        everything = self.replans and device == plan.lead
+        return problem if everything else problem.with_links_of(device), plan.part_of(device)
 
     def data_owners(self, problem: Problem[MethodOptions]) -> tuple[str, ...]:
         """Return the devices that ``workload.data.split`` shares training samples among; pure.

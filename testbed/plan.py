@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Generic
+from functools import cached_property
+from typing import Generic, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 from typing_extensions import TypeVar
@@ -41,6 +42,10 @@ class Details(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
+    def part_of(self, device: str) -> Self:
+        """Return what the program of a device that does not lead needs of them: all, unless a method says otherwise."""
+        return self
+
 
 PlanDetails = TypeVar("PlanDetails", bound=Details, default=Details, covariant=True)
 """The type of a plan's details."""
@@ -69,7 +74,20 @@ class Plan(BaseModel, Generic[PlanDetails]):
 
     def of(self, device: str) -> tuple[Piece, ...]:
         """Return the pieces of a device."""
-        return tuple(piece for piece in self.pieces if piece.device == device)
+        return self._by_device.get(device, ())
+
+    @cached_property
+    def _by_device(self) -> dict[str, tuple[Piece, ...]]:
+        found: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.device, []).append(piece)
+        return {device: tuple(pieces) for device, pieces in found.items()}
+
+    def part_of(self, device: str) -> Self:
+        """Return what the program of a device needs: all on the lead, its own pieces elsewhere."""
+        if device == self.lead:
+            return self
+        return self.model_copy(update={"pieces": self.of(device), "details": self.details.part_of(device)})
 
     def memory(self, device: str) -> float:
         """Return the predicted peak bytes of all pieces of a device."""

@@ -5,14 +5,11 @@ Imports no torch and reads no data, so that `testbed validate` and `plan` answer
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from testbed import validation
 from testbed.common import formats, usercode
@@ -22,16 +19,16 @@ from testbed.data import catalog as data
 from testbed.data.batches import Indices, steps_per_epoch
 from testbed.data.dataset import Dataset
 from testbed.data.split import split
+from testbed.deployment import Deployments, model_of
 from testbed.experiment import Experiment
 from testbed.faults import checks
 from testbed.faults.replay import traced_links
 from testbed.faults.setting import Setting
 from testbed.method import Method, Problem
-from testbed.methods.external import code_of, from_code
-from testbed.models import create, weights
+from testbed.methods.external import code_of
+from testbed.models import weights
 from testbed.models.chain import Model
 from testbed.models.making import KEY as MODEL_FILE
-from testbed.models.own import create_own
 from testbed.plan import Plan
 from testbed.scenario.expand import device_names, trials
 from testbed.scenario.files import data_folder, weights_file
@@ -44,19 +41,6 @@ from testbed.workload import WorkloadPart
 
 MOST_BYTES = 20_000_000
 """Of the files of all programs together: they travel with the deployment, and lie in the device's memory."""
-
-
-class Carried(BaseModel):
-    """What a device is told of files and packages that it does not have."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    method: Code | None = None
-    model: Code | None = None
-    shape: tuple[int, ...] | None = None
-    """Of a sample of one's own data."""
-    classes: int = 0
-    files: dict[str, str] = {}
-    """Of programs, in base 64 by the names in the scenario."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +66,13 @@ class Prepared:
         """The same as a runtime needs it."""
         return self.trial.experiment
 
-    def carried(self) -> Carried:
-        """Return what devices are told of files that they do not have; raises `InputError` where it is no text."""
-        part, model = self.scenario.workload.data, self.problem.model
-        facts: dict[str, Any] = {"shape": model.input, "classes": model.classes} if data.is_own(part) else {}
-        facts["files"] = {name: b64encode(content).decode() for name, content in self.problem.files.items()}
-        return Carried(method=code_of(self.method), model=model_code(self.scenario), **facts)
+    def deployments(self, run: str, addresses: Mapping[str, str], broadcast: str | None) -> Deployments:
+        """Return what each device is given to know; raises `InputError` where a file of the user's is no text.
+
+        ``addresses`` are the devices' on the data network.
+        """
+        codes = code_of(self.method), model_code(self.scenario)
+        return Deployments(self.method, self.problem, self.plan, run, addresses, broadcast, *codes)
 
     def share(self, dataset: Dataset, device: str) -> Dataset | None:
         """Return what a device is given: the training samples that it owns, and the test samples if it is the lead.
@@ -174,30 +159,17 @@ def _files(scenario: Scenario) -> dict[str, bytes]:
     return found
 
 
-def build_problem(trial: Trial, carried: Carried | None = None) -> tuple[Method, Problem]:
-    """Return the method and the problem that a trial poses it: what a planner and every program look at.
-
-    ``carried`` are the files and packages of the user where they are not at hand.
+def build_problem(trial: Trial) -> tuple[Method, Problem]:
+    """Return the method and the problem that a trial poses it: what a planner looks at.
 
     Raises `InputError` where the workload names what does not exist or what does not fit. Needs no data files.
     """
     scenario, experiment = trial.scenario, trial.experiment
-    workload, part = scenario.workload, scenario.workload.model
-    here = carried or Carried()
+    workload = scenario.workload
     try:
-        method = find_method(scenario) if here.method is None else from_code(here.method)
-        files = _files(scenario) if carried is None else {name: b64decode(text) for name, text in here.files.items()}
-        if here.shape is None:
-            kind = data.describe_part(workload.data, data_folder(scenario))
-            here = here.model_copy(update={"shape": kind.shape, "classes": kind.classes})
-        code = here.model or model_code(scenario)
-        shape = here.shape or ()
-        if workload.task == "program":
-            model = Model("none", (1,), 1, ())
-        elif code is None:
-            model = create(part.name, part.options(), shape, here.classes)
-        else:
-            model = create_own(code, part.options(), shape, here.classes, part.units)
+        method, files = find_method(scenario), _files(scenario)
+        kind = data.describe_part(workload.data, data_folder(scenario))
+        model = model_of(workload, model_code(scenario), kind.shape, kind.classes)
     except InputError as error:
         raise scenario.source.error([_locate(error, trial)]) from None
     options = method.Options.model_validate(workload.method.options())

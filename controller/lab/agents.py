@@ -47,9 +47,9 @@ class Agent:
         """Return versions, memory and the device's monotonic clock."""
         return self._document("GET", "/facts")
 
-    def deploy(self, deployment: Mapping[str, Any]) -> dict[str, Any]:
-        """Hand over what the program needs to know; returns once the device is ready to start it."""
-        return self._document("PUT", "/deployment", seconds=WORK_SECONDS, json=deployment)
+    def deploy(self, deployment: bytes) -> dict[str, Any]:
+        """Hand over a deployment (`testbed.deployment`); returns once the device is ready to start its program."""
+        return self._document("PUT", "/deployment", seconds=WORK_SECONDS, data=deployment)
 
     def put_data(self, dataset: Dataset) -> None:
         """Hand over the data set."""

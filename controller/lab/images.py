@@ -43,6 +43,8 @@ CODE = {
     "agent": ("testbed", "agent"),
 }
 """What of the checkout each image carries."""
+HOSTS = ("testbed/scenario/", "testbed/simulation/", "testbed/prepare.py", "testbed/validation.py")
+"""What no image carries of that: scenarios are read, planned and simulated on the host."""
 
 REQUIREMENTS = {"device": ("agent", "device"), "shaper": ("shaper",), "agent": ("agent",)}
 """Which lists of Python packages each image has."""
@@ -193,8 +195,14 @@ def _code_files(kind: str) -> dict[str, bytes]:
     for part in CODE[kind]:
         root = CHECKOUT / part
         for path in [root] if root.is_file() else sorted(root.rglob("*")):
-            if path.is_file() and path.suffix != ".pyc" and not path.name.startswith("."):
-                files[str(path.relative_to(CHECKOUT))] = path.read_bytes()
+            name = path.relative_to(CHECKOUT).as_posix()
+            if (
+                path.is_file()
+                and path.suffix != ".pyc"
+                and not path.name.startswith(".")
+                and not name.startswith(HOSTS)
+            ):
+                files[name] = path.read_bytes()
     return files
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from controller.lab import capability
 from controller.lab.agents import AgentGone
@@ -129,20 +129,6 @@ def _lab(
                 lab.down()
 
 
-def deployment(lab: Lab, prepared: Prepared, device: str) -> dict[str, Any]:
-    """Return what a device's agent is to know before it starts the program."""
-    return {
-        "run": lab.run_id,
-        "device": device,
-        "scenario": prepared.scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
-        "plan": prepared.plan.model_dump(mode="json"),
-        "carried": prepared.carried().model_dump(mode="json"),
-        "samples": dict(prepared.problem.samples),
-        "peers": {name: found.address for name, found in lab.devices.items() if name != device},
-        "broadcast": lab.broadcast,
-    }
-
-
 class _Execution:
     """One run of a method's programs on a lab that is up, with the threads that follow and break it."""
 
@@ -157,6 +143,8 @@ class _Execution:
         self._lab = lab
         self._prepared = prepared
         self._lead = prepared.plan.lead
+        addresses = {name: found.address for name, found in lab.devices.items()}
+        self._deployments = prepared.deployments(lab.run_id, addresses, lab.broadcast)
         self._dataset = dataset
         self._weights = weights
         self._on_event = on_event
@@ -241,7 +229,7 @@ class _Execution:
 
     def _deploy(self, name: str) -> None:
         agent = self._lab.agent(name)
-        agent.deploy(deployment(self._lab, self._prepared, name))
+        agent.deploy(self._deployments.of(name))
         self._containers.inform(name)
         own = self._prepared.share(self._dataset, name)
         if own is not None:

@@ -49,9 +49,10 @@ def simulate(
 
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
         lead = device.name == plan.lead
+        facts = method.facts(problem, plan, device.name)
         own = None if dataset is None else prepared.share(dataset, device.name)
         given = weights if lead else None
-        return method.program(device, Job(problem, plan, own, given, lambda: device.record("weights")))
+        return method.program(device, Job(*facts, own, given, lambda: device.record("weights")))
 
     world = World(
         experiment.devices,

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import requests
 
 from controller.lab.agents import Agent
+from testbed.deployment import Deployments
+from testbed.hardware import DeviceSpec
+from testbed.method import Options, Problem
+from testbed.models import create
+from testbed.network.link import Link
+from testbed.plan import Plan
+from testbed.workload import WorkloadPart
+from tests.helpers.agent_programs import Scripted
 
 TOKEN = "a-token-of-the-tests"
 HERE = Path(__file__).parent
@@ -63,18 +73,28 @@ class LoopbackDevice:
             self.process = None
 
 
-def deployment(device: LoopbackDevice, devices: list[LoopbackDevice], do: str, **options: Any) -> dict[str, Any]:
+def deployment(device: LoopbackDevice, devices: list[LoopbackDevice], do: str, **options: Any) -> bytes:
     """Return what makes a device run one of the scripted programs among the others."""
-    scenario = {
-        "name": "scripted",
-        "devices": {each.name: {"speed": "1gflops"} for each in devices},
-        "workload": {"model": {"name": "mlp"}, "method": {"name": "scripted", "do": do, **options}, "steps": 1},
-    }
-    return {
-        "run": "test-run",
-        "device": device.name,
-        "scenario": scenario,
-        "plan": {"method": "scripted", "lead": "a", "pieces": []},
-        "peers": {each.name: each.data for each in devices if each is not device},
-        "broadcast": f"127.255.255.255:{_BASE}",
-    }
+    workload = {"model": {"name": "mlp"}, "method": {"name": "scripted", "do": do, **options}, "steps": 1}
+    names = [each.name for each in devices]
+    problem: Problem[Any] = Problem(
+        model=create("mlp", {}, (1, 28, 28), 10),
+        devices=tuple(DeviceSpec(name, 1e9, 1e9) for name in names),
+        links=dict.fromkeys(permutations(names, 2), Link()),
+        workload=WorkloadPart.model_validate(workload),
+        options=Options(),
+        seed=0,
+    )
+    return Deployments(
+        method=Scripted(),
+        problem=problem,
+        plan=Plan(method="scripted", lead="a", pieces=()),
+        run="test-run",
+        addresses={each.name: each.data for each in devices},
+        broadcast=f"127.255.255.255:{_BASE}",
+    ).of(device.name)
+
+
+def changed(body: bytes, **changes: Any) -> bytes:
+    """Return a deployment with other values."""
+    return json.dumps(json.loads(body) | changes).encode()

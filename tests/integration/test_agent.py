@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from controller.lab.agents import AgentError, AgentGone
 from testbed.data.dataset import Dataset
 from testbed.trace.events import Event
 from testbed.wire.message import Message, encode
-from tests.helpers.agents import TOKEN, LoopbackDevice, deployment
+from tests.helpers.agents import TOKEN, LoopbackDevice, changed, deployment
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def test_events_are_read_again_from_any_number(pair: list[LoopbackDevice]) -> No
 
 def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
-    agent.deploy(deployment(pair[0], pair[:1], "expose") | {"samples": {"a": 4, "b": 2}})
+    agent.deploy(changed(deployment(pair[0], pair[:1], "expose"), samples={"a": 4, "b": 2}))
     agent.put_shard({"w": torch.zeros(2, 3), "kept": torch.arange(4, dtype=torch.bfloat16)})
     images = np.zeros((6, 1, 2, 2), np.float32)
     dataset = Dataset("tiny", 2, images, np.zeros(6, np.int64), images, np.zeros(6, np.int64))
@@ -412,8 +413,8 @@ def test_the_data_port_takes_messages_only(pair: list[LoopbackDevice]) -> None:
 @pytest.mark.parametrize(
     ("body", "wrong"),
     [
-        (b"", "JSON"), (b"{", "JSON"), (b"[]", "object"), (b"\xff\xfe", "JSON"), (b"{}", "run"),
-        (b"[" * 100_000, "JSON"), (b'{"run": 3}', "run"),
+        (b"", "JSON"), (b"{", "JSON"), (b"[]", "version"), (b"\xff\xfe", "JSON"), (b"{}", "version"),
+        (b"[" * 100_000, "JSON"), (b'{"version": 1, "run": 3}', "run"),
     ],
 )  # fmt: skip
 def test_malformed_deployments(pair: list[LoopbackDevice], body: bytes, wrong: str) -> None:
@@ -430,15 +431,19 @@ def test_malformed_deployments(pair: list[LoopbackDevice], body: bytes, wrong: s
         ({"peers": {"b": "nowhere:x"}}, "no address"),
         ({"more": 1}, "more"),
         ({"plan": {}}, "plan"),
+        ({"version": 2}, "reads version 1 of the schema, not 2"),
+        ({"devices": {"elsewhere": 0}}, "device: 'a' is none of its devices"),
+        ({"links": []}, "no links with 'b' both ways"),
+        ({"links": [["a", "b", 7]]}, "links"),
     ],
 )
 def test_deployments_that_do_not_fit(pair: list[LoopbackDevice], change: dict[str, Any], wrong: str) -> None:
-    response = ask(pair[0], "PUT", "/deployment", json=deployment(pair[0], pair, "nothing") | change)
+    response = ask(pair[0], "PUT", "/deployment", data=changed(deployment(pair[0], pair, "nothing"), **change))
     assert response.status_code == 400
     assert wrong in response.json()["error"]
 
 
-def test_a_deployment_whose_scenario_is_wrong(pair: list[LoopbackDevice]) -> None:
+def test_a_deployment_whose_workload_is_wrong(pair: list[LoopbackDevice]) -> None:
     document = deployment(pair[0], pair, "nothing")
     for key, value, wrong in (
         ("method", {"name": "no-such-method"}, "no-such-method"),
@@ -446,13 +451,10 @@ def test_a_deployment_whose_scenario_is_wrong(pair: list[LoopbackDevice]) -> Non
         ("steps", 0, "steps"),
         ("method", {"name": "scripted", "unknown": 1}, "unknown"),
     ):
-        scenario = document["scenario"] | {"workload": document["scenario"]["workload"] | {key: value}}
-        response = ask(pair[0], "PUT", "/deployment", json=document | {"scenario": scenario})
+        workload = json.loads(document)["workload"] | {key: value}
+        response = ask(pair[0], "PUT", "/deployment", data=changed(document, workload=workload))
         assert response.status_code == 400
         assert wrong in response.json()["error"]
-    devices = {"devices": {"elsewhere": {}}}
-    response = ask(pair[0], "PUT", "/deployment", json=document | {"scenario": document["scenario"] | devices})
-    assert "no device 'a'" in response.json()["error"]
 
 
 def test_requests_out_of_order() -> None:

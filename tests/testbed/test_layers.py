@@ -15,6 +15,7 @@ FLOORS = {
         ("testbed.simulation",),
         ("testbed.prepare",),
         ("testbed.validation",),
+        ("testbed.deployment",),
         ("testbed.methods",),
         ("testbed.kits.rounds", "testbed.kits.asynchronous", "testbed.kits.slots"),
         ("testbed.kits.pipeline",),

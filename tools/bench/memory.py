@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from controller.lab.lab import Lab
-from controller.running.emulation import deployment
 from testbed.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -29,8 +28,10 @@ def measure() -> Iterator[Measurement]:
         agents = {name: lab.agent(name) for name in lab.devices}
         sink = agents["sink"]
         yield Measurement("resident memory, idle device", sink.metrics()[RESIDENT] / 1e6, "MB")
+        addresses = {name: found.address for name, found in lab.devices.items()}
+        deployments = prepared.deployments(lab.run_id, addresses, lab.broadcast)
         for name, agent in agents.items():
-            agent.deploy(deployment(lab, prepared, name))
+            agent.deploy(deployments.of(name))
         agents["source"].put_data(dataset)
         yield Measurement("resident memory, device with torch", sink.metrics()[RESIDENT] / 1e6, "MB")
         for agent in agents.values():

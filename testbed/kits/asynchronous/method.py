@@ -40,6 +40,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
 
     tasks = ("train",)
     timing_only = True
+    replans = True
     takes_weights = True
     Details = AsynchronousDetails
     declared = DECLARED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -53,6 +54,10 @@ class CollaborativeDetails(Details):
 
     portions: dict[str, Portion]
     """By device, in their order."""
+
+    def part_of(self, device: str) -> Self:
+        """Return the device's own portion alone."""
+        return self.model_copy(update={"portions": {device: self.portions[device]} if device in self.portions else {}})
 
 
 @dataclass(frozen=True)

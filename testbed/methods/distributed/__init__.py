@@ -39,6 +39,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     tasks = ("infer",)
     Options = DistributedOptions
     Details = DistributedDetails
+    replans = True
     timing_only = True
     takes_weights = True
     declared = DECLARED

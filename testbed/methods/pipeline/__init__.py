@@ -34,6 +34,7 @@ class Pipeline(Method[PipelineOptions, PipelineDetails]):
     tasks = ("train",)
     Options = PipelineOptions
     timing_only = True
+    replans = True
     takes_weights = True
     Details = PipelineDetails
 

@@ -14,7 +14,7 @@ import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,12 @@ class Program(Method[Options]):
             raise InputError(f"{text}: add links, or write `background: true` for some", ("programs",))
         pieces = tuple(Piece(device=name, first=0, last=0, memory=0) for name in programs)
         return Plan(method=self.name, lead=lead, pieces=pieces)
+
+    def facts(self, problem: Problem[Options], plan: Plan, device: str) -> tuple[Problem[Options], Plan]:
+        """Return the files of the device's own program alone."""
+        own, part = super().facts(problem, plan, device)
+        program = _programs(problem).get(device)
+        return replace(own, files={name: problem.files[name] for name in (program.files if program else ())}), part
 
     async def program(self, device: Device, job: Job[Options]) -> None:
         """Run this device's command, if it has one; on the lead, wait for the others' too."""

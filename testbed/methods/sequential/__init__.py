@@ -30,6 +30,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     tasks = ("infer",)
     Options = SequentialOptions
     timing_only = True
+    replans = True
     takes_weights = True
     Details = SequentialDetails
 

@@ -36,6 +36,12 @@ class Versatile(Method[VersatileOptions, VersatileDetails]):
         """Plan as EdgePipe does. Raises `InputError` where that cannot be."""
         return plan(problem)
 
+    def facts(
+        self, problem: Problem[VersatileOptions], plan: Plan[VersatileDetails], device: str
+    ) -> tuple[Problem[VersatileOptions], Plan[VersatileDetails]]:
+        """Return all to each: whoever is heard first decides for all, by how well all hear each other."""
+        return problem, plan
+
     async def program(self, device: Device, job: Job[VersatileOptions, VersatileDetails]) -> None:
         """Be a super neuron, slot by slot, whichever neurons it has."""
         if device.name in job.plan.details.devices:

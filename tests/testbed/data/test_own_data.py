@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 
 from testbed.common.errors import InputError
 from testbed.data import load
-from testbed.prepare import build_problem, prepare
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.workload import DataPart
-from tests.helpers import ROOT
+from tests.helpers import ROOT, deployed
 
 IMAGES = np.arange(40 * 12, dtype=np.uint8).reshape(40, 1, 3, 4)
 LABELS = np.arange(40) % 4
@@ -196,12 +196,11 @@ def test_a_scenario_with_its_own_data_is_split_and_needs_them_on_no_device(tmp_p
         "workload:\n  model: {name: mlp, hidden: [8]}\n  data: {path: mine.npz, split: {sizes: [10, 20]}}\n"
         "  method: {name: federated}\n  epochs: 1\n  batch_size: 5\n"
     )
-    trial = trials(load_scenario(tmp_path / "mine.yaml"))[0]
-    prepared = prepare(trial)
+    prepared = prepare(trials(load_scenario(tmp_path / "mine.yaml"))[0])
     assert dict(prepared.problem.samples) == {"worker1": 10, "worker2": 20}
     (tmp_path / "mine.npz").unlink()
-    _, problem = build_problem(trial, prepared.carried())
-    assert problem.model == prepared.problem.model
+    for body in deployed.bodies(prepared).values():
+        assert deployed.read(body)[1].model == prepared.problem.model
 
 
 def test_the_documented_example_is_one() -> None:

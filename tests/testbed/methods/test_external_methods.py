@@ -18,6 +18,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.validation import find_method
 from tests.helpers import ROOT, recorded
+from tests.helpers.deployed import bodies
 
 RING = ROOT / "scenarios" / "examples" / "ring.yaml"
 SMALL = """
@@ -48,25 +49,15 @@ def test_the_method_of_a_file_plans_and_declares() -> None:
 
 
 def test_a_method_travels_as_text_and_is_the_same_there(tmp_path: Path) -> None:
-    trial = trials(load(RING))[0]
-    code = code_of(prepare(trial).method)
-    assert code is not None
-    there = tmp_path / "there.py"
-    there.write_text(
+    (tmp_path / "there.py").write_text(
         "import sys\n"
-        "from testbed.prepare import Carried, build_problem\n"
-        "from testbed.scenario.expand import trials\n"
-        "from testbed.common.usercode import Code\n"
-        "from testbed.scenario.schema import Scenario\n"
-        "scenario, code = open(sys.argv[1]).read(), open(sys.argv[2]).read()\n"
-        "trial = trials(Scenario.model_validate_json(scenario))[0]\n"
-        "method, problem = build_problem(trial, Carried(method=Code.model_validate_json(code)))\n"
+        "from testbed.deployment import read\n"
+        "method, problem = read(sys.stdin.buffer.read()).problem()\n"
         "print(method.name, problem.options.patience)\n"
     )
-    (tmp_path / "scenario.json").write_text(trial.scenario.model_dump_json(by_alias=True, exclude_none=True))
-    (tmp_path / "code.json").write_text(code.model_dump_json())
-    command = [sys.executable, str(there), str(tmp_path / "scenario.json"), str(tmp_path / "code.json")]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ring 6.0\n"
+    body = next(iter(bodies(prepare(trials(load(RING))[0])).values()))
+    command = [sys.executable, str(tmp_path / "there.py")]
+    assert subprocess.run(command, check=True, capture_output=True, input=body).stdout == b"ring 6.0\n"
 
 
 def test_methods_of_this_code_need_not_travel() -> None:

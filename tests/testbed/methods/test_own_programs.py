@@ -6,11 +6,12 @@ import pytest
 
 from testbed.common.errors import InputError
 from testbed.methods.program import by_device, environment, event_of
-from testbed.prepare import Prepared, build_problem, prepare
+from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.helpers import ROOT
+from tests.helpers.deployed import bodies, read
 
 EXAMPLE = ROOT / "scenarios" / "examples" / "programs.yaml"
 
@@ -47,8 +48,7 @@ def test_the_hub_of_a_star_waits_for_the_leaves_whether_its_program_ends_or_not(
 
 def test_files_travel_and_the_device_needs_none() -> None:
     found = prepared()
-    trial = found.trial
-    _, problem = build_problem(trial, found.carried())
+    _, problem, _ = read(bodies(found)["stage1"])
     assert problem.files == {"programs.py": (EXAMPLE.parent / "programs.py").read_bytes()}
 
 

@@ -20,11 +20,12 @@ from testbed.models.graph import graph_of
 from testbed.models.layers import Flatten, shapes
 from testbed.models.making import KEY
 from testbed.models.own import create_own
-from testbed.prepare import build_problem, prepare
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.helpers import ROOT
+from tests.helpers.deployed import bodies, read
 
 NETWORKS = ROOT / "tests" / "helpers" / "own_networks.py"
 NAMES = ("ResNet", "UNet", "Transformer", "Gpt", "layered")
@@ -293,9 +294,8 @@ def test_asynchronous_and_collaborative_methods_take_it(tmp_path: Path) -> None:
 
 
 def test_a_model_travels_as_text(tmp_path: Path) -> None:
-    trial = trials(load(scenario(tmp_path, "{name: pipeline}")))[0]
-    prepared = prepare(trial)
+    prepared = prepare(trials(load(scenario(tmp_path, "{name: pipeline}")))[0])
+    given = bodies(prepared)
     (tmp_path / "net.py").unlink()
-    elsewhere = trials(type(trial.scenario).model_validate(trial.scenario.model_dump(mode="json", by_alias=True)))[0]
-    _, problem = build_problem(elsewhere, prepared.carried())
-    assert problem.model == prepared.problem.model
+    for body in given.values():
+        assert read(body)[1].model == prepared.problem.model

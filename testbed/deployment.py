@@ -1,0 +1,202 @@
+"""What a device is given to know of a run before its program starts: plain facts, as JSON of a versioned schema.
+
+The controller writes it and the agent reads it. Neither a scenario nor the links of other devices travel, unless the
+method's program needs those links (`testbed.method.Method.facts`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from pydantic import Base64Bytes, BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic_core import from_json
+
+from testbed import methods
+from testbed.common.errors import InputError
+from testbed.common.usercode import Code
+from testbed.hardware import DeviceSpec
+from testbed.method import Method, Problem
+from testbed.methods.external import from_code
+from testbed.models import create
+from testbed.models.chain import Model
+from testbed.models.own import create_own
+from testbed.network.link import Link
+from testbed.plan import Plan
+from testbed.workload import WorkloadPart
+
+VERSION = 1
+"""Of the schema; another one is refused."""
+
+
+class Deployment(BaseModel):
+    """The body of ``PUT /deployment``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    version: int
+    run: str
+    device: str
+    seed: int
+    workload: WorkloadPart
+    shape: tuple[int, ...]
+    """Of a sample."""
+    classes: int
+    specs: tuple[DeviceSpec, ...]
+    """The kinds of devices there are, without names."""
+    devices: dict[str, int]
+    """Every device of the run in the order of the scenario, with the number of its kind."""
+    samples: dict[str, int] = {}
+    """Training samples by device, of those that own data."""
+    method_code: Code | None = None
+    """Source text of a method that is no part of this code."""
+    model_code: Code | None = None
+    """The same of a model."""
+    files: dict[str, Base64Bytes] = {}
+    """What the device's own program finds in its folder, by the name in the scenario."""
+    plan: Plan
+    """The part of the plan that the device's program needs."""
+    kinds: tuple[Link, ...] = ()
+    """The different links there are."""
+    links: tuple[tuple[str, str, int], ...] = ()
+    """Source, destination and number of the kind, of the links that the device's program needs."""
+    peers: dict[str, str] = {}
+    """Data address of each device that this one can send to and be answered by."""
+    broadcast: str | None = None
+    """Address of the data network."""
+
+    @model_validator(mode="after")
+    def _numbers_are_of_kinds(self) -> Self:
+        if not all(0 <= kind < len(self.specs) for kind in self.devices.values()):
+            raise ValueError("a device of no kind that there is")
+        if not all(0 <= kind < len(self.kinds) for _, _, kind in self.links):
+            raise ValueError("links of no kind that there is")
+        return self
+
+    def problem(self) -> tuple[Method, Problem]:
+        """Return the method, and the problem as the device's program is to see it; raises `InputError`."""
+        workload, name = self.workload, self.workload.method.name
+        method = methods.get(name) if self.method_code is None else from_code(self.method_code)
+        return method, Problem(
+            model=model_of(workload, self.model_code, self.shape, self.classes),
+            devices=tuple(replace(self.specs[kind], name=name) for name, kind in self.devices.items()),
+            links={(source, destination): self.kinds[kind] for source, destination, kind in self.links},
+            workload=workload,
+            options=method.Options.model_validate(workload.method.options()),
+            seed=self.seed,
+            samples=self.samples,
+            files=self.files,
+        )
+
+
+def read(body: bytes | bytearray) -> Deployment:
+    """Read what `Deployments.of` wrote; raises `InputError` saying what is wrong with it."""
+    try:
+        document = from_json(bytes(body))
+        version = document.get("version") if isinstance(document, dict) else None
+        if version != VERSION:
+            raise InputError(
+                f"this device reads version {VERSION} of the schema, not {version}: build the images again from the "
+                "same code with 'testbed images'"
+            )
+        return Deployment.model_validate(document)
+    except ValidationError as error:
+        raise InputError(first_problem(error)) from error
+    except ValueError as error:
+        raise InputError(f"it is no JSON: {error}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return where the first of the problems is, and what it is."""
+    first = error.errors()[0]
+    return ": ".join(each for each in (".".join(str(part) for part in first["loc"]), first["msg"]) if each)
+
+
+@dataclass(frozen=True)
+class Deployments:
+    """The deployments of all devices of a run. What they have in common is written once."""
+
+    method: Method
+    problem: Problem
+    plan: Plan
+    run: str
+    addresses: Mapping[str, str]
+    """By device, on the data network."""
+    broadcast: str | None = None
+    method_code: Code | None = None
+    model_code: Code | None = None
+
+    def of(self, device: str) -> bytes:
+        """Return what a device is given, as JSON."""
+        problem, plan = self.method.facts(self.problem, self.plan, device)
+        numbers: dict[Link, int] = {}
+        known: dict[int, int] = {}  # by identity, since pairs share links and it takes long to tell two apart
+        links = []
+        for pair, link in problem.links.items():
+            if id(link) not in known:
+                known[id(link)] = numbers.setdefault(link, len(numbers))
+            links.append((*pair, known[id(link)]))
+        pairs = {(source, destination) for source, destination, _ in links}
+        peers = [name for source, name, _ in links if source == device and (name, device) in pairs]
+        own = {
+            "device": device,
+            "kinds": [link.to_json() for link in numbers],
+            "links": links,
+            "peers": {name: self.addresses[name] for name in peers},
+            "files": _FILES.dump_python(dict(problem.files), mode="json"),
+        }
+        plan_text = self._plan if plan is self.plan else plan.model_dump_json()
+        return f'{self._common[:-1]},"plan":{plan_text},{_json(own)[1:]}'.encode()
+
+    @cached_property
+    def _plan(self) -> str:
+        return self.plan.model_dump_json()
+
+    @cached_property
+    def _common(self) -> str:
+        """What every device is given."""
+        problem = self.problem
+        numbers: dict[str, int] = {}
+        specs: list[object] = []
+        devices: dict[str, int] = {}
+        for spec in problem.devices:
+            nameless = _SPEC.dump_python(replace(spec, name=""), mode="json")
+            number = devices[spec.name] = numbers.setdefault(_json(nameless), len(numbers))
+            if number == len(specs):
+                specs.append(nameless)
+        return _json(
+            {
+                "version": VERSION,
+                "run": self.run,
+                "seed": problem.seed,
+                "workload": problem.workload.model_dump(mode="json", by_alias=True, exclude_none=True),
+                "shape": problem.model.input,
+                "classes": problem.model.classes,
+                "specs": specs,
+                "devices": devices,
+                "samples": dict(problem.samples),
+                "method_code": self.method_code and self.method_code.model_dump(mode="json"),
+                "model_code": self.model_code and self.model_code.model_dump(mode="json"),
+                "broadcast": self.broadcast,
+            }
+        )
+
+
+_SPEC = TypeAdapter(DeviceSpec)
+_FILES = TypeAdapter(dict[str, Base64Bytes])
+
+
+def _json(document: object) -> str:
+    return json.dumps(document, separators=(",", ":"))
+
+
+def model_of(workload: WorkloadPart, code: Code | None, shape: tuple[int, ...], classes: int) -> Model:
+    """Return a workload's model for samples of a shape; ``code`` is the text of one's own. Raises `InputError`."""
+    part = workload.model
+    if workload.task == "program":
+        return Model("none", (1,), 1, ())
+    if code is None:
+        return create(part.name, part.options(), shape, classes)
+    return create_own(code, part.options(), shape, classes, part.units)

@@ -1,0 +1,22 @@
+"""Deployments as devices read them."""
+
+from __future__ import annotations
+
+from testbed import deployment
+from testbed.method import Method, Problem
+from testbed.plan import Plan
+from testbed.prepare import Prepared
+
+
+def bodies(prepared: Prepared) -> dict[str, bytes]:
+    """Return what each device of an experiment is given."""
+    addresses = {each.name: f"10.0.0.{number}" for number, each in enumerate(prepared.problem.devices)}
+    deployments = prepared.deployments("run-00000000", addresses, "10.0.255.255")
+    return {name: deployments.of(name) for name in addresses}
+
+
+def read(body: bytes) -> tuple[Method, Problem, Plan]:
+    """Return the method, the problem and the plan as a device has them."""
+    found = deployment.read(body)
+    method, problem = found.problem()
+    return method, problem, found.plan.with_details(method.Details)
