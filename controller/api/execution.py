@@ -71,7 +71,7 @@ def run_recorded(
         recorder.abandon(error)
         raise
     html.write(finished)
-    if any(event.event == "objects" for event in outcome.events):
+    if finished.metrics["series"]["objects"]:
         boxes.write(finished.path, outcome.events, load_data(prepared))
     return finished
 

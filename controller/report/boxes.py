@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from testbed.common.seeds import derive
 from testbed.trace.events import Event
+from testbed.trace.log import EventLog
 
 if TYPE_CHECKING:
     from testbed.data.dataset import Dataset
@@ -24,9 +25,8 @@ MOST = 16
 def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, bytes]]:
     """Yield (file name, PNG) of each of the first pictures asked about, with the first answer to it."""
     first: dict[int, Mapping[str, Any]] = {}
-    for event in events:
-        if event.event == "objects":
-            first.setdefault(event.fields["sample"], event.fields)
+    for event in EventLog.made_of(events).of("objects"):
+        first.setdefault(event.fields["sample"], event.fields)
     for sample, found in list(first.items())[:MOST]:
         yield f"boxes-{sample}.png", draw(dataset.test_images[sample], found["boxes"])
 

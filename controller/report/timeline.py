@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from controller.results.run import Run
-from testbed.trace.gantt import Bar, bars
-from testbed.trace.intervals import Interval, overlaps
+from testbed.trace.gantt import CHARTED, Bar, bars, spans
+from testbed.trace.intervals import Interval, joined, overlaps
+from testbed.trace.log import EventLog
 
 KINDS = ("compute", "send", "receive", "down")
 MOST_BARS = 40_000
@@ -32,18 +32,19 @@ def timeline(run: Run) -> dict[str, Any]:
     metrics = run.metrics
     end = metrics["duration"]
     devices = list(metrics["devices"])[:MOST_DEVICES]
-    charted = [bar for bar in bars(run.outcome.events, end) if bar.device in devices and bar.start <= end]
+    log = EventLog.made_of(run.outcome.events)
+    shown = (bar for bar in bars(log, end) if bar.device in devices and bar.start <= end)
     views = interesting(run)
-    joined = len(charted) > MOST_BARS
-    if joined:
-        charted = _join(charted, [(view["start"], view["end"]) for view in views[1:]], end * FINEST)
+    many = len(log.of(*CHARTED)) > MOST_BARS
+    found = _join(shown, [(view["start"], view["end"]) for view in views[1:]], end * FINEST) if many else shown
+    charted = sorted(found, key=lambda bar: (bar.start, bar.end))
     words = sorted({bar.label for bar in charted} | {bar.peer for bar in charted if bar.peer})
     number = {word: index for index, word in enumerate(words)}
     return {
         "end": end,
         "devices": devices,
         "hidden": len(metrics["devices"]) - len(devices),
-        "joined": joined,
+        "joined": many,
         "kinds": KINDS,
         "words": words,
         "bars": [_compact(bar, devices, number) for bar in charted],
@@ -104,24 +105,22 @@ def interesting(run: Run) -> list[dict[str, Any]]:
     return [view for view in views if view["end"] > view["start"]]
 
 
-def _join(charted: Sequence[Bar], keep: Sequence[Interval], gap: float) -> list[Bar]:
-    """Join alike bars that are closer than ``gap``, save those in the stretches to keep."""
-    result = []
-    rows: dict[tuple[str, str, str], list[Bar]] = defaultdict(list)
-    for bar in charted:
-        if bar.kind == "down" or overlaps((bar.start, bar.end), keep):
-            result.append(bar)
-        else:
-            rows[bar.device, bar.kind, bar.label].append(bar)
-    for (device, _, label), row in rows.items():
-        merged: list[list[float]] = []
-        for bar in row:
-            if merged and bar.start - merged[-1][1] <= gap and not overlaps((merged[-1][1], bar.start), keep):
-                merged[-1][1] = max(merged[-1][1], bar.end)
+def _join(charted: Iterable[Bar], keep: Sequence[Interval], gap: float) -> list[Bar]:
+    """Join alike bars that are closer than ``gap`` seconds, save those in the stretches to keep."""
+    result: list[Bar] = []
+
+    def others() -> Iterator[Bar]:
+        for bar in charted:
+            if bar.kind == "down" or overlaps((bar.start, bar.end), keep):
+                result.append(bar)
             else:
-                merged.append([bar.start, bar.end])
-        result += [Bar(device, row[0].kind, start, end, label) for start, end in merged]
-    return sorted(result, key=lambda bar: bar.start)
+                yield bar
+
+    for device, kinds in spans(others()).items():
+        for kind, labels in kinds.items():
+            for label, own in labels.items():
+                result += (Bar(device, kind, start, end, label) for start, end in joined(own, keep, gap).tolist())
+    return result
 
 
 def _compact(bar: Bar, devices: Sequence[str], number: Mapping[str, int]) -> list[Any]:

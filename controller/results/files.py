@@ -27,6 +27,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.scenario.trial import Trial
 from testbed.trace.events import Event
+from testbed.trace.log import EventLog
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
 
@@ -64,7 +65,7 @@ def load_figures(folder: Path) -> Run:
         return load(folder).alone()
     figures = _read_json(folder / "metrics.json")
     figures.pop("expectations", None)
-    return _load(folder, [], figures) if figures.keys() >= ALWAYS else load(folder).alone()
+    return _load(folder, EventLog(), figures) if figures.keys() >= ALWAYS else load(folder).alone()
 
 
 def is_written(folder: Path) -> bool:
@@ -72,12 +73,12 @@ def is_written(folder: Path) -> bool:
     return _manifest(folder).get("status") != RUNNING and (folder / "metrics.json").is_file()
 
 
-def _load(folder: Path, events: list[Event], figures: dict[str, Any] | None) -> Run:
+def _load(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run:
     """Read what there is beside the events; without ``figures`` compute them."""
     facts = _manifest(folder)
     fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
     if facts.get("status") == RUNNING:
-        last = events[-1].time if events else 0.0
+        last = events.latest
         facts |= {"status": "interrupted", "error": f"cut off after {last:.2f} s: testbed ended before the run did"}
     try:
         trial = _trial(folder, facts)
@@ -145,9 +146,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_events(path: Path) -> list[Event]:
+def _read_events(path: Path) -> EventLog:
     """Read events as far as they are whole."""
-    events: list[Event] = []
+    events = EventLog()
     if not path.is_file():
         return events
     with path.open(encoding="utf-8", errors="replace") as lines:

@@ -21,7 +21,7 @@ from testbed.plan import Plan
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 from testbed.trace.events import Event
-from testbed.trace.gantt import run_end
+from testbed.trace.log import EventLog
 from testbed.trace.metrics import finite, metrics
 from testbed.trace.outcome import Outcome
 from testbed.trace.perfetto import trace
@@ -92,7 +92,7 @@ class Recorder:
         """Write how the run ended and everything that is computed from its events; return it."""
         facts = finished(self._manifest, outcome)
         # As the file has them, so that the figures are those that will be computed from it.
-        kept = replace(outcome, events=[event.rounded() for event in outcome.events], weights_file=None)
+        kept = replace(outcome, events=EventLog(event.rounded() for event in outcome.events), weights_file=None)
         figures = metrics(kept, self._trial.experiment, self._plan, declared_by(self._trial))
         run = Run(self.path, self._trial, self._plan, kept, facts, figures)
         with self._writing():
@@ -132,14 +132,13 @@ class Recorder:
 
 def rebuild(run: Run) -> None:
     """Write again everything in a run's folder that is computed: figures, verdict and trace."""
-    end = run_end(run.outcome.events, run.plan.lead)
     expected = [asdict(expectation) for expectation in run.expectations]
     _write_json(run.path / "metrics.json", {**run.metrics, "expectations": expected})
     _write_json(run.path / "fidelity.json", _fidelity(run.outcome, run.metrics))
     if run.metrics["series"]["objects"]:
         _write_json(run.path / "boxes.json", run.metrics["series"]["objects"])
-    content = trace(run.outcome.events, end, run.trial.scenario.name)
-    (run.path / "trace.json").write_text(json.dumps(content), encoding="utf-8")
+    with (run.path / "trace.json").open("w", encoding="utf-8") as file:
+        json.dump(trace(run.outcome.events, run.end, run.trial.scenario.name), file)
 
 
 def numbered(folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import Declared, Figure
 from testbed.trace.gantt import run_end
+from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Standstill, pauses
 from testbed.trace.registry import figures_of
@@ -68,8 +70,12 @@ class Run:
     @property
     def pauses(self) -> list[Standstill]:
         """When work stood still without a fault, as the method tells."""
-        end = run_end(self.outcome.events, self.plan.lead)
-        return pauses([event for event in self.outcome.events if event.time <= end], self.declared.events)
+        return pauses(EventLog.made_of(self.outcome.events).within(-math.inf, self.end), self.declared.events)
+
+    @property
+    def end(self) -> float:
+        """Seconds until the lead's program had ended."""
+        return run_end(self.outcome.events, self.plan.lead)
 
 
 def declared_by(trial: Trial) -> Declared:

@@ -29,6 +29,7 @@ from testbed.faults.replay import Changes, TraceScript
 from testbed.faults.script import FaultOperation, FaultScript
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
+from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome, Status, ended, without_lead
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class _Execution:
         self._weights = weights
         self._on_event = on_event
         self._inbox: queue.SimpleQueue[Event | _Done | _Starved] = queue.SimpleQueue()
-        self._events: list[Event] = []
+        self._events = EventLog()
         self._script = FaultScript(prepared.scenario.faults)
         self._trace = TraceScript(prepared.experiment.changes)
         self._containers = Containers(lab, self._boot)
@@ -199,9 +200,13 @@ class _Execution:
         computed = self._prepared.problem.workload.numerics == "full"
         weights = self._final_weights() if computed and status == "finished" else None
         self._stop_all()
-        self._events.sort(key=lambda event: event.time)
         return Outcome(
-            runtime="emulate", status=status, error=error, events=self._events, weights_file=weights, fidelity=fidelity
+            runtime="emulate",
+            status=status,
+            error=error,
+            events=self._events.ordered(),
+            weights_file=weights,
+            fidelity=fidelity,
         )
 
     # Programs

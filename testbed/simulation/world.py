@@ -22,6 +22,7 @@ from testbed.simulation.medium import Medium
 from testbed.simulation.shared_channel import SharedChannel
 from testbed.simulation.sharing import Shared, Sharing
 from testbed.trace.events import TESTBED, Event, link_fields
+from testbed.trace.log import EventLog
 from testbed.trace.outcome import without_lead
 
 BOOT_SECONDS = 2.0
@@ -74,7 +75,7 @@ class World:
         self.hosts = {spec.name: Host(spec.name, spec) for spec in devices}
         self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
         """The links and speeds in force; the states of the devices are those of the hosts."""
-        self.events: list[Event] = []
+        self.events = EventLog()
         self.watch: Callable[[Event], None] | None = None
         """Sees every event right after it is written, and may strike at once."""
         self._program = program

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 
+import numpy as np
+
 from testbed.experiment import Experiment
 from testbed.trace.events import Event
-from testbed.trace.intervals import Interval, clip
+from testbed.trace.intervals import Interval, clip, length
+from testbed.trace.log import EventLog
 from testbed.wire.framing import wire_bytes
 
 
@@ -18,21 +22,20 @@ def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -
     A link, and a device's access to the network, carries bytes / rate, at the rates of the scenario; what arrived
     within the window counts. Channels that several devices share are left out.
     """
-    computing: dict[str, list[Interval]] = defaultdict(list)
+    computing: dict[str, array[float]] = defaultdict(lambda: array("d"))
     carried: dict[tuple[str, ...], float] = defaultdict(float)
     access = {spec.name: (spec.uplink or inf, spec.downlink or inf) for spec in experiment.devices}
-    for event in events:
-        fields = event.fields
-        if event.event == "compute":
-            computing[event.device].append((fields["start"], fields["start"] + fields["duration"]))
-        elif event.event == "receive" and window[0] < event.time <= window[1] and not fields.get("cast"):
-            size, peer = 8 * wire_bytes(fields["bytes"]), fields["peer"]
-            link = experiment.links.get((peer, event.device))
-            carried["link", peer, event.device] += size / link.rate if link is not None and link.rate else 0.0
+    log = EventLog.made_of(events)
+    for device, start, duration in log.of("compute").rows("device", "start", "duration"):
+        computing[device].extend((start, start + duration))
+    for device, peer, content, cast in log.of("receive").within(*window).rows("device", "peer", "bytes", "cast"):
+        if not cast:
+            size, link = 8 * wire_bytes(content), experiment.links.get((peer, device))
+            carried["link", peer, device] += size / link.rate if link is not None and link.rate else 0.0
             carried["up", peer] += size / access[peer][0]
-            carried["down", event.device] += size / access[event.device][1]
+            carried["down", device] += size / access[device][1]
     processors = (
-        sum(end - start for start, end in clip(computing[spec.name], *window)) / spec.processors
+        length(clip(np.frombuffer(computing[spec.name]).reshape(-1, 2), *window)) / spec.processors
         for spec in experiment.devices
     )
     return max([0.0, *processors, *carried.values()])

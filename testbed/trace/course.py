@@ -19,13 +19,13 @@ FIGURES = (
         "host_share",
         "share",
         "of the undisturbed steps' or requests' time, that the host added to their critical paths",
-        lambda record: record.once(added).share,
+        lambda record: record.cached(added).share,
     ),
     Figure(
         "trusted",
         "bool",
         "whether the verdict holds nothing against the run",
-        lambda record: bool(record.once(verdict)["trusted"]),
+        lambda record: bool(record.cached(verdict)["trusted"]),
     ),
     Figure("status", "text", "finished, failed, timed out or interrupted", lambda record: record.outcome.status),
 )

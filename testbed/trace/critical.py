@@ -12,16 +12,20 @@ told from it is counted: that the message left too late, and how late packets ar
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from testbed.experiment import Experiment
 from testbed.network.link import Link, Pair
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval
+from testbed.trace.log import EventLog
 from testbed.wire.framing import WINDOW, wire_bytes
 
 _SAME = 1e-6
@@ -43,15 +47,27 @@ class PathTime:
         return PathTime(self.computing + other.computing, self.messaging + other.messaging)
 
 
-class _Piece(NamedTuple):
-    """Something that a device may have waited for."""
+class _Pieces:
+    """What a device may have waited for, in the order of the ends; all but senders in seconds of the run."""
 
-    end: float
-    start: float
-    """When it could begin."""
-    late: float
-    sender: str | None = None
-    """Where a message came from; it was sent at ``start``."""
+    def __init__(self) -> None:
+        self.ends, self.starts, self.late = array("d"), array("d"), array("d")
+        """``starts``: when each could begin, or a message was sent."""
+        self.senders: list[str | None] = []
+        """Where a message came from."""
+
+    def add(self, end: float, start: float, late: float, sender: str | None = None) -> None:
+        self.ends.append(end)
+        self.starts.append(start)
+        self.late.append(late)
+        self.senders.append(sender)
+
+    def sort(self) -> None:
+        order = np.argsort(self.ends, kind="stable")
+        self.senders = [self.senders[place] for place in order]
+        self.ends, self.starts, self.late = (
+            array("d", np.frombuffer(each)[order].tobytes()) for each in (self.ends, self.starts, self.late)
+        )
 
 
 class CriticalPaths:
@@ -59,77 +75,82 @@ class CriticalPaths:
 
     def __init__(self, events: Sequence[Event], experiment: Experiment, packet_lateness: float = 0.0) -> None:
         """``packet_lateness`` is by how many seconds packets were let go too late, on the average."""
-        pieces: dict[str, list[_Piece]] = defaultdict(list)
-        links = _LinksInForce(events, experiment)
-        sent = _departures(events, links)
-        for event in events:
-            fields = event.fields
-            if event.event == "compute":
-                late = fields.get("late", fields.get("deficit", 0.0))
-                pieces[event.device].append(_Piece(fields["start"] + fields["duration"], fields["start"], late))
-            elif event.event == "receive":
-                arrived = fields["start"] + fields["duration"]
-                pair = (fields["peer"], event.device)
-                known = sent.get((*pair, fields.get("message")))
-                departure = None if known is None else known.take(arrived)
-                if departure is None:
-                    continue
-                took = None if departure.broadcast else links.time(pair, fields.get("bytes", 0), departure.called)
-                if took is None:
-                    late = departure.late + packet_lateness
-                else:
-                    late = max(0.0, arrived - departure.called - departure.queued - took)
-                pieces[event.device].append(_Piece(arrived, departure.called, late, fields["peer"]))
-        self._pieces = {name: sorted(own, key=lambda piece: piece.end) for name, own in pieces.items()}
-        self._ends = {name: [piece.end for piece in own] for name, own in self._pieces.items()}
+        log = EventLog.made_of(events)
+        pieces: dict[str, _Pieces] = defaultdict(_Pieces)
+        links = _LinksInForce(log, experiment)
+        sent = _departures(log, links)
+        fields = ("event", "device", "start", "duration", "late", "deficit", "peer", "message", "bytes")
+        for event, device, start, duration, late, deficit, peer, message, size in log.of("compute", "receive").rows(
+            *fields
+        ):
+            if event == "compute":
+                pieces[device].add(start + duration, start, late if late is not None else deficit or 0.0)
+                continue
+            arrived = start + duration
+            known = sent.get((peer, device, message))
+            departure = None if known is None else known.take(arrived)
+            if departure is None:
+                continue
+            took = None if departure.broadcast else links.time((peer, device), size or 0, departure.called)
+            if took is None:
+                beyond = departure.late + packet_lateness
+            else:
+                beyond = max(0.0, arrived - departure.called - departure.queued - took)
+            pieces[device].add(arrived, departure.called, beyond, peer)
+        self._pieces = pieces
+        for own in pieces.values():
+            own.sort()
 
     def lateness(self, device: str, window: Interval) -> PathTime:
         """Return what the host added to the path that ends on a device at the end of a window, within the window."""
-        return self._sum(device, window, lambda piece: piece.late)
+        return self._sum(device, window, lambda own, index: own.late[index])
 
     def spent(self, device: str, window: Interval) -> PathTime:
         """Return what the path that ends on a device at the end of a window consists of; the rest was neither."""
-        return self._sum(device, window, lambda piece: piece.end - max(piece.start, window[0]))
+        return self._sum(device, window, lambda own, index: own.ends[index] - max(own.starts[index], window[0]))
 
-    def _sum(self, device: str, window: Interval, seconds: Callable[[_Piece], float]) -> PathTime:
+    def _sum(self, device: str, window: Interval, seconds: Callable[[_Pieces, int], float]) -> PathTime:
         found = PathTime()
-        for piece in self._path(device, window):
-            found += PathTime(seconds(piece)) if piece.sender is None else PathTime(messaging=seconds(piece))
+        for own, index in self._path(device, window):
+            taken = seconds(own, index)
+            found += PathTime(taken) if own.senders[index] is None else PathTime(messaging=taken)
         return found
 
-    def _path(self, device: str, window: Interval) -> Iterator[_Piece]:
+    def _path(self, device: str, window: Interval) -> Iterator[tuple[_Pieces, int]]:
         """Yield the pieces of the path that ends on a device at the end of a window, the last one first."""
         begun, instant = window
         # Each piece once: several that take no time would lead to one another for ever.
         passed: dict[str, int] = {}
         for _ in range(_LONGEST):
-            index = bisect_right(self._ends.get(device, []), instant + _SAME)
-            index = min(index, passed.get(device, index)) - 1
-            if index < 0 or self._ends[device][index] <= begun:
+            own = self._pieces.get(device)
+            if own is None:
                 return
-            piece, passed[device] = self._pieces[device][index], index
-            yield piece
-            device, instant = piece.sender or device, piece.start
+            index = bisect_right(own.ends, instant + _SAME)
+            index = min(index, passed.get(device, index)) - 1
+            if index < 0 or own.ends[index] <= begun:
+                return
+            passed[device] = index
+            yield own, index
+            device, instant = own.senders[index] or device, own.starts[index]
 
 
 class _LinksInForce:
     """The links as they were at each moment: as the scenario has them, and as faults and traces left them."""
 
-    def __init__(self, events: Sequence[Event], experiment: Experiment) -> None:
+    def __init__(self, log: EventLog, experiment: Experiment) -> None:
         limited = {each.name for each in experiment.devices if each.uplink is not None or each.downlink is not None}
         shared = {name for cell in experiment.cells for name in cell.devices}
         self._crowded = limited | shared
         self._begun: dict[Pair, list[float]] = {}
         self._links: dict[Pair, list[Link]] = {pair: [link] for pair, link in experiment.links.items()}
-        for event in events:
-            if event.event == "link":
-                pair = (event.fields["source"], event.fields["destination"])
-                figures = {key: event.fields[key] for key in ("rate", "delay", "loss", "up")}
-                others = any(event.fields.get(key) for key in _BLURRED)
-                # Of what else there is to such a link it matters only that there is something.
-                link = replace(Link(**figures), duplicate=1.0 if others else 0.0)
-                self._links.setdefault(pair, [Link()]).append(link)
-                self._begun.setdefault(pair, []).append(event.time)
+        for event in log.of("link"):
+            pair = (event.fields["source"], event.fields["destination"])
+            figures = {key: event.fields[key] for key in ("rate", "delay", "loss", "up")}
+            others = any(event.fields.get(key) for key in _BLURRED)
+            # Of what else there is to such a link it matters only that there is something.
+            link = replace(Link(**figures), duplicate=1.0 if others else 0.0)
+            self._links.setdefault(pair, [Link()]).append(link)
+            self._begun.setdefault(pair, []).append(event.time)
 
     def time(self, pair: Pair, content: float, instant: float) -> float | None:
         """Return the seconds a message takes on a link that is its own, None where that cannot be told."""
@@ -162,7 +183,7 @@ class _Departure(NamedTuple):
     begun: float
     acknowledged: float = math.inf
     """When its sender knew that it had arrived; never for a cast."""
-    broadcast: bool = False
+    broadcast: float | bool = False
     """Sent at the rate of the slowest of several links."""
 
 
@@ -170,15 +191,14 @@ class _Departures:
     """The messages of one kind from one device to another, in the order in which they left."""
 
     def __init__(self) -> None:
-        self._begun: list[float] = []
-        self._all: list[_Departure] = []
+        self._columns = tuple(array("d") for _ in _Departure._fields)
         self._next = 0
         """The first that has not arrived."""
 
     def add(self, departure: _Departure) -> None:
         """Note one that left later than those before it."""
-        self._begun.append(departure.begun)
-        self._all.append(departure)
+        for column, value in zip(self._columns, departure, strict=True):
+            column.append(value)
 
     def take(self, instant: float) -> _Departure | None:
         """Return the one that arrives at an instant; instants only rise.
@@ -186,19 +206,19 @@ class _Departures:
         Messages arrive in their order, before they are acknowledged. One that a restarted receiver gets again, or a
         cast, of which others may be lost, is the last to have left by then.
         """
-        index = bisect_right(self._begun, instant) - 1
-        following = self._all[index + 1] if index + 1 < len(self._all) else None
-        arrived = index < 0 or (self._next > index and self._all[index].acknowledged < instant - _SAME)
-        if following is not None and arrived and following.called <= instant:
+        called, _, _, begun, acknowledged, broadcast = self._columns
+        index = bisect_right(begun, instant) - 1
+        arrived = index < 0 or (self._next > index and acknowledged[index] < instant - _SAME)
+        if index + 1 < len(begun) and arrived and called[index + 1] <= instant:
             index += 1  # a busy host read its sender's clock after it had left
         if index < 0:
             return None
-        while self._next < index and self._all[self._next].acknowledged < instant - _SAME:
+        while self._next < index and acknowledged[self._next] < instant - _SAME:
             self._next += 1
-        if self._next <= index and not self._all[self._next].broadcast:
+        if self._next <= index and not broadcast[self._next]:
             index = self._next
         self._next = index + 1
-        return self._all[index]
+        return _Departure(*(column[index] for column in self._columns))
 
 
 class _Outlet:
@@ -227,28 +247,25 @@ class _Outlet:
         self._unacknowledged.append((acknowledged, size))
 
 
-def _departures(events: Sequence[Event], links: _LinksInForce) -> Mapping[tuple[str, str, str | None], _Departures]:
+def _departures(log: EventLog, links: _LinksInForce) -> Mapping[tuple[str, str, str | None], _Departures]:
     """Return the messages by sender, receiver and kind."""
     found: dict[tuple[str, str, str | None], _Departures] = defaultdict(_Departures)
     outlets: dict[Pair, _Outlet] = defaultdict(_Outlet)
-    for event in sorted((event for event in events if event.event in ("send", "cast")), key=_begun):
-        fields = event.fields
-        called, begun = fields["start"], _begun(event)
-        if event.event == "cast":
+    fields = ("event", "device", "start", "queued", "encode", "peers", "peer", "message", "bytes", "duration")
+    for event, device, called, queued, encode, peers, peer, message, size, duration in log.of("send", "cast").sorted_by(
+        lambda row: row[2] + (row[3] or 0.0) + (row[4] or 0.0), *fields
+    ):
+        begun = float(called + (queued or 0.0) + (encode or 0.0))
+        if event == "cast":
             departure = _Departure(called, 0.0, 0.0, begun, broadcast=True)
-            for peer in fields["peers"]:
-                found[event.device, peer, fields.get("message")].add(departure)
+            for receiver in peers:
+                found[device, receiver, message].add(departure)
             continue
-        pair, size = (event.device, fields["peer"]), fields.get("bytes", 0)
-        could, acknowledged = outlets[pair].ready(called), called + fields["duration"]
+        pair, content = (device, peer), size or 0
+        could, acknowledged = outlets[pair].ready(called), called + duration
         late = max(0.0, begun - could)
-        found[(*pair, fields.get("message"))].add(_Departure(called, could - called, late, begun, acknowledged))
+        found[(*pair, message)].add(_Departure(called, could - called, late, begun, acknowledged))
         # Where the link does not say how long it is busy, the acknowledgement does.
-        busy = links.transmission(pair, size, called)
-        outlets[pair].occupy(acknowledged if busy is None else could + late + busy, acknowledged, size)
+        busy = links.transmission(pair, content, called)
+        outlets[pair].occupy(acknowledged if busy is None else could + late + busy, acknowledged, content)
     return found
-
-
-def _begun(event: Event) -> float:
-    fields = event.fields
-    return float(fields["start"] + fields.get("queued", 0.0) + fields.get("encode", 0.0))

@@ -7,20 +7,23 @@ down + idle is the duration.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from testbed.common.formats import FigureKind
-from testbed.trace.events import Event
 from testbed.trace.figures import Figure
-from testbed.trace.gantt import Bar
-from testbed.trace.host import deficit, late, waited
-from testbed.trace.intervals import Interval, clip, subtract, total, union
+from testbed.trace.gantt import BarKind
+from testbed.trace.host import deficits, lateness, waited
+from testbed.trace.intervals import Intervals, clip, subtract, total, union
+from testbed.trace.log import EventLog
 from testbed.trace.record import Record
 
 _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
+_COUNTED = ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "flops", "busy", "deficit")
+KINDS: tuple[BarKind, ...] = ("compute", "send", "receive", "down")
 OF_DEVICES: dict[str, FigureKind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
     **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"], "share"),
@@ -37,69 +40,67 @@ def devices(record: Record) -> dict[str, dict[str, Any]]:
     the host; ``deficit_share`` and ``waited_share`` of the steady phase; bytes of ``weights`` and most ``activations``
     where the method says.
     """
-    own: dict[str, list[Event]] = defaultdict(list)
-    for event in record.outcome.events:
-        own[event.device].append(event)
     table = {}
+    done, late = _work(record.log), deficits(record.log, record.phase)
+    waiting = waited(record.log, record.phase)
     for spec in record.experiment.devices:
         row: dict[str, Any] = {"profile": spec.profile, "speed": spec.speed}
         if held := record.plan.of(spec.name):
             row["units"] = [end for piece in held for end in (piece.first, piece.last)]
-        row |= _activity(record.bars.get(spec.name, ()), record.end)
-        row |= _work(own[spec.name])
+        row |= _activity({kind: record.spans(spec.name, kind) for kind in KINDS}, record.end)
+        row |= done.get(spec.name, dict.fromkeys(_COUNTED, 0))
         if (energy := spec.joules(record.end - row["down"], row["compute"])) is not None:
             row["energy"] = energy
         # A processor that is late is so beside others that are not.
-        row["deficit_share"] = _share(deficit(own[spec.name], record.phase) / spec.processors, record.phase)
-        row["waited_share"] = _share(waited(own[spec.name], record.phase), record.phase)
+        row["deficit_share"] = _share(late.get(spec.name, 0.0) / spec.processors, record.phase)
+        row["waited_share"] = _share(waiting.get(spec.name, 0.0), record.phase)
         table[spec.name] = row
     return table
 
 
-def _intervals(charted: Iterable[Bar], kind: str, end: float) -> list[Interval]:
-    return union(clip(((bar.start, bar.end) for bar in charted if bar.kind == kind), 0.0, end))
-
-
-def _activity(charted: Collection[Bar], end: float) -> dict[str, float]:
-    compute, send, receive, down = (_intervals(charted, kind, end) for kind in ("compute", "send", "receive", "down"))
+def _activity(charted: Mapping[BarKind, Intervals], end: float) -> dict[str, float]:
+    compute, send, receive, down = (union(clip(charted[kind], 0.0, end)) for kind in KINDS)
     # What a dead device was said to do (a send that was retried meanwhile, say) is not activity.
     compute, send, receive = (subtract(part, down) for part in (compute, send, receive))
-    communicate = subtract([*send, *receive], compute)
-    idle = subtract([(0.0, end)], [*compute, *send, *receive, *down])
+    communicate = subtract(np.concatenate((send, receive)), compute)
+    idle = subtract([(0.0, end)], np.concatenate((compute, send, receive, down)))
     parts = {"compute": compute, "send": send, "receive": receive, "communicate": communicate, "down": down}
     seconds = {name: total(part) for name, part in {**parts, "idle": idle}.items()}
     shares = {f"{name}_share": value / end if end > 0 else 0.0 for name, value in seconds.items()}
     return seconds | shares
 
 
-def _work(own: Sequence[Event]) -> dict[str, Any]:
-    computed = [event.fields for event in own if event.event == "compute"]
-    sent = [event.fields for event in own if event.event in ("send", "cast")]
-    received = [event.fields for event in own if event.event == "receive"]
-    resident = [event.fields for event in own if event.event == "memory"][-1:]
-    return {
-        **{name: fields[name] for fields in resident for name in ("weights", "activations")},
-        "messages_sent": len(sent),
-        "bytes_sent": sum(fields.get("bytes", 0) for fields in sent),
-        "messages_received": len(received),
-        "bytes_received": sum(fields.get("bytes", 0) for fields in received),
-        "flops": sum(fields.get("flops", 0.0) for fields in computed),
-        "busy": sum(fields.get("busy", 0.0) for fields in computed),
-        "deficit": sum(late(fields) for fields in computed),
-    }
+def _work(log: EventLog) -> dict[str, dict[str, Any]]:
+    """Return by device what it sent, received and computed, and the most memory that it reported, in bytes."""
+    found: dict[str, dict[str, Any]] = {}
+    fields = ("bytes", "flops", "busy", "late", "deficit", "weights", "activations")
+    done = log.of("compute", "send", "cast", "receive", "memory").rows("event", "device", *fields)
+    for event, device, size, flops, busy, late, deficit, weights, activations in done:
+        own = found.setdefault(device, dict.fromkeys(_COUNTED, 0))
+        if event == "compute":
+            own["flops"] += flops or 0.0
+            own["busy"] += busy or 0.0
+            own["deficit"] += lateness(late, deficit)
+        elif event == "memory":
+            own |= {"weights": weights, "activations": activations}
+        else:
+            way = "received" if event == "receive" else "sent"
+            own[f"messages_{way}"] += 1
+            own[f"bytes_{way}"] += size or 0
+    return found
 
 
-def _share(seconds: float, phase: Sequence[Interval]) -> float:
+def _share(seconds: float, phase: Intervals) -> float:
     return seconds / total(phase) if total(phase) > 0 else 0.0
 
 
 def _mean(key: str, record: Record) -> float | None:
-    used = [row[key] for name, row in record.once(devices).items() if name in record.plan.devices]
+    used = [row[key] for name, row in record.cached(devices).items() if name in record.plan.devices]
     return fmean(used) if used else None
 
 
 def _energy(record: Record) -> float | None:
-    rows = record.once(devices).values()
+    rows = record.cached(devices).values()
     found = [row["energy"] for row in rows if "energy" in row]
     return sum(found) if len(found) == len(rows) else None
 
@@ -130,12 +131,12 @@ FIGURES = (
         "compute_deficit",
         "seconds",
         "by which the host made computations late, over all devices",
-        lambda record: sum(row["deficit"] for row in record.once(devices).values()),
+        lambda record: sum(row["deficit"] for row in record.cached(devices).values()),
     ),
     Figure(
         "deficit_share",
         "share",
         "of the undisturbed steps' time, of the worst device",
-        lambda record: max((row["deficit_share"] for row in record.once(devices).values()), default=0.0),
+        lambda record: max((row["deficit_share"] for row in record.cached(devices).values()), default=0.0),
     ),
 )

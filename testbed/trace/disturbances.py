@@ -9,6 +9,7 @@ from typing import Any
 
 from testbed.faults.actions import mending
 from testbed.trace.events import Event
+from testbed.trace.log import EventLog
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Recovery:
     step: int | None = None
     missing: tuple[str, ...] = field(default=())
     phases: Mapping[str, Event] = field(default_factory=dict)
-    """Events of further phases that the method tells, by their names, each the last time: on the way to the resumption,
-    and after it."""
+    """Events of further phases that the method reports, by their names, each the last time: on the way to the
+    resumption, and after it."""
     causes: tuple[Strike, ...] = ()
     """The fault behind it, and others of its kind or of its instant on devices that were missing."""
 
@@ -80,7 +81,7 @@ def _undoes(event: Event, action: str, target: str) -> bool:
 
 
 def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
-    faults = [event for event in events if event.event == "fault"]
+    faults = list(EventLog.made_of(events).of("fault"))
     strikes = []
     for index, event in enumerate(faults):
         if event.fields.get("phase") == "undo":
@@ -145,9 +146,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             causes=_causes(strikes, cause, since, last.time if last else math.inf, missing),
         )
 
-    for event in events:
-        if event.event != "recovery":
-            continue
+    for event in EventLog.made_of(events).of("recovery"):
         phase = str(event.fields.get("phase"))
         missing = tuple(dict.fromkeys((*missing, *_names(event.fields.get("missing")))))
         if phase == "detected":

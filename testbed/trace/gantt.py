@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import heapq
+from array import array
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from testbed.trace.disturbances import strikes
 from testbed.trace.events import Event
+from testbed.trace.intervals import Interval, Intervals, in_order, intervals, lanes
+from testbed.trace.log import EventLog
 
 BarKind = Literal["compute", "send", "receive", "down"]
+CHARTED = ("compute", "send", "receive", "cast")
+"""Events that each are a bar."""
+_Work = tuple[str, str | None, int | None, int | None]
+"""Device, span, batch and micro-batch of a computation."""
 
 
-class Bar(NamedTuple):  # of which a long run has a million: made faster than a dataclass
+class Bar(NamedTuple):  # of which a long run has millions: made faster than a dataclass
     """One stretch of time of one device, in seconds of the run."""
 
     device: str
@@ -33,41 +41,26 @@ class Bar(NamedTuple):  # of which a long run has a million: made faster than a 
 
 def run_end(events: Sequence[Event], lead: str) -> float:
     """Return when the workload was over: the lead's program ended, else the last thing recorded."""
-    for event in events:
-        ended = event.event == "state" and event.fields.get("state") in ("finished", "failed", "stopped")
+    log = EventLog.made_of(events)
+    for event in log.of("state"):
         # A lead that a fault struck down starts again: only the last word counts.
-        if ended and event.device == lead and event.time > 0 and event.fields.get("state") == "finished":
+        if event.device == lead and event.time > 0 and event.fields.get("state") == "finished":
             return event.time
-    return max((event.time for event in events), default=0.0)
-
-
-def _communication(event: Event) -> Bar:
-    fields = event.fields
-    start, size = float(fields["start"]), int(fields.get("bytes", 0))
-    end = start + float(fields["duration"])
-    label = str(fields.get("message", ""))
-    if event.event == "send":
-        # Waiting behind earlier messages is not sending.
-        begin = min(start + float(fields.get("queued") or 0.0), end)
-        return Bar(event.device, "send", begin, end, label, peer=str(fields["peer"]), size=size)
-    if event.event == "receive":
-        return Bar(event.device, "receive", start, end, label, peer=str(fields["peer"]), size=size)
-    peers = ", ".join(str(peer) for peer in fields.get("peers", ()))
-    return Bar(event.device, "send", start, end, label, peer=peers, size=size)
+    return log.latest
 
 
 def outages(events: Sequence[Event], end: float) -> list[Bar]:
     """Return when which device was dead or frozen by a fault."""
     bars = []
+    states = EventLog.made_of(events).of("state")
     for strike in strikes(events):
         if strike.action not in ("kill", "pause"):
             continue
         # "Undone" is when the restart was ordered; the device is back when it says so.
         back = [
             event.time
-            for event in events
+            for event in states
             if event.device == strike.target
-            and event.event == "state"
             and event.fields.get("state") in ("up", "started")
             and event.time > strike.struck
         ]
@@ -76,71 +69,64 @@ def outages(events: Sequence[Event], end: float) -> list[Bar]:
     return bars
 
 
-def bars(events: Sequence[Event], end: float) -> list[Bar]:
-    """Return all bars in the order of their starts; ``end`` closes what was never closed."""
-    found: list[Bar] = []
-    begun: dict[tuple[Hashable, ...], list[Event]] = defaultdict(list)
-    down = outages(events, end)
-    for event in events:
-        if event.event == "begin":
-            begun[_work(event)].append(event)
-        elif event.event == "compute":
+def bars(events: Sequence[Event], end: float) -> Iterator[Bar]:
+    """Yield all bars, in no order that holds throughout; ``end`` closes what was never closed."""
+    log = EventLog.made_of(events)
+    begun: dict[_Work, list[float]] = defaultdict(list)
+    down = outages(log, end)
+    fields = ("span", "batch", "micro", "start", "duration", "message", "peer", "peers", "bytes", "queued")
+    found = log.of(*CHARTED, "begin").rows("event", "time", "device", *fields)
+    for name, time, device, span, batch, micro, start, duration, message, peer, peers, size, queued in found:
+        if name == "begin":
+            begun[device, span, batch, micro].append(time)
+        elif name == "compute":
             # Of several alike the last: what an earlier one began was lost in a restart.
-            waiting = begun[_work(event)]
-            if waiting:
+            if waiting := begun.get((device, span, batch, micro)):
                 waiting.pop()
-            start = float(event.fields["start"])
-            found.append(_span(event, start, start + float(event.fields["duration"])))
-        elif event.event in ("send", "receive", "cast"):
-            found.append(_communication(event))
-    lost = [event for alike in begun.values() for event in alike]
-    done = [bar for bar in found if bar.kind == "compute"] if lost else []
-    return sorted([*found, *down, *_interrupted(lost, done, down, end)], key=lambda bar: (bar.start, bar.end))
-
-
-def _work(event: Event) -> tuple[Hashable, ...]:
-    said = event.fields.get
-    return event.device, said("span"), said("batch"), said("micro")
-
-
-def _interrupted(lost: Sequence[Event], done: Sequence[Bar], down: Sequence[Bar], end: float) -> list[Bar]:
-    """Return work that began and was never done: until its device died, or a processor was needed for other work."""
-    found = []
-    for event in lost:
-        own = [bar for bar in done if bar.device == event.device]
-        processors = len(lanes(sorted(own, key=lambda bar: bar.start)))
-        later = sorted(bar.start for bar in own if bar.start > event.time)
-        later += sorted(other.time for other in lost if other.device == event.device and other.time > event.time)
-        needed = (at for at in sorted(later) if sum(bar.start <= at < bar.end for bar in own) >= processors)
-        died = (bar.start for bar in down if bar.device == event.device and bar.start >= event.time)
-        found.append(_span(event, event.time, min(next(needed, end), min(died, default=end)), interrupted=True))
-    return found
-
-
-def _span(event: Event, start: float, end: float, interrupted: bool = False) -> Bar:
-    fields = event.fields
-    return Bar(
-        event.device,
-        "compute",
-        start,
-        end,
-        str(fields.get("span", "")),
-        batch=fields.get("batch"),
-        micro=fields.get("micro"),
-        interrupted=interrupted,
-    )
-
-
-def lanes(intervals: Iterable[Bar]) -> list[list[Bar]]:
-    """Split bars, given in the order of their starts, into as few rows as possible without overlap in a row."""
-    rows: list[list[Bar]] = []
-    free: list[tuple[float, int]] = []
-    for bar in intervals:
-        if free and free[0][0] <= bar.start:
-            _, number = heapq.heappop(free)
-            rows[number].append(bar)
+                if not waiting:
+                    del begun[device, span, batch, micro]
+            yield Bar(device, "compute", float(start), float(start + duration), span or "", None, batch, micro)
         else:
-            number = len(rows)
-            rows.append([bar])
-        heapq.heappush(free, (bar.end, number))
-    return rows
+            kind: BarKind = "receive" if name == "receive" else "send"
+            stop = float(start + duration)
+            # Waiting behind earlier messages is not sending.
+            begin = min(start + (queued or 0.0), stop) if name == "send" else start
+            other = ", ".join(map(str, peers or ())) if name == "cast" else str(peer)
+            yield Bar(device, kind, float(begin), stop, message or "", other, size=int(size or 0))
+    yield from down
+    if begun:
+        yield from _interrupted([(work, time) for work, alike in begun.items() for time in alike], log, down, end)
+
+
+def _interrupted(lost: Sequence[tuple[_Work, float]], log: EventLog, down: Sequence[Bar], end: float) -> Iterator[Bar]:
+    """Yield work that began and was never done: until its device died, or a processor was needed for other work."""
+    done: dict[str, list[Interval]] = {work[0]: [] for work, _ in lost}
+    for device, start, duration in log.of("compute").rows("device", "start", "duration"):
+        if device in done:
+            done[device].append((start, start + duration))
+    for (device, span, batch, micro), time in lost:
+        own = intervals(sorted(done[device]))
+        starts, ends = own[:, 0], np.sort(own[:, 1])
+        processors = int(lanes(own).max(initial=-1)) + 1
+        later = np.sort([*starts[starts > time], *(at for work, at in lost if work[0] == device and at > time)])
+        running = np.searchsorted(starts, later, "right") - np.searchsorted(ends, later, "right")
+        needed = later[running >= processors]
+        died = (bar.start for bar in down if bar.device == device and bar.start >= time)
+        stop = min(float(needed[0]) if len(needed) else end, min(died, default=end))
+        yield Bar(device, "compute", time, stop, span or "", None, batch, micro, interrupted=True)
+
+
+def spans(charted: Iterable[Bar]) -> dict[str, dict[BarKind, dict[str, Intervals]]]:
+    """Return the stretches of bars by device, kind and label, each in the order of their starts."""
+    found: dict[str, dict[BarKind, dict[str, array[float]]]] = {}
+    for bar in charted:
+        own = found.setdefault(bar.device, {}).setdefault(bar.kind, {}).setdefault(bar.label, array("d"))
+        own.append(bar.start)
+        own.append(bar.end)
+    return {
+        device: {
+            kind: {label: in_order(np.frombuffer(own).reshape(-1, 2)) for label, own in labels.items()}
+            for kind, labels in kinds.items()
+        }
+        for device, kinds in found.items()
+    }

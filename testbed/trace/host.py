@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from itertools import compress
+
+import numpy as np
 
 from testbed.trace.critical import CriticalPaths, PathTime
-from testbed.trace.events import Event
-from testbed.trace.intervals import Interval, clip, holds, total
+from testbed.trace.intervals import Intervals, clip, total, within
+from testbed.trace.log import EventLog
 from testbed.trace.record import Record
 
 
@@ -34,28 +36,39 @@ def added(record: Record) -> HostTime:
     seconds = sum(end - start for _, (start, end) in windows)
     if record.outcome.runtime == "simulate":  # paths through a million events, and no host on any
         return HostTime(seconds, 0.0, 0.0)
-    lateness = record.outcome.fidelity.get("lateness", {}).get("mean", 0.0)
-    paths = CriticalPaths(record.outcome.events, record.experiment, lateness)
+    packets = record.outcome.fidelity.get("lateness", {}).get("mean", 0.0)
+    paths = CriticalPaths(record.log, record.experiment, packets)
     found = sum((paths.lateness(device, window) for device, window in windows), PathTime())
     return HostTime(seconds, found.computing, found.messaging)
 
 
-def late(computed: Mapping[str, Any]) -> float:
-    """Return by how much the host made a computation late; older logs tell only what it needed too much."""
-    return float(computed.get("late", computed.get("deficit", 0.0)))
+def lateness(late: float | None, deficit: float | None) -> float:
+    """Return by how much the host made a computation late; older logs say only what it needed too much."""
+    return float(late if late is not None else deficit or 0.0)
 
 
-def waited(own: Sequence[Event], phase: Sequence[Interval]) -> float:
-    """Return the seconds that threads of a device waited for the host within a phase, evenly over each interval."""
-    found = 0.0
-    for event in own:
-        if event.event == "host" and event.fields["interval"] > 0:
-            span = event.fields["interval"]
-            within = total(clip(phase, event.time - span, event.time))
-            found += event.fields["waited"] * within / span
+def waited(log: EventLog, phase: Intervals) -> dict[str, float]:
+    """Return the seconds that threads of each device waited for the host within a phase, evenly over each interval."""
+    found: dict[str, float] = defaultdict(float)
+    for device, time, waited, span in log.of("host").rows("device", "time", "waited", "interval"):
+        if span > 0:
+            near = phase[np.searchsorted(phase[:, 1], time - span) : np.searchsorted(phase[:, 0], time, "right")]
+            found[device] += waited * total(clip(near, time - span, time)) / span
     return found
 
 
-def deficit(own: Sequence[Event], phase: Sequence[Interval]) -> float:
-    """Return by how many seconds the host made computations late that ended within a phase, in order and disjoint."""
-    return sum(late(event.fields) for event in own if event.event == "compute" and holds(phase, event.time))
+def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
+    """Return by how many seconds the host made each device's computations late that ended within a phase.
+
+    The intervals of the phase are in order and disjoint.
+    """
+    found: dict[str, float] = defaultdict(float)
+    times: list[float] = []
+    lates: list[tuple[str, float]] = []
+    for device, time, late, deficit in log.of("compute").rows("device", "time", "late", "deficit"):
+        if (seconds := lateness(late, deficit)) != 0.0:
+            times.append(time)
+            lates.append((device, seconds))
+    for device, seconds in compress(lates, within(phase, np.array(times))):
+        found[device] += seconds
+    return found

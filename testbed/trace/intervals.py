@@ -1,61 +1,104 @@
-"""Arithmetic on sets of half-open time intervals, so that overlapping activity is never counted twice."""
+"""Arithmetic on sets of half-open time intervals, so that overlapping activity is never counted twice.
+
+A set is an array of shape (n, 2), in seconds: starts and ends. Empty intervals are no part of what is returned.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
 
 Interval = tuple[float, float]
 """(start, end) in seconds; empty unless start < end."""
+Intervals = npt.NDArray[np.float64]
+"""Of shape (n, 2)."""
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def intervals(found: Intervals | Iterable[Interval]) -> Intervals:
+    """Return intervals as an array."""
+    return np.asarray(found if isinstance(found, np.ndarray) else list(found), dtype=float).reshape(-1, 2)
+
+
+def in_order(found: Intervals) -> Intervals:
+    """Return intervals in the order of their starts, and of their ends where these are equal."""
+    return found[np.lexsort((found[:, 1], found[:, 0]))]
+
+
+def union(found: Intervals | Iterable[Interval]) -> Intervals:
     """Return the same points as disjoint intervals in order, those that touch being joined."""
-    merged: list[Interval] = []
-    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+    made = _filled(intervals(found))
+    if not len(made):
+        return made
+    made = in_order(made)
+    reached = np.maximum.accumulate(made[:, 1])
+    begins = np.concatenate(([True], made[1:, 0] > reached[:-1]))
+    return np.stack((made[begins, 0], reached[np.append(begins[1:], True)]), axis=1)
 
 
-def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
+def joined(found: Intervals, apart: Sequence[Interval], gap: float) -> Intervals:
+    """Join intervals, in the order of their starts, that are at most ``gap`` apart where none of some lies between."""
+    if not len(found):
+        return found
+    reached = np.maximum.accumulate(found[:, 1])
+    ends, starts = reached[:-1], found[1:, 0]
+    between = [(ends < end) & (start < starts) for start, end in apart]
+    begins = np.concatenate(([True], np.logical_or.reduce([starts - ends > gap, *between])))
+    return np.stack((found[begins, 0], reached[np.append(begins[1:], True)]), axis=1)
+
+
+def clip(found: Intervals | Iterable[Interval], start: float, end: float) -> Intervals:
     """Return what lies between ``start`` and ``end``."""
-    clipped = ((max(left, start), min(right, end)) for left, right in intervals)
-    return [interval for interval in clipped if interval[0] < interval[1]]
+    made = intervals(found)
+    return _filled(np.stack((np.maximum(made[:, 0], start), np.minimum(made[:, 1], end)), axis=1))
 
 
-def subtract(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
-    """Return the points of ``intervals`` that are not in ``holes``, as disjoint intervals in order."""
-    gaps = union(holes)
-    rest: list[Interval] = []
-    first = 0
-    for start, end in union(intervals):
-        while first < len(gaps) and gaps[first][1] <= start:
-            first += 1
-        position, gap = start, first
-        while gap < len(gaps) and gaps[gap][0] < end:
-            if position < gaps[gap][0]:
-                rest.append((position, gaps[gap][0]))
-            position = max(position, gaps[gap][1])
-            gap += 1
-        if position < end:
-            rest.append((position, end))
-    return rest
+def subtract(found: Intervals | Iterable[Interval], holes: Intervals | Iterable[Interval]) -> Intervals:
+    """Return the points of the first that are in none of the holes, as disjoint intervals in order."""
+    made, gaps = union(found), union(holes)
+    # Between the holes, and before and after them.
+    starts, ends = np.concatenate(([-np.inf], gaps[:, 1])), np.concatenate((gaps[:, 0], [np.inf]))
+    first = np.searchsorted(ends, made[:, 0], side="right")
+    count = np.maximum(np.searchsorted(starts, made[:, 1], side="left") - first, 0)
+    whole = np.repeat(np.arange(len(made)), count)
+    between = np.arange(len(whole)) - np.repeat(np.cumsum(count) - count - first, count)
+    rest = (np.maximum(made[whole, 0], starts[between]), np.minimum(made[whole, 1], ends[between]))
+    return _filled(np.stack(rest, axis=1))
 
 
-def total(intervals: Iterable[Interval]) -> float:
+def total(found: Intervals | Iterable[Interval]) -> float:
     """Return the seconds covered, each instant counted once."""
-    return sum(end - start for start, end in union(intervals))
+    return length(union(found))
 
 
-def holds(intervals: Sequence[Interval], moment: float) -> bool:
-    """Say whether a moment is in one of disjoint intervals in order: after its start, at most at its end."""
-    place = bisect_left(intervals, (moment,)) - 1
-    return place >= 0 and moment <= intervals[place][1]
+def length(found: Intervals) -> float:
+    """Return the sum of the intervals' lengths in seconds, whether or not they overlap."""
+    return float(sum((found[:, 1] - found[:, 0]).tolist()))  # in order: numpy's own sum adds up in another
+
+
+def within(found: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Return of each moment whether it is in one of disjoint ordered intervals: after its start, until its end."""
+    place = np.searchsorted(found[:, 0], moments, side="left") - 1
+    return (place >= 0) & (moments <= np.append(found[:, 1], -np.inf)[place])
 
 
 def overlaps(interval: Interval, others: Iterable[Interval]) -> bool:
     """Say whether an interval shares any point with one of the others."""
     return any(interval[0] < end and start < interval[1] for start, end in others)
+
+
+def lanes(found: Intervals | Iterable[Interval]) -> npt.NDArray[np.int64]:
+    """Return the row of each interval, given in the order of their starts: as few rows as possible without overlap."""
+    made = intervals(found)
+    rows = np.zeros(len(made), dtype=np.int64)
+    free: list[tuple[float, int]] = []
+    for place, (start, end) in enumerate(zip(made[:, 0].tolist(), made[:, 1].tolist(), strict=True)):
+        rows[place] = heappop(free)[1] if free and free[0][0] <= start else len(free)
+        heappush(free, (end, int(rows[place])))
+    return rows
+
+
+def _filled(found: Intervals) -> Intervals:
+    return found[found[:, 0] < found[:, 1]]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
 from testbed.experiment import Experiment
 from testbed.plan import Plan
@@ -15,6 +16,10 @@ from testbed.trace.record import Record, Step
 from testbed.trace.registry import figures_of
 from testbed.trace.verdict import verdict
 
+MOST_ROWS = 100_000
+"""Steps, evaluations or requests that are listed; of more, every second or third or so is. Figures count all."""
+Row = TypeVar("Row")
+
 
 def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Declared = NOTHING) -> dict[str, Any]:
     """Return the figures of a run as plain JSON values. Seconds, bytes, bit/s and fractions of one throughout.
@@ -22,7 +27,8 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Decl
     Figures by name, the ones that ``expect`` may use, are those of ``figures_of(declared)``; one that the run gives no
     ground for is absent. Further keys: ``runtime``, ``error``, ``weights`` (the file that they were read from, None
     where they were drawn from the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady, and the
-    device where several report some; ``evaluations``; ``requests``; ``objects``: boxes of each sample asked about),
+    device where several report some; ``evaluations``; ``requests``: of more than `MOST_ROWS` every n-th;
+    ``objects``: boxes of each sample asked about),
     ``devices`` by name (``testbed.trace.devices``), ``links`` (those used or measured), ``fault_list``,
     ``recovery_list``, ``phase_list`` (``testbed.trace.phases``), ``verdict`` (``testbed.trace.verdict``), and the lists
     that the method declares.
@@ -39,13 +45,13 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Decl
         "weights": experiment.workload.model.weights,
         **{name: value for name, value in values.items() if not isinstance(value, Mapping | None)},
         "series": _series(record),
-        "devices": {name: dict(row) for name, row in record.once(devices.devices).items()},
-        "links": record.once(traffic.links),
+        "devices": {name: dict(row) for name, row in record.cached(devices.devices).items()},
+        "links": record.cached(traffic.links),
         "fault_list": recovery.faults(record),
-        "recovery_list": record.once(recovery.recovery_list),
-        "phase_list": record.once(phases.phases),
+        "recovery_list": record.cached(recovery.recovery_list),
+        "phase_list": record.cached(phases.phases),
         **{name: items for name, items in lists if items},
-        "verdict": record.once(verdict),
+        "verdict": record.cached(verdict),
     }
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -71,14 +77,19 @@ def _series(record: Record) -> dict[str, list[dict[str, Any]]]:
     several = len({step.device for step in record.steps}) > 1
 
     def timed(name: str) -> list[dict[str, Any]]:
-        return [{"time": event.time, **event.fields} for event in record.of(name)]
+        return [{"time": event.time, **event.fields} for event in _thinned(record.of(name))]
 
     return {
-        "steps": [_step(step) | ({"device": step.device} if several else {}) for step in record.steps],
+        "steps": [_step(step) | ({"device": step.device} if several else {}) for step in _thinned(record.steps)],
         "evaluations": timed("evaluate"),
         "requests": timed("request"),
         "objects": [dict(event.fields) for event in record.of("objects")],
     }
+
+
+def _thinned(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield all of these, or every n-th where there are more than `MOST_ROWS`."""
+    return islice(rows, 0, None, -(-len(rows) // MOST_ROWS) or 1)
 
 
 def _step(step: Step) -> dict[str, Any]:

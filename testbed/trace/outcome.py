@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -73,7 +73,7 @@ class Outcome:
 
     runtime: Literal["emulate", "simulate"]
     status: Status
-    events: list[Event]
+    events: Sequence[Event]
     """In the order of time."""
     error: str | None = None
     links: list[LinkMeasurement] = field(default_factory=list)

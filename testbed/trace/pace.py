@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import compress
 from statistics import fmean, median
+
+import numpy as np
 
 from testbed.network.link import Pair
 from testbed.trace.figures import Figure, Metrics, Row
-from testbed.trace.gantt import lanes
-from testbed.trace.intervals import holds, subtract, total, union
+from testbed.trace.intervals import lanes, subtract, total, union, within
 from testbed.trace.record import Record, Step, after
 from testbed.wire.framing import wire_bytes
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, interpolated linearly between the closest ranks; raises ValueError without values."""
-    # Here, not above: planning has no need of numpy.
-    import numpy
-
-    if not values:
-        raise ValueError("no values to take a percentile of")
-    return float(numpy.percentile(values, percent))
 
 
 def _once(record: Record) -> list[Step]:
@@ -29,7 +21,7 @@ def _once(record: Record) -> list[Step]:
 
 
 def _samples(record: Record) -> int:
-    return sum(step.samples or 0 for step in record.once(_once))
+    return sum(step.samples or 0 for step in record.cached(_once))
 
 
 def _seconds(record: Record) -> list[float]:
@@ -68,16 +60,17 @@ def busiest_share(record: Record) -> float | None:
         return None
     busy = []
     for spec in record.experiment.devices:
-        computing = [bar for bar in record.bars.get(spec.name, ()) if bar.kind == "compute"]
-        rows = [union((bar.start, bar.end) for bar in row) for row in lanes(computing)]
+        computing = record.spans(spec.name, "compute")
+        row = lanes(computing)
+        rows = [union(computing[row == number]) for number in range(row.max(initial=-1) + 1)]
         busy.append(sum(total(row) - total(subtract(row, windows)) for row in rows) / spec.processors)
     carried: dict[Pair, float] = {}
-    for event in record.of("send"):
-        if holds(windows, event.time):
-            pair = (event.device, event.fields["peer"])
-            link = record.experiment.links.get(pair)
-            if link is not None:
-                carried[pair] = carried.get(pair, 0.0) + link.transmission_time(wire_bytes(event.fields["bytes"]))
+    sent = record.of("send")
+    counted = within(windows, np.fromiter((time for (time,) in sent.rows("time")), float))
+    for device, peer, size in compress(sent.rows("device", "peer", "bytes"), counted):
+        link = record.experiment.links.get((device, peer))
+        if link is not None:
+            carried[device, peer] = carried.get((device, peer), 0.0) + link.transmission_time(wire_bytes(size))
     return min(1.0, max([*busy, *carried.values()], default=0.0) / seconds)
 
 
@@ -91,14 +84,14 @@ FIGURES = (
         "steps",
         "number",
         "training steps done, each counted once",
-        lambda record: len(record.once(_once)),
+        lambda record: len(record.cached(_once)),
         compared=True,
     ),
     Figure(
         "steps_repeated",
         "number",
         "training steps done again after a recovery",
-        _of_steps(lambda record: len(record.steps) - len(record.once(_once))),
+        _of_steps(lambda record: len(record.steps) - len(record.cached(_once))),
     ),
     Figure("samples", "number", "training samples of the steps, each step counted once", _of_steps(_samples)),
     Figure(
@@ -127,7 +120,7 @@ FIGURES = (
         "step_time_p95",
         "seconds",
         "95th percentile over the undisturbed steps",
-        _of_steps(lambda record: percentile(_seconds(record), 95)),
+        _of_steps(lambda record: float(np.percentile(_seconds(record), 95))),
         compared=True,
     ),
     Figure(

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from testbed.trace.disturbances import recoveries, strikes
 from testbed.trace.events import TESTBED, Event
-from testbed.trace.gantt import Bar, bars, lanes
+from testbed.trace.gantt import CHARTED, Bar, bars
+from testbed.trace.intervals import lanes
+from testbed.trace.log import EventLog
 
 TRACKS = {"compute": 1, "send": 100, "receive": 200, "down": 300}
 """First track number of each kind; activity that overlaps with itself takes further ones."""
 MOST_BARS = 400_000
 """Of a longer run the trace has the first ones: as much as a browser opens."""
+MOST_COUNTED = 100_000
+"""Losses and accuracies in the trace; of more there is every n-th."""
 CLOCK_SLACK = 0.005
 """Seconds that a reception may seem to lie outside its send, the clocks of two containers being read apart."""
 
@@ -27,37 +32,47 @@ def trace(events: Sequence[Event], end: float, title: str = "testbed") -> dict[s
 
     ``otherData`` says how many bars were left out because there are too many.
     """
-    every = bars(events, end)
-    charted = every[:MOST_BARS]
-    names = sorted({bar.device for bar in charted} | {event.device for event in events} - {TESTBED})
+    log = EventLog.made_of(events)
+    charted = sorted(islice(bars(log, end), MOST_BARS), key=lambda bar: (bar.start, bar.end))
+    return {
+        "traceEvents": list(_records(log, charted, end, title)),
+        "displayTimeUnit": "ms",
+        "otherData": {"title": title, "left_out": max(0, len(log.of(*CHARTED)) - len(charted))},
+    }
+
+
+def _records(log: EventLog, charted: Sequence[Bar], end: float, title: str) -> Iterator[dict[str, Any]]:
+    names = sorted({bar.device for bar in charted} | log.devices - {TESTBED})
     numbers = {name: index + 2 for index, name in enumerate(names)}
-    records: list[dict[str, Any]] = [*_process(1, f"{title}: faults and progress", 0)]
+    yield from _process(1, f"{title}: faults and progress", 0)
     for name in names:
-        records += _process(numbers[name], name, numbers[name])
+        yield from _process(numbers[name], name, numbers[name])
     kept: dict[tuple[str, str], list[Bar]] = defaultdict(list)
     for bar in charted:
         kept[bar.device, bar.kind].append(bar)
     placed: dict[int, tuple[int, int]] = {}
     for name in names:
         for kind, first in TRACKS.items():
-            rows = lanes(kept[name, kind])
-            for row, content in enumerate(rows):
-                records.append(
-                    _metadata("thread_name", numbers[name], first + row, f"{kind} {row + 1}" if row else kind)
-                )
-                records.append(_metadata("thread_sort_index", numbers[name], first + row, first + row))
+            for row, content in enumerate(_laned(kept[name, kind])):
+                yield _metadata("thread_name", numbers[name], first + row, f"{kind} {row + 1}" if row else kind)
+                yield _metadata("thread_sort_index", numbers[name], first + row, first + row)
                 for bar in content:
                     placed[id(bar)] = (numbers[name], first + row)
-                    records.append(_slice(bar, numbers[name], first + row))
+                    yield _slice(bar, numbers[name], first + row)
     for number, (sent, received) in enumerate(deliveries(charted)):
-        records += _arrow(number, sent, placed[id(sent)], received, placed[id(received)])
-    records += _windows(events, end)
-    records += _counters(events)
-    return {
-        "traceEvents": records,
-        "displayTimeUnit": "ms",
-        "otherData": {"title": title, "left_out": len(every) - len(charted)},
-    }
+        yield from _arrow(number, sent, placed[id(sent)], received, placed[id(received)])
+    yield from _windows(log, end)
+    yield from _counters(log)
+
+
+def _laned(charted: Sequence[Bar]) -> list[list[Bar]]:
+    """Split bars, given in the order of their starts, into as few rows as possible without overlap in a row."""
+    rows: list[list[Bar]] = []
+    for bar, row in zip(charted, lanes((bar.start, bar.end) for bar in charted).tolist(), strict=True):
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(bar)
+    return rows
 
 
 def deliveries(charted: Sequence[Bar]) -> Iterator[tuple[Bar, Bar]]:
@@ -119,28 +134,28 @@ def _arrow(
     ]
 
 
-def _windows(events: Sequence[Event], end: float) -> list[dict[str, Any]]:
+def _windows(log: EventLog, end: float) -> list[dict[str, Any]]:
     records = [_metadata("thread_name", 1, 1, "faults"), _metadata("thread_name", 1, 2, "recoveries")]
     windows = []
-    for strike in strikes(events):
+    for strike in strikes(log):
         start, stop = (strike.struck, strike.struck) if strike.mends else strike.window(end)
         windows.append(Bar(TESTBED, "down", start, stop, f"{strike.action} {strike.target}"))
-    for row, content in enumerate(lanes(windows)):
+    for row, content in enumerate(_laned(windows)):
         if row:
             records.append(_metadata("thread_name", 1, 10 + row, f"faults {row + 1}"))
         records += [_slice(bar, 1, 10 + row if row else 1) for bar in content]
-    for item in recoveries(events):
+    for item in recoveries(log):
         stop = end if item.resumed is None else item.resumed
         records.append(_slice(Bar(TESTBED, "down", item.detected, stop, "recovery"), 1, 2))
     return records
 
 
-def _counters(events: Sequence[Event]) -> list[dict[str, Any]]:
-    records = []
-    for event in events:
-        for key, value in (("loss", "step"), ("accuracy", "evaluate")):
-            figure = event.fields.get(key)
-            if event.event == value and isinstance(figure, int | float) and figure == figure:
-                moment = _microseconds(event.time)
-                records.append({"ph": "C", "name": key, "pid": 1, "tid": 0, "ts": moment, "args": {key: figure}})
-    return records
+def _counters(log: EventLog) -> Iterator[dict[str, Any]]:
+    told = log.of("step", "evaluate")
+    every = -(-len(told) // MOST_COUNTED) or 1
+    for event in islice(told, 0, None, every):
+        key = "loss" if event.event == "step" else "accuracy"
+        figure = event.fields.get(key)
+        if isinstance(figure, int | float) and figure == figure:
+            moment = _microseconds(event.time)
+            yield {"ph": "C", "name": key, "pid": 1, "tid": 0, "ts": moment, "args": {key: figure}}

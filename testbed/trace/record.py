@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
+
 from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
 from testbed.trace.events import Event, EventType
-from testbed.trace.gantt import Bar, bars, run_end
-from testbed.trace.intervals import Interval, overlaps, union
+from testbed.trace.gantt import BarKind, bars, run_end, spans
+from testbed.trace.intervals import Interval, Intervals, in_order, intervals, overlaps, union
+from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
 
 Computed = TypeVar("Computed")
@@ -22,7 +26,7 @@ Tell = Callable[[Recovery, "Record"], dict[str, Any]]
 """What a method adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # of which a long run has a million
 class Step:
     """A training step as one device reported it."""
 
@@ -58,13 +62,9 @@ class Standstill:
 
 
 def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Standstill]:
-    """Return the pauses that a method's events tell of, in the order of their ends."""
-    names = {kind.name for kind in kinds if kind.pause}
-    return [
-        Standstill(event.event, event.time - event.fields["seconds"], event.time)
-        for event in events
-        if event.event in names
-    ]
+    """Return the pauses that a method's events report, in the order of their ends."""
+    stood = EventLog.made_of(events).of(*(kind.name for kind in kinds if kind.pause))
+    return [Standstill(event.event, event.time - event.fields["seconds"], event.time) for event in stood]
 
 
 class Record:
@@ -80,13 +80,14 @@ class Record:
     ) -> None:
         """Take what was left; ``events`` and ``recovery`` are what the run's method declares (`Declared`)."""
         self.outcome = outcome
+        self.log = EventLog.made_of(outcome.events)
         self.experiment = experiment
         self.plan = plan
         self.tell_recovery = recovery
         self._own_events = events
         self._made: dict[Callable[[Record], object], object] = {}
 
-    def once(self, compute: Callable[[Record], Computed]) -> Computed:
+    def cached(self, compute: Callable[[Record], Computed]) -> Computed:
         """Return what a function makes of this record, computed when it is first asked for."""
         if compute not in self._made:
             self._made[compute] = compute(self)
@@ -95,31 +96,26 @@ class Record:
     @cached_property
     def end(self) -> float:
         """Seconds until the lead's program had ended."""
-        return run_end(self.outcome.events, self.plan.lead)
+        return run_end(self.log, self.plan.lead)
 
     @cached_property
-    def events(self) -> list[Event]:
-        """Those up to the end, in the order of time; ``outcome.events`` has the later ones as well."""
-        return [event for event in self.outcome.events if event.time <= self.end]
+    def events(self) -> EventLog:
+        """Those up to the end, in the order of time; ``log`` has the later ones as well."""
+        return self.log.within(-math.inf, self.end)
 
-    @cached_property
-    def _named(self) -> Mapping[str, list[Event]]:
-        found: dict[str, list[Event]] = defaultdict(list)
-        for event in self.events:
-            found[event.event].append(event)
-        return found
-
-    def of(self, name: str) -> list[Event]:
+    def of(self, name: str) -> EventLog:
         """Return the events of one name, in the order of time."""
-        return self._named.get(name, [])
+        return self.events.of(name)
 
     @cached_property
-    def bars(self) -> Mapping[str, list[Bar]]:
-        """What each device was doing when, in the order of their starts."""
-        found: dict[str, list[Bar]] = defaultdict(list)
-        for bar in bars(self.outcome.events, self.end):
-            found[bar.device].append(bar)
-        return found
+    def _spans(self) -> Mapping[str, Mapping[BarKind, Mapping[str, Intervals]]]:
+        return spans(bars(self.log, self.end))
+
+    def spans(self, device: str, kind: BarKind, label: str | None = None) -> Intervals:
+        """Return when a device did something, as (n, 2) seconds in the order of starts; of one label, or of all."""
+        labels = self._spans.get(device, {}).get(kind, {})
+        found = [own for name, own in labels.items() if label in (None, name)]
+        return in_order(np.concatenate(found)) if found else np.empty((0, 2))
 
     @cached_property
     def strikes(self) -> list[Strike]:
@@ -156,43 +152,41 @@ class Record:
     @cached_property
     def steps(self) -> list[Step]:
         """Every training step that was reported, in the order of time; those done again after a fault stand twice."""
-        done = self.of("step")
+        done = list(self.of("step").rows("device", "time", "step", "loss", "samples"))
         before: dict[str, float] = {}
         windows: list[Interval] = []
-        for event in done:
-            windows.append((before.get(event.device, 0.0), event.time))
-            before[event.device] = event.time
-        sized = [event.fields.get("samples") == self._samples for event in done]
-        comparable = self._comparable(done, windows, sized)
+        for device, time, *_ in done:
+            windows.append((before.get(device, 0.0), time))
+            before[device] = time
+        counted = Counter(samples for *_, samples in done)
+        usual = counted.most_common(1)[0][0] if counted else None
+        sized = [samples == usual for *_, samples in done]
+        comparable = self._comparable([device for device, *_ in done], windows, sized)
         disturbed = [interval for _, interval in self.disturbances]
         return [
             Step(
-                event.device,
-                event.fields.get("step"),  # type: ignore[arg-type]
-                event.time,
+                device,
+                number,
+                time,
                 window[1] - window[0],
-                event.fields.get("loss"),
-                event.fields.get("samples"),
+                loss,
+                samples,
                 one,
                 one and alike,
                 one and alike and not overlaps(window, disturbed),
             )
-            for event, window, one, alike in zip(done, windows, comparable, sized, strict=True)
+            for (device, time, number, loss, samples), window, one, alike in zip(
+                done, windows, comparable, sized, strict=True
+            )
         ]
 
-    @cached_property
-    def _samples(self) -> int | None:
-        """The number of samples that most steps have."""
-        counted = Counter(event.fields.get("samples") for event in self.of("step"))
-        return counted.most_common(1)[0][0] if counted else None
-
-    def _comparable(self, done: Sequence[Event], windows: Sequence[Interval], sized: Sequence[bool]) -> list[bool]:
-        """Return of each step whether it is `Step.comparable`."""
+    def _comparable(self, names: Sequence[str], windows: Sequence[Interval], sized: Sequence[bool]) -> list[bool]:
+        """Return of each step, by one of these devices, whether it is `Step.comparable`."""
         met: set[str] = set()
         later = []
-        for event in done:
-            later.append(event.device in met)
-            met.add(event.device)
+        for name in names:
+            later.append(name in met)
+            met.add(name)
         alike = [one and other for one, other in zip(later, sized, strict=True)]
         evaluated = [event.time for event in self.of("evaluate")]
         alone = [bisect_right(evaluated, start) == bisect_right(evaluated, end) for start, end in windows]
@@ -207,13 +201,14 @@ class Record:
     @cached_property
     def served(self) -> list[Interval]:
         """When each request was under way."""
-        return [(event.time - event.fields["latency"], event.time) for event in self.of("request")]
+        return [(time - latency, time) for time, latency in self.of("request").rows("time", "latency")]
 
     @cached_property
-    def phase(self) -> list[Interval]:
+    def phase(self) -> Intervals:
         """The stretches that step times and latencies are taken from; the whole run where there are none."""
         steady = [step.window for step in self.steps if step.steady]
-        return union(steady or self.served) or [(0.0, self.end)]
+        found = union(steady or self.served)
+        return found if len(found) else intervals([(0.0, self.end)])
 
 
 def after(steps: Sequence[Step], moment: float) -> list[Step]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
 
 from testbed.trace.disturbances import Recovery
-from testbed.trace.events import Event
 from testbed.trace.figures import Figure, Metrics, Row
-from testbed.trace.host import deficit
+from testbed.trace.host import deficits
+from testbed.trace.intervals import intervals
 from testbed.trace.record import Record
 
 
@@ -72,7 +71,7 @@ def faults(record: Record) -> list[dict[str, Any]]:
 
 
 def recovery_list(record: Record) -> list[dict[str, Any]]:
-    """Return every fault that the method noticed, with what the method itself tells of its recovery.
+    """Return every fault that the method noticed, with what the method itself reports of its recovery.
 
     ``deficit`` is by how many seconds the host made one device's computations late meanwhile, on the mean of its
     processors, the worst device's.
@@ -82,12 +81,9 @@ def recovery_list(record: Record) -> list[dict[str, Any]]:
 
 
 def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
-    own: dict[str, list[Event]] = defaultdict(list)
     begun = item.detected if item.struck is None else item.struck
-    for event in record.outcome.events:
-        if item.resumed is not None and begun < event.time <= item.resumed:
-            own[event.device].append(event)
-    window = [(begun, begun if item.resumed is None else item.resumed)]
+    until = begun if item.resumed is None else item.resumed
+    late = deficits(record.log.within(begun, until), intervals([(begun, until)]))
     processors = {spec.name: spec.processors for spec in record.experiment.devices}
     return {
         "struck": item.struck,
@@ -96,7 +92,7 @@ def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
         "seconds": item.duration,
         "step": item.step,
         "missing": list(item.missing),
-        "deficit": max((deficit(part, window) / processors.get(name, 1) for name, part in own.items()), default=0.0),
+        "deficit": max((seconds / processors.get(name, 1) for name, seconds in late.items()), default=0.0),
     }
 
 

@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
+
 from testbed.trace.bound import busiest
 from testbed.trace.critical import CriticalPaths, PathTime
-from testbed.trace.events import Event
 from testbed.trace.figures import Figure, Metrics, Row
 from testbed.trace.intervals import Interval
-from testbed.trace.pace import percentile
 from testbed.trace.record import Record
 
 
-def _ends(record: Record) -> list[Event]:
-    """Return what became of each request in the end: a lead that starts over after its own death asks all again.
+def _answered(record: Record) -> tuple[list[float], list[float], int]:
+    """Return when requests were answered and their latencies, in seconds, and how many were given up.
 
-    Programs of the user's may ask on several devices; each counts its own requests.
+    What counts is what became of each in the end: a lead that starts over after its own death asks all again. Programs
+    of the user's may ask on several devices; each counts its own requests.
     """
-    ends = [event for event in record.events if event.event in ("request", "failed")]
-    last = {(event.device, event.fields["request"]): event for event in ends}
-    return [event for event in ends if last[event.device, event.fields["request"]] is event]
-
-
-def _answered(record: Record) -> list[Event]:
-    return [event for event in record.once(_ends) if event.event == "request"]
+    ends = record.events.of("request", "failed")
+    last = {(device, request): place for place, (device, request) in enumerate(ends.rows("device", "request"))}
+    counts = bytearray(len(ends))
+    for place in last.values():
+        counts[place] = 1
+    times, latencies, failed = [], [], 0
+    for event, time, latency in compress(ends.rows("event", "time", "latency"), counts):
+        if event == "request":
+            times.append(time)
+            latencies.append(float(latency))
+        else:
+            failed += 1
+    return times, latencies, failed
 
 
 def _latencies(record: Record) -> list[float]:
-    return [float(event.fields["latency"]) for event in record.once(_answered)]
+    return record.cached(_answered)[1]
 
 
 def _windows(record: Record) -> list[Interval]:
-    return [(event.time - event.fields["latency"], event.time) for event in record.once(_answered)]
+    times, latencies, _ = record.cached(_answered)
+    return [(time - latency, time) for time, latency in zip(times, latencies, strict=True)]
 
 
 def _whole(record: Record) -> Interval | None:
     """Return the time from the first request to the last answer; None where nothing was answered."""
-    windows = record.once(_windows)
+    windows = record.cached(_windows)
     return (min(begin for begin, _ in windows), max(end for _, end in windows)) if windows else None
 
 
@@ -47,14 +56,14 @@ def _of_latencies(compute: Callable[[list[float]], float]) -> Callable[[Record],
     """Return what computes a figure from all latencies; None where nothing was answered."""
 
     def figure(record: Record) -> float | None:
-        latencies = record.once(_latencies)
+        latencies = record.cached(_latencies)
         return compute(latencies) if latencies else None
 
     return figure
 
 
 def _per_second(record: Record) -> float | None:
-    latencies = record.once(_latencies)
+    latencies = record.cached(_latencies)
     if not latencies:
         return None
     return len(latencies) / record.end if record.end > 0 else 0.0
@@ -63,18 +72,18 @@ def _per_second(record: Record) -> float | None:
 def _objects(record: Record) -> int | None:
     seen = {(event.fields["request"], event.fields["sample"]): event for event in record.of("objects")}
     found = [len(event.fields["boxes"]) for event in seen.values()]
-    if not found or not record.once(_latencies):
+    if not found or not record.cached(_latencies):
         return None
     return sum(found)
 
 
 def _failed(record: Record) -> int | None:
-    ends = record.once(_ends)
-    return sum(event.event == "failed" for event in ends) if ends else None
+    times, _, failed = record.cached(_answered)
+    return failed if times or failed else None
 
 
 def _spent(record: Record) -> list[PathTime]:
-    windows = record.once(_windows)
+    windows = record.cached(_windows)
     if not windows:
         return []
     paths = CriticalPaths(record.events, record.experiment)
@@ -82,21 +91,21 @@ def _spent(record: Record) -> list[PathTime]:
 
 
 def _over_predicted(record: Record) -> float | None:
-    whole, predicted = record.once(_whole), record.plan.step_time
+    whole, predicted = record.cached(_whole), record.plan.step_time
     if whole is None or not predicted:
         return None
-    return (whole[1] - whole[0]) / len(record.once(_windows)) / predicted
+    return (whole[1] - whole[0]) / len(record.cached(_windows)) / predicted
 
 
 def _over_bound(record: Record) -> float | None:
-    whole = record.once(_whole)
+    whole = record.cached(_whole)
     needed = busiest(record.events, record.experiment, whole) if whole else 0.0
     return (whole[1] - whole[0]) / needed if whole and needed else None
 
 
 def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[Record], float | None]:
     def figure(record: Record) -> float | None:
-        return fmean(map(part, record.once(_spent))) if record.once(_spent) else None
+        return fmean(map(part, record.cached(_spent))) if record.cached(_spent) else None
 
     return figure
 
@@ -111,14 +120,14 @@ FIGURES = (
         "latency_p95",
         "seconds",
         "95th percentile of an inference",
-        _of_latencies(lambda latencies: percentile(latencies, 95)),
+        _of_latencies(lambda latencies: float(np.percentile(latencies, 95))),
         compared=True,
     ),
     Figure(
         "latency_p99",
         "seconds",
         "99th percentile of an inference",
-        _of_latencies(lambda latencies: percentile(latencies, 99)),
+        _of_latencies(lambda latencies: float(np.percentile(latencies, 99))),
     ),
     Figure("latency_max", "seconds", "longest inference", _of_latencies(max)),
     Figure("requests_failed", "number", "inferences given up", _failed),

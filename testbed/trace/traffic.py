@@ -15,18 +15,18 @@ from testbed.wire.framing import cast_wire_bytes, wire_bytes
 
 
 def _sum(key: str, record: Record) -> int:
-    return sum(row[key] for row in record.once(devices).values())
+    return sum(row[key] for row in record.cached(devices).values())
 
 
 def _reception(record: Record) -> float | None:
-    meant = sum(len(event.fields["peers"]) for event in record.of("cast"))
-    heard = sum("cast" in event.fields for event in record.of("receive"))
+    meant = sum(len(peers) for (peers,) in record.of("cast").rows("peers"))
+    heard = sum(cast is not None for (cast,) in record.of("receive").rows("cast"))
     return heard / meant if meant else None
 
 
 def _cast_time(record: Record) -> float | None:
-    casts = record.of("cast")
-    return median(event.fields["duration"] for event in casts) if casts else None
+    durations = [duration for (duration,) in record.of("cast").rows("duration")]
+    return median(durations) if durations else None
 
 
 FIGURES = (
@@ -69,18 +69,17 @@ def links(record: Record) -> list[dict[str, Any]]:
     carried: defaultdict[Pair, float] = defaultdict(float)
     casts: Counter[Pair] = Counter()
     heard: Counter[Pair] = Counter()
-    for event in record.events:
-        if event.event == "receive" and "cast" in event.fields:
-            heard[event.fields["peer"], event.device] += 1
-        peers = [event.fields["peer"]] if event.event == "send" else event.fields.get("peers", ())
-        if event.event in ("send", "cast"):
-            content = event.fields.get("bytes", 0)
-            framed = cast_wire_bytes(content) if event.event == "cast" else wire_bytes(content)
-            for peer in peers:
-                count[event.device, peer] += 1
-                size[event.device, peer] += content
-                carried[event.device, peer] += framed
-                casts[event.device, peer] += event.event == "cast"
+    messages = record.events.of("send", "cast", "receive")
+    for event, device, peer, peers, content, cast in messages.rows("event", "device", "peer", "peers", "bytes", "cast"):
+        if event == "receive":
+            heard[peer, device] += cast is not None
+            continue
+        framed = cast_wire_bytes(content or 0) if event == "cast" else wire_bytes(content or 0)
+        for receiver in [peer] if event == "send" else peers or ():
+            count[device, receiver] += 1
+            size[device, receiver] += content or 0
+            carried[device, receiver] += framed
+            casts[device, receiver] += event == "cast"
     known = record.experiment.links
     measured = {(item.source, item.destination): item for item in record.outcome.links}
     bounded = record.experiment.bounded_links()

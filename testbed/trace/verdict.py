@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from testbed.experiment import Experiment
-from testbed.network.link import Link, Pair
+from testbed.network.link import Link
 from testbed.network.parts import LinkPart
 from testbed.trace.disturbances import Strike
 from testbed.trace.host import HostTime, added
+from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Record
 from testbed.trace.recovery import recovery_list
@@ -73,14 +74,14 @@ def verdict(record: Record) -> dict[str, Any]:
         _course(outcome),
         _record(record),
         *_faults(experiment, record.strikes),
-        *_changes(outcome, experiment),
+        *_changes(record.log, experiment),
     ]
     emulated = outcome.runtime == "emulate"
     if emulated:
         checks += [
             _links(outcome, experiment),
-            _host(record.once(added), outcome.fidelity),
-            *_recoveries(record.once(recovery_list)),
+            _host(record.cached(added), outcome.fidelity),
+            *_recoveries(record.cached(recovery_list)),
             *_stolen(outcome.fidelity),
             *_queues(outcome.fidelity),
             *_delays(outcome.fidelity, experiment),
@@ -138,27 +139,21 @@ def _course(outcome: Outcome) -> Check:
 
 def _record(record: Record) -> Check:
     """Look for what must be in the log and is not."""
-    outcome, experiment, plan = record.outcome, record.experiment, record.plan
-    wrote = {event.device for event in outcome.events}
-    silent = sorted(set(plan.devices) - wrote)
+    log, experiment = record.log, record.experiment
+    silent = sorted(set(record.plan.devices) - log.devices)
     if silent:
         return Check("events", False, f"no events from {', '.join(silent)}")
     wanted = {"train": "step", "infer": "request", "program": "exit"}[experiment.workload.task]
-    if not any(event.event == wanted for event in outcome.events):
+    if not log.of(wanted):
         hint = "" if wanted == "exit" else f': programs say what they have done by device.record("{wanted}", ...)'
         return Check("events", False, f"no {wanted} was recorded{hint}")
-    if not experiment.faults and not any(event.event == "fault" for event in outcome.events):
-        sent: Counter[Pair] = Counter()
-        received: Counter[Pair] = Counter()
-        for event in outcome.events:
-            if event.event == "send":
-                sent[event.device, event.fields["peer"]] += 1
-            elif event.event == "receive":
-                received[event.fields["peer"], event.device] += 1
+    if not experiment.faults and not log.of("fault"):
+        sent = Counter(log.of("send").rows("device", "peer"))
+        received = Counter(log.of("receive").rows("peer", "device"))
         missing = sum((sent - received).values())
         if missing > max(1, LOST_EVENTS * sent.total()):
             return Check("events", False, f"the log lacks the reception of {missing} of {sent.total()} messages")
-    return Check("events", True, f"{len(outcome.events)} events, none missing")
+    return Check("events", True, f"{len(log)} events, none missing")
 
 
 def _faults(experiment: Experiment, struck: Sequence[Strike]) -> list[Check]:
@@ -175,7 +170,7 @@ def _faults(experiment: Experiment, struck: Sequence[Strike]) -> list[Check]:
     return [Check("faults", True, f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late")]
 
 
-def _changes(outcome: Outcome, experiment: Experiment) -> list[Check]:
+def _changes(log: EventLog, experiment: Experiment) -> list[Check]:
     """Judge how late changes of the trace and of flapping links took effect."""
     checks = []
     flaps = [fault.flap for fault in experiment.faults if fault.flap is not None]
@@ -186,9 +181,8 @@ def _changes(outcome: Outcome, experiment: Experiment) -> list[Check]:
     ):
         late = [
             event.time - float(event.fields["intended"])
-            for event in outcome.events
-            if event.event == kind
-            and (kind == "trace" or event.fields.get("action") == "flap")
+            for event in log.of(kind)
+            if (kind == "trace" or event.fields.get("action") == "flap")
             # What is done by hand cannot be late.
             and "intended" in event.fields
         ]

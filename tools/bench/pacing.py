@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
+
 from controller.lab.places import CHECKOUT
-from testbed.trace.pace import percentile
 from tools.bench.figure import Measurement
 
 DEVICES = 4
@@ -75,10 +76,10 @@ def measure() -> Iterator[Measurement]:
             found = [span for series in pace() for span in series.spans]
         errors = [span.error for span in found]
         detail = f"{len(found)} spans of {min(CHARGES) * 1e3:g} to {max(CHARGES) * 1e3:g} ms on {DEVICES} devices"
-        mean, worst = fmean(errors), percentile(errors, 99)
+        mean, worst = fmean(errors), float(np.percentile(errors, 99))
         yield Measurement(f"pacing, {name}: mean error of a span", mean, "", TOLERANCE, detail=detail)
         yield Measurement(f"pacing, {name}: 99th percentile of the error", worst, "", detail=detail)
-        untold = percentile([span.unreported for span in found], 99)
+        untold = float(np.percentile([span.unreported for span in found], 99))
         yield Measurement(
             f"pacing, {name}: the same beyond what is reported as late", untold, "", TOLERANCE, detail=detail
         )

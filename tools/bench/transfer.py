@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from controller.running.emulation import emulate
@@ -45,7 +45,7 @@ def exchange(scenario: Scenario) -> Outcome:
     return emulate(prepared, load_data(scenario.workload.data), accept_links=True)
 
 
-def _own(events: list[Event], kind: str, device: str) -> list[Event]:
+def _own(events: Sequence[Event], kind: str, device: str) -> list[Event]:
     return [
         event
         for event in events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from testbed.kits.asynchronous.messages import FetchedUnit
@@ -45,7 +46,7 @@ def _outage(record: Record, recovery: Item) -> float | None:
 
 
 def _longest_outage(record: Record) -> float | None:
-    found = [_outage(record, recovery) for recovery in record.once(_recoveries)]
+    found = [_outage(record, recovery) for recovery in record.cached(_recoveries)]
     return max((seconds for seconds in found if seconds is not None), default=None)
 
 
@@ -62,12 +63,12 @@ def _span(item: Item, begun: str, ended: str) -> float | None:
 
 
 def _longest(record: Record, begun: str, ended: str) -> float | None:
-    spans = [_span(item, begun, ended) for item in record.once(_recoveries)]
+    spans = [_span(item, begun, ended) for item in record.cached(_recoveries)]
     return max((span for span in spans if span is not None), default=None)
 
 
 def _moved(record: Record) -> float | None:
-    moved = [item["moved"] for item in record.once(_recoveries) if item["moved"] is not None]
+    moved = [item["moved"] for item in record.cached(_recoveries) if item["moved"] is not None]
     return sum(moved) if moved else None
 
 
@@ -131,7 +132,7 @@ RECOVERIES = Table(
 # Changes of the partition in a run that goes on: its events "repartition".
 
 
-def _changes(record: Record) -> list[Event]:
+def _changes(record: Record) -> Sequence[Event]:
     return record.of("repartition")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -12,7 +12,7 @@ from testbed.trace.intervals import Interval, clip, total, union
 from testbed.trace.record import Record
 
 
-def _rounds(record: Record) -> list[Event]:
+def _rounds(record: Record) -> Sequence[Event]:
     return record.of("round")
 
 
@@ -36,8 +36,7 @@ def _epoch_time(record: Record) -> float | None:
     found = []
     # Of a run that was kept, details are known by their keys alone.
     for name, portion in record.plan.details.model_dump()["portions"].items():
-        computing = [bar for bar in record.bars.get(name, ()) if bar.kind == "compute"]
-        updates = [bar.end for bar in computing if bar.label == "update" and start <= bar.end <= end]
+        updates = [done for _, done in record.spans(name, "compute", "update").tolist() if start <= done <= end]
         if len(updates) > 1:
             period = (updates[-1] - updates[0]) / (len(updates) - 1)
             found.append((updates[-1], (portion["epoch"] - len(updates)) * period))
@@ -49,9 +48,9 @@ def _epoch_time(record: Record) -> float | None:
 
 def _idle(record: Record, device: str) -> float:
     """Return the seconds that a device does not compute in a round, the mean of all rounds."""
-    computing = [(bar.start, bar.end) for bar in record.bars.get(device, ()) if bar.kind == "compute"]
+    computing = record.spans(device, "compute")
     windows = [_window(event) for event in _rounds(record)]
-    return fmean(end - start - total(union(clip(computing, start, end))) for start, end in windows)
+    return fmean(end - start - total(clip(computing, start, end)) for start, end in windows)
 
 
 def _server_idle(record: Record) -> float | None:
@@ -69,8 +68,8 @@ def _throughput(record: Record) -> float | None:
     seconds = total(union(windows))
     if not seconds:
         return None
-    sent = [event for event in record.of("send") if any(start <= event.time <= end for start, end in windows)]
-    return float(sum(event.fields["bytes"] for event in sent) / seconds)
+    sent = record.of("send").rows("time", "bytes")
+    return float(sum(size for time, size in sent if any(start <= time <= end for start, end in windows)) / seconds)
 
 
 def _missed(record: Record) -> int | None:

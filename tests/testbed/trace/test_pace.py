@@ -7,7 +7,6 @@ import pytest
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Declared
 from testbed.trace.metrics import metrics
-from testbed.trace.pace import percentile
 from testbed.wire.framing import wire_bytes
 from tests.helpers import recorded
 
@@ -59,13 +58,6 @@ def test_a_step_takes_the_time_since_the_one_before_it_on_the_same_device() -> N
     assert (found["steps"], found["steps_repeated"], found["samples"]) == (8, 0, 8 * 32)
     assert found["steady_steps"] == 6, "all but the first of each device"
     assert found["step_time"] == pytest.approx(1.5)
-
-
-def test_percentile_interpolates() -> None:
-    assert percentile([1.0], 95) == 1.0
-    assert percentile([2.0, 1.0], 50) == 1.5
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
 
 
 def test_the_busiest_device_or_link() -> None:

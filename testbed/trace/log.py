@@ -1,0 +1,248 @@
+"""The events of a run, kept outside of memory: a long run has ten million of them.
+
+What is asked of them is asked in passes: over all, over those of some names (`EventLog.of`), of some stretch of time
+(`EventLog.within`), or over a few fields of each (`EventLog.rows`), which is fastest.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, repeat
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from testbed.trace.events import Event
+
+Item = TypeVar("Item")
+Form = tuple[str, tuple[str, ...]]
+"""Name of an event, and the names of its fields."""
+Columns = Sequence[Sequence[Any]]
+"""Of events of one form: their places in a chunk, times, devices, and the values of each field."""
+Items = Callable[[Form, Columns], Iterable[Item]]
+"""What is made of the events of one form."""
+CHUNK = 4096
+"""Events that are written together; the latest ones, fewer than that, are in memory."""
+_DECODED = 16
+"""Parts of chunks that stay decoded, for what reads the same ones again."""
+
+
+class _Chunk(NamedTuple):
+    """Events one after the other: their earliest and latest time, how many there are of each form, and where."""
+
+    earliest: float
+    latest: float
+    parts: dict[Form, tuple[int, Columns | tuple[int, int]]]
+    """Number of events, and their columns or where in the file these are: place and length."""
+
+
+class _Store:
+    """What a log and the views of it have in common."""
+
+    def __init__(self) -> None:
+        self.chunks: list[_Chunk] = []
+        self.recent: list[Event] = []
+        self.devices: set[str] = set()
+        """Of the events in chunks."""
+        self._last: _Chunk | None = None
+        """The recent events as a chunk, until there are more."""
+        self._file: Any = None
+        self._size = 0
+        self.decode = lru_cache(_DECODED)(self._decode)
+
+    def append(self, event: Event) -> None:
+        self.recent.append(event)
+        self._last = None
+        if len(self.recent) == CHUNK:
+            self.devices |= {event.device for event in self.recent}
+            made = _chunk(self.recent)
+            parts: Any = {form: (count, self._write(columns)) for form, (count, columns) in made.parts.items()}
+            self.chunks.append(made._replace(parts=parts))
+            self.recent = []
+
+    def all(self) -> Iterator[_Chunk]:
+        """Yield the chunks in order, the recent events as the last."""
+        yield from self.chunks
+        if self.recent:
+            self._last = self._last or _chunk(self.recent)
+            yield self._last
+
+    def _write(self, columns: Any) -> tuple[int, int]:
+        try:
+            content = marshal.dumps(columns)
+        except ValueError:  # a number of numpy's, say: as the events' file will have it
+            content = marshal.dumps(json.loads(json.dumps(columns)))
+        content = zlib.compress(content, 1)
+        self._file = self._file or tempfile.TemporaryFile()  # noqa: SIM115 - is gone with this store
+        place, self._size = self._size, self._size + len(content)
+        os.pwrite(self._file.fileno(), content, place)
+        return place, len(content)
+
+    def _decode(self, place: int, length: int) -> Columns:
+        found: Columns = marshal.loads(zlib.decompress(os.pread(self._file.fileno(), length, place)))  # our own
+        return found
+
+
+def _chunk(events: Sequence[Event]) -> _Chunk:
+    rows: dict[Form, list[tuple[Any, ...]]] = {}
+    for place, (time, device, name, fields) in enumerate(events):
+        rows.setdefault((name, tuple(fields)), []).append((place, time, device, *fields.values()))
+    times = [event.time for event in events]
+    parts: Any = {form: (len(own), list(zip(*own, strict=True))) for form, own in rows.items()}
+    return _Chunk(min(times), max(times), parts)
+
+
+class EventLog(Sequence[Event]):
+    """Events in the order in which they were appended; or some of another log's, see `of` and `within`."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self._store = _Store()
+        self._names: frozenset[str] | None = None
+        self._after, self._until = -math.inf, math.inf
+        for event in events:
+            self.append(event)
+
+    @staticmethod
+    def made_of(events: Iterable[Event]) -> EventLog:
+        """Return events as a log; a log is returned as it is."""
+        return events if isinstance(events, EventLog) else EventLog(events)
+
+    def append(self, event: Event) -> None:
+        """Add an event; those that were appended last are in memory, the others in a temporary file."""
+        self._store.append(event)
+
+    def of(self, *names: str) -> EventLog:
+        """Return those of some names."""
+        return self._view(frozenset(names), self._after, self._until)
+
+    def within(self, after: float, until: float) -> EventLog:
+        """Return those after a time of the run, in seconds, until another."""
+        return self._view(self._names, max(after, self._after), min(until, self._until))
+
+    def _view(self, names: frozenset[str] | None, after: float, until: float) -> EventLog:
+        view = EventLog.__new__(EventLog)
+        view._store, view._names, view._after, view._until = self._store, names, after, until
+        return view
+
+    @property
+    def devices(self) -> set[str]:
+        """The devices of all events of the log, whichever of them this is a view of."""
+        return self._store.devices | {event.device for event in self._store.recent}
+
+    @property
+    def latest(self) -> float:
+        """The latest time of all events of the log; 0 without any."""
+        return max((chunk.latest for chunk in self._store.all()), default=0.0)
+
+    def rows(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        """Yield these fields of each event, None for one that it lacks; ``time``, ``device`` and ``event`` are some."""
+        return self._each(_rows(fields))
+
+    def __iter__(self) -> Iterator[Event]:
+        return self._each(_events)
+
+    def _each(self, items: Items[Item]) -> Iterator[Item]:
+        for chunk in self._store.all():
+            yield from self._of_chunk(chunk, items)
+
+    def _of_chunk(self, chunk: _Chunk, items: Items[Item]) -> Iterable[Item]:
+        if chunk.latest <= self._after or chunk.earliest > self._until:
+            return ()
+        found = []
+        for form, (_, content) in chunk.parts.items():
+            if self._names is None or form[0] in self._names:
+                columns = content if isinstance(content, list) else self._store.decode(*content)
+                found.append(zip(columns[0], columns[1], items(form, columns), strict=False))
+        ordered = found[0] if len(found) == 1 else sorted(chain.from_iterable(found), key=itemgetter(0))
+        if self._after < chunk.earliest and chunk.latest <= self._until:
+            return (item for _, _, item in ordered)
+        return (item for _, time, item in ordered if self._after < time <= self._until)
+
+    def __len__(self) -> int:
+        return sum(map(self._count, self._store.all()))
+
+    def __bool__(self) -> bool:
+        return any(map(self._count, self._store.all()))
+
+    def _count(self, chunk: _Chunk) -> int:
+        if chunk.latest <= self._after or chunk.earliest > self._until:
+            return 0
+        if self._after < chunk.earliest and chunk.latest <= self._until:
+            parts = chunk.parts.items()
+            return sum(count for (name, _), (count, _) in parts if self._names is None or name in self._names)
+        return sum(1 for _ in self._of_chunk(chunk, lambda _, columns: columns[1]))
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Event]: ...
+    def __getitem__(self, index: int | slice) -> Event | list[Event]:
+        """Return one event, or some; each looks for it anew, so this is not how to go through many."""
+        if isinstance(index, slice):
+            return list(self)[index]
+        number = range(len(self))[index]
+        for chunk in self._store.all():
+            if number < (inside := self._count(chunk)):
+                return list(self._of_chunk(chunk, _events))[number]
+            number -= inside
+        raise IndexError(index)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, EventLog | list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def ordered(self) -> EventLog:
+        """Return the whole log in the order of time, itself where that is its order."""
+        times = np.fromiter((time for (time,) in self.rows("time")), float)
+        if bool((times[1:] >= times[:-1]).all()):
+            return self
+        return EventLog(self._picked(np.argsort(times, kind="stable"), _events))
+
+    def sorted_by(self, key: Callable[[tuple[Any, ...]], float], *fields: str) -> Iterator[tuple[Any, ...]]:
+        """Yield `rows` in the order of a key; quickly where that is nearly the order of the log."""
+        keys = np.fromiter((key(row) for row in self.rows(*fields)), float)
+        return self._picked(np.argsort(keys, kind="stable"), _rows(fields))
+
+    def _picked(
+        self, places: npt.NDArray[np.int64], items: Callable[[Form, Columns], Iterable[Item]]
+    ) -> Iterator[Item]:
+        """Yield what is made of events by their places in this log."""
+        chunks = list(self._store.all())
+        ends = np.cumsum([self._count(chunk) for chunk in chunks])
+        chosen = np.searchsorted(ends, places, side="right")
+
+        @lru_cache(_DECODED)
+        def made_of(number: int) -> list[Item]:
+            return list(self._of_chunk(chunks[number], items))
+
+        for number, place in zip(chosen, places, strict=True):
+            made = made_of(number)
+            yield made[place - ends[number]]  # counted from the chunk's end
+
+
+def _rows(fields: Sequence[str]) -> Callable[[Form, Columns], Iterator[tuple[Any, ...]]]:
+    def rows(form: Form, columns: Columns) -> Iterator[tuple[Any, ...]]:
+        named = dict(zip(("time", "device", *form[1]), columns[1:], strict=True)) | {"event": repeat(form[0])}
+        return zip(*(named.get(field, repeat(None)) for field in fields), strict=False)
+
+    return rows
+
+
+def _events(form: Form, columns: Columns) -> Iterator[Event]:
+    name, keys = form
+    _, times, devices, *values = columns
+    rows = zip(*values, strict=True) if values else repeat(())
+    return (
+        Event(time, device, name, dict(zip(keys, row, strict=True)))
+        for time, device, row in zip(times, devices, rows, strict=False)
+    )
