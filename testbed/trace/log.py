@@ -32,6 +32,7 @@ Items = Callable[[Form, Columns], Iterable[Item]]
 """What is made of the events of one form."""
 CHUNK = 4096
 """Events that are written together; the latest ones, fewer than that, are in memory."""
+_PLAIN = {int, float, str, bool, type(None)}
 _DECODED = 16
 """Parts of chunks that stay decoded, for what reads the same ones again."""
 
@@ -64,8 +65,8 @@ class _Store:
         self._last = None
         if len(self.recent) == CHUNK:
             self.devices |= {event.device for event in self.recent}
-            made = _chunk(self.recent)
-            parts: Any = {form: (count, self._write(columns)) for form, (count, columns) in made.parts.items()}
+            made: Any = _chunk(self.recent)
+            parts = {form: (count, self._write(columns)) for form, (count, columns) in made.parts.items()}
             self.chunks.append(made._replace(parts=parts))
             self.recent = []
 
@@ -76,12 +77,10 @@ class _Store:
             self._last = self._last or _chunk(self.recent)
             yield self._last
 
-    def _write(self, columns: Any) -> tuple[int, int]:
-        try:
-            content = marshal.dumps(columns)
-        except ValueError:  # a number of numpy's, say: as the events' file will have it
-            content = marshal.dumps(json.loads(json.dumps(columns)))
-        content = zlib.compress(content, 1)
+    def _write(self, columns: Columns) -> tuple[int, int]:
+        # What is not plain (lists, numbers of numpy's) becomes what a line of the events' file would make of it.
+        plain = [each if _PLAIN.issuperset(map(type, each)) else json.loads(json.dumps(each)) for each in columns]
+        content = zlib.compress(marshal.dumps(plain), 1)
         self._file = self._file or tempfile.TemporaryFile()  # noqa: SIM115 - is gone with this store
         place, self._size = self._size, self._size + len(content)
         os.pwrite(self._file.fileno(), content, place)
