@@ -12,7 +12,7 @@ from testbed.experiment import Experiment
 from testbed.kits.layers.answers import Answers
 from testbed.method import Problem
 from testbed.methods import METHODS
-from testbed.methods.distributed.partition.dataflow import Dataflow
+from testbed.methods.distributed.dataflow import Dataflow
 from testbed.methods.distributed.planner import flow_of
 from testbed.models.chain import Model
 from testbed.plan import Plan

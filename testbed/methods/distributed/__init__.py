@@ -14,12 +14,12 @@ from testbed.kits.messaging.supervision import Supervisor, Timeouts
 from testbed.kits.pipeline.checkpointing import FromCheckpoint
 from testbed.kits.pipeline.serving import Serving
 from testbed.method import Alternative, Job, Method, Problem
+from testbed.methods.distributed.dataflow import layers_stored
 from testbed.methods.distributed.figures import DECLARED
 from testbed.methods.distributed.member import InferenceMember
-from testbed.methods.distributed.member_messages import MEMBER_KINDS, ConfigureMember
+from testbed.methods.distributed.messages import MEMBER_KINDS, ConfigureMember
 from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
-from testbed.methods.distributed.partition.storage import layers_stored
+from testbed.methods.distributed.plan import DistributedPlan
 from testbed.methods.distributed.planner import DistributedDetails, alternatives, distributed, flow_of, over, plan
 from testbed.methods.distributed.request_work import SPAN
 from testbed.plan import Piece, Plan

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from testbed.common.formats import size
-from testbed.methods.distributed.member_messages import TileInput, TileOutput, TileOverlap
+from testbed.methods.distributed.messages import TileInput, TileOutput, TileOverlap
 from testbed.trace.events import EventType
 from testbed.trace.figures import Declared, Figure, Metrics, Row
 from testbed.trace.record import Record

@@ -15,18 +15,18 @@ from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.pipeline.stage import Activation
 from testbed.method import Problem
-from testbed.methods.distributed.member_context import MemberContext
-from testbed.methods.distributed.member_messages import OutputPiece, PartialSums, TileInput, TileOutput, TileOverlap
-from testbed.methods.distributed.partition.dataflow import Dataflow
-from testbed.methods.distributed.partition.ranges import Range
-from testbed.methods.distributed.partition.resources import parameters
-from testbed.methods.distributed.partition.storage import layers_stored, stored
+from testbed.methods.distributed.context import MemberContext
+from testbed.methods.distributed.dataflow import Dataflow, layers_stored, stored
+from testbed.methods.distributed.demands import parameters
+from testbed.methods.distributed.messages import OutputPiece, PartialSums, TileInput, TileOutput, TileOverlap
+from testbed.methods.distributed.parts import Range
 from testbed.methods.distributed.request_work import RequestWork
 from testbed.methods.distributed.tile_work import TileWork
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 
 if TYPE_CHECKING:
     import torch
+
 
 K = TypeVar("K", bound=Typed)
 

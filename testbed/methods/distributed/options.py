@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from testbed.common.quantities import Duration
 from testbed.method import Options
-from testbed.methods.distributed.partition.candidates import SchemeName
-from testbed.methods.distributed.partition.communication import Reuse
-from testbed.methods.distributed.partition.execution import ExchangeMode, Execution, OverlapMode
+from testbed.methods.distributed.candidates import SchemeName
+from testbed.methods.distributed.plan import ExchangeMode, Execution, OverlapMode
+from testbed.methods.distributed.schemes import Reuse
 
 
 class DistributedOptions(Options):
@@ -23,9 +23,6 @@ class DistributedOptions(Options):
     )
     fused: tuple[tuple[int, int], ...] | None = Field(
         None, description="pairs of layers, by index, for the scheme fuse; default: those with the least communication"
-    )
-    program: Literal["dynamic", "integer"] = Field(
-        "dynamic", description="which finds the least communication, for the schemes fuse and optimal"
     )
     reuse: Reuse = Field(
         "everywhere", description="by which formula it is the least; paper: equation (9) as printed, for comparison"

@@ -12,18 +12,14 @@ from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.method import Alternative, Problem
+from testbed.methods.distributed.candidates import Candidate, PlanRequest, candidate, fitting_plan
+from testbed.methods.distributed.communication import interval, of_tiles, phases, transfers
+from testbed.methods.distributed.dataflow import Dataflow, dataflow
+from testbed.methods.distributed.demands import costs, memory, multiplications, parameters
 from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.distributed.partition.candidates import Candidate, PlanRequest, candidate
-from testbed.methods.distributed.partition.dataflow import Dataflow, dataflow
-from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
-from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.fitting import fitting_plan
-from testbed.methods.distributed.partition.memory_bound import memory
-from testbed.methods.distributed.partition.resources import costs, multiplications, parameters
-from testbed.methods.distributed.partition.scheme_choice import pairs_of
-from testbed.methods.distributed.partition.scheme_figures import SchemeFigures, compare, figures, formula
-from testbed.methods.distributed.partition.timing import interval, phases
-from testbed.methods.distributed.partition.transfers import of_tiles, transfers
+from testbed.methods.distributed.plan import DistributedPlan, Execution
+from testbed.methods.distributed.scheme_figures import SchemeFigures, compare, figures, formula
+from testbed.methods.distributed.schemes import pairs_of
 from testbed.models.graph import Graph, graph_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Details, Piece, Plan
@@ -240,7 +236,6 @@ def _request(problem: Problem[DistributedOptions], devices: Collection[DeviceSpe
     return PlanRequest(
         scheme=options.scheme,
         fused=options.fused,
-        program=options.program,
         reuse=options.reuse,
         shares=options.shares,
         early=options.early,

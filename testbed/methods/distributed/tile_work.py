@@ -2,18 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from testbed.device import Cost, Span
-from testbed.methods.distributed.member_context import MemberContext
-from testbed.methods.distributed.member_messages import TileInput, TileOutput, TileOverlap
-from testbed.methods.distributed.partition.tiles import costs
+from testbed.methods.distributed.context import Ledger, MemberContext
+from testbed.methods.distributed.dataflow import Dataflow
+from testbed.methods.distributed.deepthings import TileQueue
+from testbed.methods.distributed.messages import TileInput, TileOutput, TileOverlap
+from testbed.methods.distributed.plan import Region
 from testbed.methods.distributed.request_work import SPAN
-from testbed.methods.distributed.tile_queue import TileQueue
+from testbed.methods.distributed.tiles import costs, multiplications, padding
 
 if TYPE_CHECKING:
     import torch
+
+    from testbed.models.sliced import SlicedLayer, SlicedShape
+
+Part = tuple[Region, "torch.Tensor"]
+"""Of a map, (samples, channels, height, width)."""
+
+
+def compute_tile(
+    flow: Dataflow,
+    number: int,
+    layers: Sequence[SlicedLayer | SlicedShape],
+    inputs: torch.Tensor,
+    taken: Mapping[int, torch.Tensor],
+    ledger: Ledger,
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Compute the fused early layers of one tile, from (samples, channels, height, width) of its first region.
+
+    ``taken`` is what other tiles have of its maps, by lender, as these return it. Only at the border of a layer's map
+    is there padding. Returns the same axes of the last region, and what others take of this tile, by borrower, as
+    (samples, elements). The ledger counts that, and all that is held meanwhile beside ``inputs`` and ``taken``.
+    """
+    import torch
+
+    borrowed = _unpacked(flow, number, inputs, taken)
+    lent: dict[int, list[torch.Tensor]] = {borrower: [] for lender, borrower in flow.overlaps if lender == number}
+    values = inputs
+    for index, (layer, made) in enumerate(zip(layers, flow.computed[number], strict=True)):
+        parts = borrowed.get(index, [])
+        if made.pixels:
+            parts = [(made, ledger.hold(layer.tile(values, padding(layer.layer, made)))), *parts]
+        if values is not inputs:
+            ledger.drop(values)
+        for borrower, pieces in lent.items():
+            for each in flow.overlaps[number, borrower]:
+                if each.layer == index:
+                    pieces.append(ledger.hold(_cut(parts[0], each.region).flatten(1)))
+        values = parts[0][1] if len(parts) == 1 and made.pixels else _joined(flow, number, index, inputs, parts, ledger)
+        if made.pixels and values is not parts[0][1]:
+            ledger.drop(parts[0][1])
+    ledger.drop(values)
+    found = {}
+    for borrower, pieces in lent.items():
+        found[borrower] = ledger.hold(torch.cat(pieces, dim=1))
+        for piece in pieces:
+            ledger.drop(piece)
+    return values, found
+
+
+def _unpacked(
+    flow: Dataflow, number: int, inputs: torch.Tensor, taken: Mapping[int, torch.Tensor]
+) -> dict[int, list[Part]]:
+    """Return what a tile takes of others, by the layer that made it."""
+    import torch
+
+    found: dict[int, list[Part]] = {}
+    for lender, tensor in taken.items():
+        overlaps = flow.overlaps[lender, number]
+        for each, part in zip(overlaps, torch.split(tensor, [*map(flow.values, overlaps)], dim=1), strict=True):
+            height, width = each.region.bottom - each.region.top, each.region.right - each.region.left
+            found.setdefault(each.layer, []).append((each.region, part.reshape(len(inputs), -1, height, width)))
+    return found
+
+
+def _cut(part: Part, region: Region) -> torch.Tensor:
+    around, values = part
+    rows = slice(region.top - around.top, region.bottom - around.top)
+    return values[:, :, rows, region.left - around.left : region.right - around.left]
+
+
+def _joined(
+    flow: Dataflow, number: int, index: int, like: torch.Tensor, parts: Sequence[Part], ledger: Ledger
+) -> torch.Tensor:
+    """Return what a tile needs of a layer's output, put together; empty where it needs nothing."""
+    whole = flow.plan.tiles[number].regions[index + 1]
+    size = (whole.bottom - whole.top, whole.right - whole.left)
+    found = ledger.hold(like.new_empty(len(like), flow.graph.layers[index].output[0], *size))
+    for region, values in parts:
+        _cut((whole, found), region).copy_(values)
+    return found
+
+
+def tile_queue(flow: Dataflow, speeds: Sequence[float]) -> TileQueue:
+    """Return the queue of a plan's tiles; ``speeds`` of its devices in FLOP/s."""
+    layers = flow.graph.layers[: flow.tiled]
+    work = [sum(multiplications(layers, made)) for made in flow.computed]
+    return TileQueue(flow.plan.tiles, work, flow.overlaps, [2.0 * flow.execution.samples / speed for speed in speeds])
 
 
 class TileWork:
@@ -32,7 +120,7 @@ class TileWork:
         self._member = member
         self._flow = member.flow
         self._spread = spread
-        self._queue = TileQueue(member.flow, speeds) if member.flow.execution.stealing else None
+        self._queue = tile_queue(member.flow, speeds) if member.flow.execution.stealing else None
         """On the source, where idle devices steal tiles."""
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
         """By request and tile."""
@@ -113,8 +201,6 @@ class TileWork:
             self._member.start(self._compute(request, number))
 
     async def _compute(self, request: int, number: int) -> None:
-        from testbed.methods.distributed.tile_compute import compute_tile
-
         flow, ledger = self._flow, self._member.ledger
         inputs, taken = self._inputs.pop((request, number)), self._taken.pop((request, number), {})
         layers = [self._member.layers[index] for index in range(flow.tiled)]

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from testbed.methods.distributed.partition.transfers import transfers
+from testbed.methods.distributed.communication import transfers
 from testbed.models import create
 from testbed.models.chain import chain
 from testbed.models.layers import Conv2d, GlobalAveragePool2d, Linear, MaxPool2d, ReLU

@@ -1,19 +1,27 @@
 """Communication and the choice of schemes: the paper's figures, brute force, integer against dynamic program."""
 
 import random
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
-from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.methods.distributed.partition import integer_program, scheme_choice
-from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, total
-from testbed.methods.distributed.partition.distributed_plan import Scheme
+from testbed.methods.distributed.plan import Scheme
+from testbed.methods.distributed.schemes import (
+    Reuse,
+    Schemes,
+    WorkerTotals,
+    everywhere,
+    fused,
+    least_communication,
+    total,
+)
 from testbed.models.graph import Graph, GraphLayer
+from tests.helpers import integer_program
 from tests.helpers.graphs import FOUR_LAYERS, Halve, chains, dense, yolov2
 
 MIB = 2**20
@@ -25,15 +33,17 @@ TABLE_2 = {
     "FUSE2": ((18, 19), (20, 21), (23, 24), (29, 30)),
     "FUSE1": ((18, 19), (20, 21), (22, 23), (29, 30)),
 }
+PROGRAMS = [least_communication, integer_program.least_communication]
+"""The dynamic program that plans are made with, and the paper's integer program."""
 SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 
 
 @pytest.mark.parametrize(
     ("schemes", "expected"),
     [
-        (scheme_choice.everywhere(FOUR_LAYERS, "lop"), 34),
-        (scheme_choice.everywhere(FOUR_LAYERS, "lip"), 48),
-        (scheme_choice.fused(FOUR_LAYERS, ((0, 1), (2, 3))), 40),
+        (everywhere(FOUR_LAYERS, "lop"), 34),
+        (everywhere(FOUR_LAYERS, "lip"), 48),
+        (fused(FOUR_LAYERS, ((0, 1), (2, 3))), 40),
         (("lop", "fuse1", "fuse2", "lop"), 22),
     ],
 )
@@ -43,7 +53,7 @@ def test_the_four_layer_example_communicates_as_the_paper_says(schemes: tuple[Sc
 
 def test_the_optimum_of_the_four_layer_example_is_the_papers() -> None:
     workers = WorkerTotals.equal(2)
-    assert scheme_choice.least_communication(FOUR_LAYERS, workers) == ("lop", "fuse1", "fuse2", "lop")
+    assert least_communication(FOUR_LAYERS, workers) == ("lop", "fuse1", "fuse2", "lop")
     assert integer_program.least_communication(FOUR_LAYERS, workers) == ("lop", "fuse1", "fuse2", "lop")
 
 
@@ -60,28 +70,28 @@ def test_equation_9_as_printed_does_not_give_the_papers_own_22() -> None:
 )
 def test_yolov2_on_six_devices_communicates_as_table_2_says(reuse: Reuse, expected: dict[str, float]) -> None:
     found = {
-        name: round(float(4 * total(YOLO, scheme_choice.fused(YOLO, pairs, 16), WorkerTotals.equal(6), reuse) / MIB), 1)
+        name: round(float(4 * total(YOLO, fused(YOLO, pairs, 16), WorkerTotals.equal(6), reuse) / MIB), 1)
         for name, pairs in TABLE_2.items()
     }
     assert found == expected
 
 
-@pytest.mark.parametrize("program", [scheme_choice, integer_program])
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(("reuse", "least"), [("paper", 68.4), ("everywhere", 67.3)])
 def test_of_lop_and_fused_pairs_the_best_of_table_2_is_the_optimum(
-    program: ModuleType, reuse: Reuse, least: float
+    program: Callable[..., Schemes], reuse: Reuse, least: float
 ) -> None:
     workers = WorkerTotals.equal(6)
-    found = total(YOLO, program.least_communication(YOLO, workers, reuse, 16, lip=False), workers, reuse)
-    assert found == min(total(YOLO, scheme_choice.fused(YOLO, pairs, 16), workers, reuse) for pairs in TABLE_2.values())
+    found = total(YOLO, program(YOLO, workers, reuse, 16, lip=False), workers, reuse)
+    assert found == min(total(YOLO, fused(YOLO, pairs, 16), workers, reuse) for pairs in TABLE_2.values())
     assert round(float(4 * found / MIB), 1) == least
 
 
-@pytest.mark.parametrize("program", [scheme_choice, integer_program])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_the_whole_integer_program_does_better_than_table_2_with_lip_where_a_layer_has_few_outputs(
-    program: ModuleType,
+    program: Callable[..., Schemes],
 ) -> None:
-    schemes = program.least_communication(YOLO, WorkerTotals.equal(6), "everywhere", 16)
+    schemes = program(YOLO, WorkerTotals.equal(6), "everywhere", 16)
     assert round(float(4 * total(YOLO, schemes, WorkerTotals.equal(6)) / MIB), 1) == 57.0
     # GraphLayer 26 makes 64 channels of 512.
     assert [index for index, scheme in enumerate(schemes) if scheme == "lip"] == [26]
@@ -104,7 +114,7 @@ def allowed(graph: Graph, schemes: tuple[Scheme, ...]) -> bool:
 def test_the_dynamic_program_finds_the_least_there_is(graph: Graph, devices: int, reuse: Reuse) -> None:
     workers = WorkerTotals.equal(devices)
     ways = [way for way in product((*SCHEMES, "whole"), repeat=len(graph.layers)) if allowed(graph, way)]
-    found = scheme_choice.least_communication(graph, workers, reuse)
+    found = least_communication(graph, workers, reuse)
     assert allowed(graph, found)
     assert total(graph, found, workers, reuse) == min(total(graph, way, workers, reuse) for way in ways)
 
@@ -116,9 +126,7 @@ def test_integer_and_dynamic_program_agree_on_a_thousand_random_chains() -> None
         workers = WorkerTotals(chance.randint(1, 7), Fraction(chance.randint(1, 15), 16))
         reuse: Reuse = chance.choice(["paper", "everywhere"])
         lip = chance.random() < 0.8
-        dynamic, integer = (
-            program.least_communication(graph, workers, reuse, lip=lip) for program in (scheme_choice, integer_program)
-        )
+        dynamic, integer = (program(graph, workers, reuse, lip=lip) for program in PROGRAMS)
         assert allowed(graph, integer)
         assert total(graph, integer, workers, reuse) == total(graph, dynamic, workers, reuse), (graph, workers, reuse)
 
@@ -154,4 +162,4 @@ def test_unequal_shares_cost_what_the_formulas_say_for_their_sum() -> None:
 )
 def test_pairs_that_cannot_be_fused_are_refused_naming_those_that_can(pairs: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(InputError, match=r"choose from 18\+19, 19\+20, 20\+21, 21\+22, 22\+23, 23\+24, 29\+30"):
-        scheme_choice.fused(YOLO, pairs, 16)
+        fused(YOLO, pairs, 16)

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.hardware import DeviceSpec
-from testbed.methods.distributed.ledger import Ledger
-from testbed.methods.distributed.partition.candidates import PlanRequest, candidate
-from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.ranges import Range, both, common, size, without
-from testbed.methods.distributed.partition.shares import divide
-from testbed.methods.distributed.partition.transfers import elements, of_tiles, transfers
-from testbed.methods.distributed.tile_compute import compute_tile
+from testbed.methods.distributed.candidates import PlanRequest, candidate
+from testbed.methods.distributed.communication import elements, of_tiles, transfers
+from testbed.methods.distributed.context import Ledger
+from testbed.methods.distributed.parts import Range, both, common, divide, size, without
+from testbed.methods.distributed.plan import Execution
+from testbed.methods.distributed.tile_work import compute_tile
 from testbed.models.chain import chain
 from testbed.models.graph import graph_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d

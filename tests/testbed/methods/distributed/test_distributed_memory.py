@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from testbed.methods.distributed.partition.resources import parameters
+from testbed.methods.distributed.demands import parameters
 from testbed.models.chain import chain
 from testbed.models.layers import Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Reorganise
 from testbed.trace.metrics import metrics

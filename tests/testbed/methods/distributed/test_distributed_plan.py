@@ -3,7 +3,7 @@
 import time
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.methods.distributed.partition.candidates import SCHEMES, PlanRequest, SchemeName
-from testbed.methods.distributed.partition.communication import WorkerTotals, total
-from testbed.methods.distributed.partition.dataflow import Dataflow, dataflow
-from testbed.methods.distributed.partition.distributed_plan import DistributedPlan
-from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.fitting import enough_devices, fitting_plan
-from testbed.methods.distributed.partition.memory_bound import activations, memory
-from testbed.methods.distributed.partition.resources import longest_path, multiplications, parameters, weights
-from testbed.methods.distributed.partition.scheme_figures import compare
-from testbed.methods.distributed.partition.transfers import Transfer, elements, of_tiles, transfers
+from testbed.methods.distributed.candidates import SCHEMES, PlanRequest, SchemeName, enough_devices, fitting_plan
+from testbed.methods.distributed.communication import Transfer, elements, of_tiles, transfers
+from testbed.methods.distributed.dataflow import Dataflow, dataflow
+from testbed.methods.distributed.demands import activations, longest_path, memory, multiplications, parameters, weights
+from testbed.methods.distributed.plan import DistributedPlan, Execution
+from testbed.methods.distributed.scheme_figures import compare
+from testbed.methods.distributed.schemes import WorkerTotals, total
 from testbed.models import create
 from testbed.models.chain import chain
 from testbed.models.graph import Graph, graph_of
@@ -63,7 +60,6 @@ def held(found: Dataflow) -> tuple[int, ...]:
         (PlanRequest("fuse", fused=((0, 1), (2, 3))), ((120, 120), 120, 40)),
         (PlanRequest("fuse"), ((120, 120), 120, 22)),
         (PlanRequest("optimal"), ((120, 120), 120, 22)),
-        (PlanRequest("optimal", program="integer"), ((120, 120), 120, 22)),
     ],
 )
 def test_the_four_layer_example_is_the_papers(wanted: PlanRequest, expected: tuple[tuple[int, int], int, int]) -> None:
@@ -143,11 +139,10 @@ def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("program", ["dynamic", "integer"])
-def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms(program: Literal["dynamic", "integer"]) -> None:
+def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms() -> None:
     def seconds() -> float:
         start = time.perf_counter()
-        fitting_plan(YOLO, even(6), PlanRequest(program=program))
+        fitting_plan(YOLO, even(6), PlanRequest())
         return time.perf_counter() - start
 
     assert min(seconds() for _ in range(3)) < 0.1

@@ -12,12 +12,11 @@ from controller.cli.plan import _print_alternatives
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.method import Problem
+from testbed.methods.distributed.candidates import PlanRequest, fitting_plan
+from testbed.methods.distributed.communication import interval, overlapped, phases
+from testbed.methods.distributed.dataflow import dataflow
 from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.distributed.partition.candidates import PlanRequest
-from testbed.methods.distributed.partition.dataflow import dataflow
-from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.fitting import fitting_plan
-from testbed.methods.distributed.partition.timing import interval, overlapped, phases
+from testbed.methods.distributed.plan import Execution
 from testbed.methods.distributed.planner import DistributedDetails, alternatives, over, plan
 from testbed.models import create
 from testbed.network.link import Link

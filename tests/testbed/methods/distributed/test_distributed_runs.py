@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.methods.distributed.ledger import Ledger
-from testbed.methods.distributed.partition.resources import parameters
-from testbed.methods.distributed.partition.storage import layers_stored
-from testbed.methods.distributed.partition.timing import overlapped, phases
-from testbed.methods.distributed.partition.transfers import elements, transfers
+from testbed.methods.distributed.communication import elements, overlapped, phases, transfers
+from testbed.methods.distributed.context import Ledger
+from testbed.methods.distributed.dataflow import layers_stored
+from testbed.methods.distributed.demands import parameters
 from testbed.models import create
 from testbed.models.sliced import cut, draw
 from testbed.trace.intervals import total

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from testbed.common.errors import InputError
-from testbed.methods.distributed.partition.distributed_plan import Region
-from testbed.methods.distributed.partition.early import check_early, early_layers
-from testbed.methods.distributed.partition.tiles import (
+from testbed.methods.distributed.plan import Region
+from testbed.methods.distributed.tiles import (
     best_tiling,
+    check_early,
+    early_layers,
     multiplications,
     padding,
     redundant_multiplications,

@@ -8,17 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.hardware import DeviceSpec
-from testbed.methods.distributed.ledger import Ledger
-from testbed.methods.distributed.partition.candidates import PlanRequest, candidate
-from testbed.methods.distributed.partition.distributed_plan import Region
-from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.memory_bound import memory
-from testbed.methods.distributed.partition.overlap import is_late
-from testbed.methods.distributed.partition.resources import multiplications
-from testbed.methods.distributed.partition.tiles import redundant_multiplications
-from testbed.methods.distributed.partition.timing import overlapped, phases
-from testbed.methods.distributed.partition.transfers import elements, of_tiles, transfers
-from testbed.methods.distributed.tile_compute import compute_tile
+from testbed.methods.distributed.candidates import PlanRequest, candidate
+from testbed.methods.distributed.communication import elements, of_tiles, overlapped, phases, transfers
+from testbed.methods.distributed.context import Ledger
+from testbed.methods.distributed.deepthings import is_late
+from testbed.methods.distributed.demands import memory, multiplications
+from testbed.methods.distributed.plan import Execution, Region
+from testbed.methods.distributed.tile_work import compute_tile
+from testbed.methods.distributed.tiles import redundant_multiplications
 from testbed.models.graph import Graph, GraphLayer
 from testbed.trace.metrics import metrics
 from tests.helpers.graphs import yolov2

@@ -3,10 +3,10 @@
 import pytest
 
 from testbed.common.errors import InputError
+from testbed.methods.distributed.demands import memory
 from testbed.methods.distributed.figures import DECLARED
-from testbed.methods.distributed.partition.execution import Execution
-from testbed.methods.distributed.partition.memory_bound import memory
-from testbed.methods.distributed.tile_queue import TileQueue
+from testbed.methods.distributed.plan import Execution
+from testbed.methods.distributed.tile_work import tile_queue
 from testbed.models import create
 from testbed.models.graph import graph_of
 from testbed.trace.metrics import metrics
@@ -20,7 +20,7 @@ SLOW = {"throttle": {"device": "worker1", "slowdown": 20}, "at": "0s"}
 
 def queue(rows, columns, devices=2, overlap="compute"):
     flow = flow_of(LAYERS, rows, columns, devices, Execution(overlap=overlap, stealing=True))
-    return flow, TileQueue(flow, [each.speed for each in crew(devices)])
+    return flow, tile_queue(flow, [each.speed for each in crew(devices)])
 
 
 def test_a_device_has_its_own_tiles_first_and_one_at_a_time() -> None:

@@ -8,14 +8,14 @@ from fractions import Fraction
 
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.methods.distributed.partition.candidates import SCHEMES, Candidate, PlanRequest, candidate
-from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, total
-from testbed.methods.distributed.partition.dataflow import Dataflow
-from testbed.methods.distributed.partition.distributed_plan import Scheme
-from testbed.methods.distributed.partition.resources import longest_path, weights
-from testbed.methods.distributed.partition.shares import equal
-from testbed.methods.distributed.partition.tiles import redundant_multiplications
-from testbed.methods.distributed.partition.transfers import elements, of_tiles, transfers
+from testbed.methods.distributed.candidates import SCHEMES, Candidate, PlanRequest, candidate
+from testbed.methods.distributed.communication import elements, of_tiles, transfers
+from testbed.methods.distributed.dataflow import Dataflow
+from testbed.methods.distributed.demands import longest_path, weights
+from testbed.methods.distributed.parts import equal
+from testbed.methods.distributed.plan import Scheme
+from testbed.methods.distributed.schemes import Reuse, WorkerTotals, total
+from testbed.methods.distributed.tiles import redundant_multiplications
 from testbed.models.graph import Graph
 
 

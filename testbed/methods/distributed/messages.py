@@ -74,7 +74,7 @@ class TileOutput(Typed, kind="tiled"):
 class TileOverlap(Typed, kind="overlap"):
     """To the member that computes the tile ``borrower``, or to the source for it: what it takes of another tile.
 
-    (samples, elements), map after map in the order of `partition.overlap.overlaps`.
+    (samples, elements), map after map in the order of `deepthings.overlaps`.
     """
 
     configuration: int

@@ -1,4 +1,4 @@
-"""The paper's integer program for the same choice: equations (11) to (13), solved by scipy's HiGHS.
+"""The integer program of Stahl et al., equations (11) to (13), solved by scipy's HiGHS: an oracle for the dynamic one.
 
 For each layer l the binary variables o, i, f, s say LOP, LIP, first and second of a fused pair. The reuse term of
 equation (7) multiplies two of them, o_{l-1} and o_l; so each saving gets a variable of its own between 0 and 1 that
@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from testbed.methods.distributed.partition.communication import Reuse, WorkerTotals, elements
-from testbed.methods.distributed.partition.distributed_plan import Scheme
-from testbed.methods.distributed.partition.scheme_choice import Schemes
+from testbed.methods.distributed.plan import Scheme
+from testbed.methods.distributed.schemes import Reuse, Schemes, WorkerTotals, elements
 from testbed.models.graph import Graph
 
 _SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")

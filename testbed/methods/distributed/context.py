@@ -1,4 +1,4 @@
-"""What a member is and what it works with, for all its requests."""
+"""What a member is and what it works with, for all its requests: its slices, its processor, and what it holds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,49 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from testbed.common import formats
+from testbed.common.errors import TestbedError
 from testbed.device import Cost, Span
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
-from testbed.methods.distributed.ledger import Ledger
-from testbed.methods.distributed.partition.dataflow import Dataflow
+from testbed.methods.distributed.dataflow import Dataflow
 
 if TYPE_CHECKING:
+    import torch
+
     from testbed.models.sliced import SlicedLayer, SlicedShape
+
+
+class Ledger:
+    """Bytes of weights and activations that are resident, counted as tensors come and go.
+
+    A device that would hold more than it has memory fails, as one would whose kernel has nothing left to give.
+    """
+
+    def __init__(self, device: str, memory: float) -> None:
+        self.weights = 0
+        self.activations = 0
+        self.peak = 0
+        """Most bytes of activations at once."""
+        self._device = device
+        self._memory = memory
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count activations that begin to be resident; raises `TestbedError` where the memory does not suffice."""
+        self.activations += tensor.nbytes
+        self.peak = max(self.peak, self.activations)
+        if self.weights + self.activations > self._memory:
+            raise TestbedError(
+                f"{self._device} has {formats.size(self._memory)} of memory, and its weights "
+                f"({formats.size(self.weights)}) and activations ({formats.size(self.activations)}) are more: use more "
+                "devices, a smaller batch_size or fewer requests in_flight"
+            )
+        return tensor
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Count activations that are resident no more."""
+        self.activations -= tensor.nbytes
+
 
 T = TypeVar("T")
 
