@@ -80,7 +80,7 @@ def run_recorded(
 def _page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
     """Show a run in the browser until it is over and the page has had the time to hear of it."""
     from controller.lab import runstate
-    from controller.running.byhand import strike
+    from controller.running.control import strike
     from controller.watch.server import PageServer
 
     page = PageServer(folder, (lambda given: strike(runstate.writing(folder), given)) if runtime == "emulate" else None)

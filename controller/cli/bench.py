@@ -27,7 +27,7 @@ def bench(arguments: tuple[str, ...]) -> None:
     Example:
       testbed bench transfer memory --json
     """
-    from controller.lab.places import CHECKOUT
+    from controller.lab.paths import CHECKOUT
     from testbed.common.errors import HostError
 
     if not (CHECKOUT / "tools/bench").is_dir():

@@ -12,18 +12,15 @@ import click
 from controller.cli.linkoptions import link_options, read
 from controller.cli.options import CommandGroup, run_option
 from controller.lab import runstate
-from controller.lab.lab import Lab
-from controller.running.byhand import carry_out_by_hand, checked, strike, summary
-from controller.running.byhand import flap as flapping
-from controller.running.faults import Containers
+from controller.running import control
 from testbed.common.errors import InputError
 from testbed.common.quantities import parse_duration
-from testbed.faults.actions.flap import Flap
-from testbed.faults.script import FaultOperation
+from testbed.faults.parts import ActionPart
+from testbed.scenario.loading import parse
 
 
 def _apply(run_id: str | None, given: dict[str, object]) -> None:
-    click.echo(strike(runstate.choose(run_id), given))
+    click.echo(control.strike(runstate.choose(run_id), given))
 
 
 @click.group(cls=CommandGroup)
@@ -118,16 +115,15 @@ def flap(links: dict[str, object], down: str, up: str, times: int | None, for_: 
     Goes on until it is over, or Ctrl-C; either way the links are up at the end.
     """
     given = {**links, "down": down, "up": up, "times": times}
-    containers, action, handle = checked(runstate.choose(run_id), {"flap": given})
-    assert isinstance(action, Flap)
+    action = parse(ActionPart, {"flap": given}).action
     if for_ is not None and action.takes_no_for is not None:
         raise InputError(action.takes_no_for)
-    seconds = None if for_ is None else _duration(for_)
+    ask = control.reach(runstate.choose(run_id))
     turns, late = 0, 0.0
     with suppress(KeyboardInterrupt):
-        for turns, late in flapping(containers, action, handle, seconds):  # noqa: B007 - the last is printed
+        for turns, late in control.flap(ask, given, None if for_ is None else _duration(for_)):  # noqa: B007 - the last is printed
             pass
-    click.echo(f"{handle}: the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late")
+    click.echo(f"the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late")
 
 
 def _duration(text: str) -> float:
@@ -160,8 +156,4 @@ def heal(run_id: str | None) -> None:
 @run_option
 def undo(handle: str, run_id: str | None) -> None:
     """Take back one partition, degradation, obstruction or throttle by its handle."""
-    containers = Containers(Lab.open(runstate.choose(run_id)))
-    in_force = containers.shown.in_force
-    if handle not in in_force:
-        raise InputError(f"'{handle}' is not in force; what is: {', '.join(in_force) or 'nothing'}")
-    click.echo(summary(carry_out_by_hand(FaultOperation(in_force[handle], handle, "undo"), containers)))
+    click.echo(control.reach(runstate.choose(run_id))({"undo": handle})["text"])

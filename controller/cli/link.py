@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -14,17 +12,10 @@ from controller.cli.printing import dump, print_table
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.report.grouping import describe
-from controller.running.byhand import carry_out_by_hand
-from controller.running.faults import Containers
+from controller.running import control
 from testbed.common import formats
-from testbed.common.errors import InputError, TestbedError
-from testbed.faults.conditions import Conditions
-from testbed.network import checks
-from testbed.network.link import Link, Pair, links_from_json, links_to_json
-from testbed.network.overlay import overlay
-from testbed.network.parts import LinkPart
-from testbed.network.presets import PRESETS
-from testbed.scenario.loading import parse
+from testbed.common.errors import TestbedError
+from testbed.network.link import links_from_json, links_to_json
 
 
 @click.group(cls=CommandGroup)
@@ -53,7 +44,7 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
     """
     shown = Lab.open(runstate.choose(run_id)).shaper.show()
     links = links_from_json(shown["links"])
-    chosen = {pair: links[pair] for pair in _choose(links, source, destination)}
+    chosen = {pair: links[pair] for pair in control.choose(links, source, destination)}
     if as_json:
         dump({**shown, "links": links_to_json(chosen)})
     else:
@@ -90,48 +81,11 @@ def change(
     restart, start from them. A fault that is in force on the link goes on hiding what it changes.
     """
     direct: dict[str, Any] = ({"rate": None} if unlimited else {}) | ({} if up is None else {"up": up})
-    part = _part(read(figures) if figures or not direct else {})
-    lab = Lab.open(runstate.choose(run_id))
     pairs = [(source, destination), *([(destination, source)] if both else [])]
-    for pair in pairs:
-        _choose(lab.experiment.links, *pair)
-    containers = Containers(lab)
-    carry_out_by_hand(_Setting(pairs, part, direct), containers)
-    shown = containers.shown
-    for pair in pairs:
-        click.echo(f"{pair[0]} -> {pair[1]}: {describe(shown.link(pair).to_json())}")
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """Figures that links have from now on, under the faults in force."""
-
-    pairs: Sequence[Pair]
-    part: LinkPart
-    direct: Mapping[str, Any]
-    """What a part of a scenario cannot say, by field of `Link`."""
-    switches: bool = False
-
-    def apply(self, now: Conditions) -> Conditions:
-        """Return the conditions after it; raise InputError where a link would be one that cannot be."""
-        return now.set_figures({pair: self._figures(pair, now) for pair in self.pairs})
-
-    def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return nothing: the events of the links that change say it all."""
-        return []
-
-    def _figures(self, pair: Pair, now: Conditions) -> Link:
-        wanted = replace(overlay(now.own_link(pair), self.part, now.from_first(pair)), **self.direct)
-        if problems := checks.problems(wanted):
-            raise InputError("; ".join(f"{pair[0]} -> {pair[1]}: {problem.text}" for problem in problems))
-        return wanted
-
-
-def _part(figures: dict[str, Any]) -> LinkPart:
-    part = parse(LinkPart, figures)
-    if part.preset is not None and part.preset not in PRESETS:
-        raise InputError(f"there is no preset '{part.preset}': use one of {', '.join(PRESETS)}")
-    return part
+    asked = {"pairs": pairs, "part": read(figures) if figures or not direct else {}, "direct": direct}
+    done = control.reach(runstate.choose(run_id))({"set": asked})
+    for pair, shown in links_from_json(done["links"]).items():
+        click.echo(f"{pair[0]} -> {pair[1]}: {describe(shown.to_json())}")
 
 
 @link.command()
@@ -148,7 +102,9 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
     shaper = Lab.open(runstate.choose(run_id)).shaper
     shown = shaper.show()
     running = shown["devices"].keys()
-    pairs = [pair for pair in _choose(links_from_json(shown["links"]), source, destination) if running >= set(pair)]
+    pairs = [
+        pair for pair in control.choose(links_from_json(shown["links"]), source, destination) if running >= set(pair)
+    ]
     measured = shaper.probe(pairs)
     if as_json:
         dump([each.to_json() for each in measured])
@@ -171,13 +127,3 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
     problems = sum(each.problem is not None for each in measured)
     if problems:
         raise TestbedError(f"{problems} of {len(measured)} links are outside their tolerance")
-
-
-def _choose(links: Iterable[Pair], source: str | None, destination: str | None) -> list[Pair]:
-    """Return the links between these ends, any end where none is named; raise InputError when there is none."""
-    chosen = [pair for pair in links if source in (None, pair[0]) and destination in (None, pair[1])]
-    if not chosen:
-        names = sorted({name for pair in links for name in pair})
-        ends = f"from {source}" + (f" to {destination}" if destination else "")
-        raise InputError(f"there is no link {ends}; the devices are {', '.join(names)}")
-    return chosen

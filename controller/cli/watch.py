@@ -26,7 +26,7 @@ def watch(run: str | None, pace: float | None, show_page: bool) -> None:
       testbed watch results/quickstart --pace 5
     """
     from controller.lab import runstate
-    from controller.running.byhand import strike
+    from controller.running.control import strike
     from controller.watch.server import PageServer
     from testbed.common.errors import InputError
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import docker
 from docker.errors import DockerException
 
-from controller.lab.places import CHECKOUT, state_folder
+from controller.lab.paths import CHECKOUT, state_folder
 from testbed.common.errors import HostError
 
 Say = Callable[[str], None]

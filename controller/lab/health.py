@@ -7,7 +7,9 @@ import http.client
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -29,6 +31,18 @@ KILL_NOTED = 0.5
 """Seconds within which the engine's events have a kill."""
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a container ended, in the engine's words."""
+
+    text: str
+    """To be put after its name."""
+    starved: bool = False
+    """Whether it needed more memory than it has."""
+    asked: bool = False
+    """Whether the engine was asked for it: by a fault, by hand, by any other client."""
+
+
 class Health:
     """The health of a run's containers; ``memory`` holds the limit of each device in bytes."""
 
@@ -36,6 +50,7 @@ class Health:
         self._client = client
         self._run = run
         self._memory = memory
+        self._kills = _killed_for_memory()
 
     def wait_for(self, urls: Mapping[str, str]) -> None:
         """Return once all containers answer, given by name with their control URL.
@@ -57,36 +72,42 @@ class Health:
                 self._give_up(next(iter(waiting)), f"does not answer within {PATIENCE:.0f} s")
             time.sleep(INTERVAL)
 
-    def starved(self, name: str, patience: float = 0.0) -> str | None:
-        """Return a message if the kernel has ended this device for want of memory, else None.
+    def ending(self, name: str, patience: float = 0.0) -> Ending | None:
+        """Return how a container ended, else None.
 
-        Waits up to ``patience`` seconds for a container to end that still seems to run.
+        Waits up to ``patience`` seconds for one to end that still seems to run.
         """
         deadline = time.monotonic() + patience
-        with contextlib.suppress(NotFound):
-            while (status := self._ended(name)) is None and time.monotonic() < deadline:
+        try:
+            while (status := self._ended(name)) is None:
+                if time.monotonic() >= deadline:
+                    return None
                 time.sleep(INTERVAL)
-            return None if status is None else self._starvation(name, status)
-        return None
+        except NotFound:
+            return Ending("was removed from outside")
+        if status.get("OOMKilled"):
+            return self._starvation(name)
+        code = status["ExitCode"]
+        if self._was_asked(name, status):
+            return Ending(f"was ended through the engine (exit code {code})", asked=True)
+        if code != KILLED:
+            return Ending(f"ended by itself with exit code {code}")
+        # With cgroup v1 the engine misses most kills for want of memory: the group is gone before it looks.
+        return (
+            self._starvation(name) if _killed_for_memory() > self._kills else Ending("was ended from outside (SIGKILL)")
+        )
 
     def _ended(self, name: str) -> dict[str, Any] | None:
         """Return the engine's state of a container that has ended, else None."""
         status: dict[str, Any] = self._client.api.inspect_container(container_name(self._run, name))["State"]
         return status if status["Status"] in ("exited", "dead") else None
 
-    def _starvation(self, name: str, status: Mapping[str, Any]) -> str | None:
-        """Return a message if a device that ended in this way ran out of memory."""
+    def _starvation(self, name: str) -> Ending:
         limit = self._memory.get(name)
-        if limit is None:
-            return None
-        starved = status.get("OOMKilled") or (status["ExitCode"] == KILLED and not self._was_killed(name, status))
-        return _out_of_memory(name, limit) if starved else None
+        return Ending("was ended by the kernel for want of memory" if limit is None else _out_of_memory(limit), True)
 
-    def _was_killed(self, name: str, status: Mapping[str, Any]) -> bool:
-        """Tell whether the engine was asked to kill a device that has ended; if not, the kernel did it.
-
-        With cgroup v1 the engine misses most kills for want of memory: the group is gone before it looks.
-        """
+    def _was_asked(self, name: str, status: Mapping[str, Any]) -> bool:
+        """Return whether the engine was asked to end a container that has ended."""
         filters = {"container": container_name(self._run, name), "event": "kill"}
         began, ended = (datetime.fromisoformat(status[key]).timestamp() for key in ("StartedAt", "FinishedAt"))
         # The engine notes a kill just after it has sent the signal, and answers when that time is over.
@@ -96,21 +117,29 @@ class Health:
 
     def check_alive(self, name: str) -> None:
         """Raise HostError with the reason if the container has ended."""
-        status = self._ended(name)
-        if status is None:
+        ending = self.ending(name)
+        if ending is None:
             return
-        if why := self._starvation(name, status):
-            raise HostError(why)
-        self._give_up(name, f"ended with status {status['ExitCode']}")
+        if ending.starved:
+            raise HostError(f"{name} {ending.text}")
+        self._give_up(name, ending.text)
 
     def _give_up(self, name: str, why: str) -> NoReturn:
         log = b"".join(container_logs(self._client, self._run, name)).decode(errors="replace").strip().splitlines()
         raise HostError(f"{name} {why}; the last it said: {log[-1] if log else 'nothing'}")
 
 
-def _out_of_memory(name: str, limit: float) -> str:
+def _killed_for_memory() -> int:
+    """Return how many processes this kernel has ended for want of memory; 0 where it does not count them."""
+    with contextlib.suppress(OSError):
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def _out_of_memory(limit: float) -> str:
     return (
-        f"{name} ran out of memory: its container is held to {format_size(limit)}, of which the agent with torch takes "
+        f"ran out of memory: its container is held to {format_size(limit)}, of which the agent with torch takes "
         "about 200MB beside the weights and activations of the plan: give it more, or let it hold less by more "
         "devices, a smaller model, batch_size or in_flight"
     )

@@ -28,7 +28,7 @@ import docker
 from docker.errors import APIError, BuildError, DockerException, ImageNotFound
 
 from controller.lab.engine import Say, install_packages
-from controller.lab.places import BUILD, CHECKOUT
+from controller.lab.paths import BUILD, CHECKOUT
 from testbed.common.errors import HostError
 
 REGISTRY_BASE = "python:3.11-slim-bookworm"

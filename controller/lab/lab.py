@@ -19,6 +19,7 @@ from docker.errors import APIError, NotFound
 from controller.lab import runstate
 from controller.lab.addresses import device_addresses
 from controller.lab.agents import Agent
+from controller.lab.changes import ContainerChanges
 from controller.lab.containers import (
     DeviceContainer,
     container_name,
@@ -197,15 +198,10 @@ class Lab:
             known = self._agents[name] = Agent(url, self.token, name)
         return known
 
-    @contextlib.contextmanager
-    def watch_starts(self) -> Iterator[Iterator[str]]:
-        """Within the block, yield the name of each device whose container starts, by whatever command."""
-        filters = {"type": "container", "event": "start", "label": [f"{RUN}={self.run_id}", DEVICE]}
-        stream = self._client.events(decode=True, filters=filters)
-        try:
-            yield (str(event["Actor"]["Attributes"][DEVICE]) for event in stream)
-        finally:
-            stream.close()
+    def changes(self) -> ContainerChanges:
+        """Return what follows the containers of the run, the shaper's too."""
+        names = {**{name: device.address for name, device in self.devices.items()}, SHAPER: ""}
+        return ContainerChanges(self._client, self.run_id, names, self._note)
 
     # Breaking and mending
 
@@ -218,11 +214,8 @@ class Lab:
             self._client.api.wait(device.id, timeout=30)
         self._look(device)
 
-    def start(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
-        """Boot the device again; return when its links are shaped and its agent is healthy.
-
-        Its links are as they were last set, with whatever faults are in force; ``links`` changes them before.
-        """
+    def start(self, name: str) -> None:
+        """Switch the device on again; it has no links before `admit`."""
         device = self._device(name)
         try:
             self._client.api.start(device.id)
@@ -230,7 +223,14 @@ class Lab:
             raise TestbedError(f"the container of {name} is gone: it cannot be started again") from None
         except APIError as error:
             raise HostError(f"{name} cannot be started: {error.explanation}") from error
-        device = self._look(device)
+        self._look(device)
+
+    def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
+        """Return when the links of a device that was switched on are shaped and its agent is healthy.
+
+        Its links are as they were last set, with whatever faults are in force; ``links`` changes them before.
+        """
+        device = self._look(self._device(name))
         self._attach([device], links or {})
         self.health.wait_for({name: device.control_url})
         self._note_targets()
@@ -297,8 +297,13 @@ class Lab:
 
     def _look(self, device: DeviceContainer) -> DeviceContainer:
         """Note what a device's container is doing now."""
-        found = self.devices[device.name] = look(self._client, self.run_id, device.name, device.address)
+        found = look(self._client, self.run_id, device.name, device.address)
+        self._note(found)
         return found
+
+    def _note(self, found: DeviceContainer) -> None:
+        if found.name in self.devices:
+            self.devices[found.name] = found
 
     def _populate(self, images: Mapping[str, str], shaper_image: str, links: LinkBackend, say: Progress) -> None:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""

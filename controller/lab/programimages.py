@@ -13,7 +13,7 @@ from docker.errors import ImageNotFound
 
 from controller.lab.engine import Say
 from controller.lab.images import LABEL, ImageTags, build, digest, ensure_agent, exists, one_at_a_time, recipe
-from controller.lab.places import BUILD
+from controller.lab.paths import BUILD
 from testbed.common.errors import HostError, InputError
 from testbed.experiment import Experiment
 from testbed.methods.program import by_device

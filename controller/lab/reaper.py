@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from controller.lab.places import CHECKOUT, state_folder
+from controller.lab.paths import CHECKOUT, state_folder
 
 _DISMISSED = b"dismissed"
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from controller.lab.places import state_folder
+from controller.lab.paths import state_folder
 from testbed.common.errors import InputError
 
 

@@ -73,9 +73,11 @@ class RememberedLab:
         self.done.append(f"kill {name}")
         self.devices[name].state = "exited"
 
-    def start(self, name: str, links: Mapping[Pair, Link]) -> None:
+    def start(self, name: str) -> None:
         self.done.append(f"start {name}")
         self.devices[name].state = "running"
+
+    def admit(self, name: str, links: Mapping[Pair, Link]) -> None:
         self.booted_with = dict(links)
 
     def pause(self, name: str) -> None:

@@ -166,6 +166,7 @@ def test_a_device_that_was_killed_comes_back_with_its_address_and_links(lab: Lab
     with pytest.raises(TestbedError, match="worker1 is exited"):
         lab.agent("worker1")
     lab.start("worker1")
+    lab.admit("worker1")
     after = lab.devices["worker1"]
     assert (after.state, after.address) == ("running", before.address)
     assert after.pid != before.pid
@@ -271,7 +272,7 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
         return whole(state, image, spec, addresses) | changed
 
     monkeypatch.setattr(containers, "device_settings", broken)
-    with pytest.raises(HostError, match="worker2 ended with status 1; the last it said: no power"):
+    with pytest.raises(HostError, match="worker2 ended by itself with exit code 1; the last it said: no power"):
         Lab.create(trial("lab-broken"), run)
     assert left_of(client, run) == []
 

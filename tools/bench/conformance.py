@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from controller.lab.places import BUILD, CHECKOUT
+from controller.lab.paths import BUILD, CHECKOUT
 from controller.shaping import modules
 from controller.shaping.plan import FRAME
 from controller.shaping.shaper import Shaping

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from controller.lab.places import CHECKOUT
+from controller.lab.paths import CHECKOUT
 from tools.bench.figure import Measurement
 
 DEVICES = 4

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.lab.places import CHECKOUT
+from controller.lab.paths import CHECKOUT
 
 PAGE = CHECKOUT / "docs" / "fidelity.md"
 _BEGIN, _END = "<!-- figures -->\n", "<!-- /figures -->\n"

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from controller.cli import link as command
 from controller.lab import runstate
 from controller.lab.lab import Lab
-from controller.running.faults import Containers
+from controller.running.machines import Containers
 from testbed.common.errors import InputError, TestbedError
 from testbed.faults.machines import carry_out
 from testbed.faults.parts import ActionPart
@@ -58,7 +58,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Memory:
     )
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     runstate.path_of("run-1")  # makes the folder
-    monkeypatch.setattr(command, "Lab", SimpleNamespace(open=lambda run: lab))
+    monkeypatch.setattr(Lab, "open", lambda run: lab)
     monkeypatch.setattr(command.runstate, "choose", lambda run: run or "run-1")
     made.containers = Containers(cast(Lab, lab))
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, cast
@@ -10,10 +9,9 @@ from typing import Any, cast
 import pytest
 
 from controller.lab.lab import Lab
-from controller.running.byhand import Journal, carry_out_by_hand, flap
-from controller.running.faults import HALTED, Containers
+from controller.running.control import answer, flap
+from controller.running.machines import HALTED, Containers
 from testbed.common.errors import HostError
-from testbed.faults.actions.flap import Flap, FlapPart
 from testbed.faults.actions.throttle import ThrottlePart
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import carry_out
@@ -84,8 +82,9 @@ def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
 
 
 def flapping(lab: RememberedLab, seconds: float | None = None, **keys: Any) -> Generator[tuple[int, float]]:
-    part = FlapPart.model_validate({"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys})
-    return cast(Generator[tuple[int, float]], flap(containers(lab), Flap(part), "it", seconds))
+    part = {"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys}
+    asked = flap(lambda request: answer(request, containers(lab)), part, seconds)
+    return cast(Generator[tuple[int, float]], asked)
 
 
 def test_flapping_ends_with_the_links_up(lab: RememberedLab) -> None:
@@ -164,11 +163,11 @@ def test_a_device_is_switched_only_from_what_it_really_is(lab: RememberedLab) ->
     assert lab.done == ["start b"]
 
 
-def test_a_run_boots_devices_in_its_own_way(lab: RememberedLab) -> None:
-    booted: list[str] = []
+def test_a_run_admits_devices_in_its_own_way(lab: RememberedLab) -> None:
+    admitted: list[str] = []
     lab.devices["b"].state = "exited"
-    carry_out(FaultOperation(ActionPart(kill="b").action, "it", "undo"), Containers(cast(Lab, lab), booted.append))
-    assert (booted, lab.done) == (["b"], [])
+    carry_out(FaultOperation(ActionPart(kill="b").action, "it", "undo"), Containers(cast(Lab, lab), admitted.append))
+    assert (admitted, lab.done, lab.booted_with) == (["b"], ["start b"], {})
 
 
 def test_every_action_in_force_is_read_as_it_was_written(lab: RememberedLab) -> None:
@@ -185,22 +184,3 @@ def test_every_action_in_force_is_read_as_it_was_written(lab: RememberedLab) -> 
     for index, given in enumerate(actions):
         take_back(lab, str(index), **given)
     assert lab.shaped == lab.experiment.links
-
-
-def test_what_is_done_by_hand_is_there_for_the_run_to_record(lab: RememberedLab) -> None:
-    journal = Journal(lab.run_id)
-    began = time.monotonic()
-    assert journal.news(began) == []
-    list(flapping(lab, times=1))
-    down, *links, up, _, _ = journal.news(began)
-    assert (down.event, down.fields) == ("fault", {"action": "flap", "target": "a <-> b", "phase": "strike"})
-    assert up.fields["phase"] == "undo"
-    assert [(each.event, each.fields["up"]) for each in links] == [("link", False), ("link", False)]
-    assert 0 <= down.time < up.time - 0.01 < time.monotonic() - began
-    assert journal.news(began) == []
-    throttle = ActionPart.model_validate({"throttle": {"device": "b", "slowdown": 2}}).action
-    carry_out_by_hand(FaultOperation(throttle, "hot"), containers(lab))
-    fault, speed = journal.news(began + 3600)
-    assert (fault.time, speed.fields) == (0.0, {"target": "b", "factor": 0.5, "speed": 5e8})
-    assert journal.news(began) == []
-    assert len(Journal(lab.run_id).news(began)) == 8, "another reader begins at the beginning"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Executor, Future, wait
 
 
-class Turns:
-    """Does what concerns one thing in the order in which it was handed over; different things side by side.
+class KeyedExecutor:
+    """Runs the jobs of one key in the order of their submission; those of different keys side by side.
 
     A job that waits for its turn takes a worker of the pool; what it waits for has begun before it.
     """
@@ -16,13 +16,13 @@ class Turns:
         self._pool = pool
         self._last: dict[Hashable, Future[None]] = {}
 
-    def submit(self, about: Hashable, job: Callable[[], None]) -> None:
-        """Do a job as soon as all earlier ones about the same thing are done."""
-        before = self._last.get(about)
+    def submit(self, key: Hashable, job: Callable[[], None]) -> None:
+        """Run a job as soon as all earlier ones of its key are over."""
+        before = self._last.get(key)
 
         def in_turn() -> None:
             if before is not None:
                 wait([before])
             job()
 
-        self._last[about] = self._pool.submit(in_turn)
+        self._last[key] = self._pool.submit(in_turn)

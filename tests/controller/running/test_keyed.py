@@ -4,7 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from controller.running.turns import Turns
+from controller.running.keyed import KeyedExecutor
 
 
 def test_jobs_about_one_thing_keep_their_order_however_long_they_take() -> None:
@@ -15,7 +15,7 @@ def test_jobs_about_one_thing_keep_their_order_however_long_they_take() -> None:
         done.append(name)
 
     with ThreadPoolExecutor(4) as pool:
-        turns = Turns(pool)
+        turns = KeyedExecutor(pool)
         turns.submit("a", lambda: job("kill", 0.1))
         turns.submit("a", lambda: job("restart", 0.0))
         turns.submit("a", lambda: job("pause", 0.0))
@@ -25,7 +25,7 @@ def test_jobs_about_one_thing_keep_their_order_however_long_they_take() -> None:
 def test_jobs_about_different_things_go_on_side_by_side() -> None:
     meet = threading.Barrier(2, timeout=5)
     with ThreadPoolExecutor(4) as pool:
-        turns = Turns(pool)
+        turns = KeyedExecutor(pool)
         turns.submit("a", lambda: meet.wait() and None)
         turns.submit("b", lambda: meet.wait() and None)
     assert not meet.broken
@@ -38,7 +38,7 @@ def test_a_job_that_fails_holds_up_nothing() -> None:
         raise ValueError
 
     with ThreadPoolExecutor(2) as pool:
-        turns = Turns(pool)
+        turns = KeyedExecutor(pool)
         turns.submit("a", fail)
         turns.submit("a", lambda: done.append("next"))
     assert done == ["next"]

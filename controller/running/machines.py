@@ -41,25 +41,29 @@ _STATES: Mapping[str, DeviceState] = {"running": "up", "paused": "paused"}
 class Containers:
     """The devices of a lab, their links and their speeds (`testbed.faults.machines.Machines`).
 
-    Links and speeds stay as they are for the rest of the run, also when a device restarts. ``boot`` is done instead
-    of only starting a container; it has to end in `inform`.
+    Links and speeds stay as they are for the rest of the run, also when a device restarts. ``admit`` is done to a
+    device that has been switched on; it has to end in `inform`.
     """
 
-    def __init__(self, lab: Lab, boot: Callable[[str], None] | None = None) -> None:
+    def __init__(self, lab: Lab, admit: Callable[[str], None] | None = None) -> None:
         self.run_id = lab.run_id
+        self.experiment = lab.experiment
         self._lab = lab
-        self._boot = boot
+        self._admit = admit or self._shape
         self._path = runstate.path_of(lab.run_id).with_suffix(".conditions")
 
     @property
     def shown(self) -> Conditions:
         """The links and speeds in force."""
-        experiment = self._lab.experiment
-        untouched = Conditions.of(experiment.devices, experiment.links, experiment.radio)
         try:
-            return _read(json.loads(self._path.read_text()), untouched)
+            return _read(json.loads(self._path.read_text()), self.untouched)
         except FileNotFoundError:
-            return untouched
+            return self.untouched
+
+    @property
+    def untouched(self) -> Conditions:
+        """The links and speeds of the scenario."""
+        return Conditions.of(self.experiment.devices, self.experiment.links, self.experiment.radio)
 
     def links(self) -> dict[Pair, Link]:
         """Return every link as it should be right now."""
@@ -98,10 +102,11 @@ class Containers:
 
     def restart(self, device: str) -> None:
         """Boot a device with links and speed as they are in force."""
-        if self._boot is not None:
-            self._boot(device)
-            return
-        self._lab.start(device, self.links())
+        self._lab.start(device)
+        self._admit(device)
+
+    def _shape(self, device: str) -> None:
+        self._lab.admit(device, self.links())
         self.inform(device)
 
     def retire(self, device: str) -> None:
@@ -187,7 +192,12 @@ def _read(written: Mapping[str, Any], untouched: Conditions) -> Conditions:
 
 
 def events_of(step: RecordedStep, changed: Changed, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and fields of each event that records a step and what it changed.
+    """Return name and fields of each event that records a step and what it changed; see `changes_of`."""
+    return [*step.events(), *changes_of(changed, speeds)]
+
+
+def changes_of(changed: Changed, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and fields of each event that records new figures of links and devices.
 
     ``speeds`` are those of the scenario, in FLOP/s.
     """
@@ -196,4 +206,4 @@ def events_of(step: RecordedStep, changed: Changed, speeds: Mapping[str, float])
         ("speed", {"target": name, "factor": factor, "speed": factor * speeds[name]})
         for name, factor in changed.speeds.items()
     ]
-    return [*step.events(), *links, *factors]
+    return [*links, *factors]

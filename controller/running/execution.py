@@ -1,0 +1,381 @@
+"""A run that goes on: what is desired of it, what is observed, and the loop that acts on the difference.
+
+Desired is what the scenario, its faults and traces, and commands by hand make of links, speeds and devices:
+`Containers` brings that about and holds what is in force. Observed is what the engine says of each container
+(`lab.changes`) and what the agents report. The loop compares: a device that runs, and whose program is not known to
+report, is given its links and its program, whoever switched it on; a device that has ended is a state, for the method
+to deal with; without the shaper, or without a lead that may come back, there is no run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from controller.lab.agents import AgentGone
+from controller.lab.changes import ContainerChanges
+from controller.lab.containers import DeviceContainer
+from controller.lab.health import Ending
+from controller.lab.lab import Lab
+from controller.running import control
+from controller.running.fidelity import HostMonitor
+from controller.running.keyed import KeyedExecutor
+from controller.running.machines import Containers, changes_of, events_of
+from testbed.common.errors import TestbedError
+from testbed.faults.conditions import Changed
+from testbed.faults.machines import RecordedStep, carry_out
+from testbed.faults.replay import Changes, TraceScript
+from testbed.faults.script import FaultOperation, FaultScript
+from testbed.network.checks import SHAPER
+from testbed.prepare import Prepared
+from testbed.trace.events import TESTBED, Event
+from testbed.trace.log import EventLog
+from testbed.trace.outcome import Outcome, Status, ended, without_lead
+
+if TYPE_CHECKING:
+    import torch
+
+    from testbed.data.dataset import Dataset
+
+START_MARGIN = 0.3
+"""Seconds between the request to start and the common origin: every agent has heard of it by then."""
+GATHER_SECONDS = 2.0
+"""How long the last events of the devices are waited for after the lead's program has ended."""
+DEATH_SECONDS = 3.0
+"""How long after a device has fallen silent before the start the engine is asked how it ended."""
+WORKERS = 16
+"""Faults, boots and the like that may be under way at once: a restart takes a while and must not make others late."""
+
+End = tuple[Status, str | None]
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A container that has ended."""
+
+    name: str
+    ending: Ending
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A step of the faults or the trace that has been carried out, or could not be."""
+
+    step: RecordedStep
+    began: float
+    actual: float
+    changed: Changed
+    error: Exception | None = None
+
+
+class Execution:
+    """One run of a method's programs on a lab that is up."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        prepared: Prepared,
+        dataset: Dataset,
+        weights: Mapping[str, torch.Tensor] | None,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._lab = lab
+        self._prepared = prepared
+        self._lead = prepared.plan.lead
+        addresses = {name: found.address for name, found in lab.devices.items()}
+        self._deployments = prepared.deployments(lab.run_id, addresses, lab.broadcast)
+        self._dataset = dataset
+        self._weights = weights
+        self._on_event = on_event
+        self._news: queue.SimpleQueue[Event | _Done | DeviceContainer | _Ended | TestbedError] = queue.SimpleQueue()
+        self._events = EventLog()
+        self._script = FaultScript(prepared.scenario.faults)
+        self._trace = TraceScript(prepared.experiment.changes)
+        self._containers = Containers(lab, self._admit)
+        self._speeds = {device.name: device.speed for device in prepared.experiment.devices}
+        self._origin = 0.0
+        """On the monotonic clock, which all containers of one engine share with its host."""
+        self._reports: dict[str, tuple[int, threading.Thread]] = {}
+        """Observed: the process of each device whose program reports its events, and the thread that takes them in."""
+        self._admission = {name: threading.Lock() for name in lab.devices}
+        self._over = threading.Event()
+
+    def run(self, on_stage: Callable[[str], None]) -> Outcome:
+        """Deploy, start, break, and follow until the lead is done."""
+        with ThreadPoolExecutor(max(WORKERS, len(self._lab.devices)), "run") as pool:
+            there = list(filter(None, pool.map(lambda name: self._if_there(self._deploy, name), self._lab.devices)))
+            on_stage("running")
+            monitor = HostMonitor()
+            monitor.start()
+            self._recall()
+            # The first figures of a trace are those that the run begins with.
+            first = self._carry_out(Changes(self._trace.due(0.0)), lambda: 0.0)
+            self._origin = time.monotonic() + START_MARGIN
+            list(pool.map(lambda name: self._if_there(self._start, name), there))
+            if first.error is not None:
+                raise first.error
+            self._settle(first)
+            changes = self._lab.changes()
+            threading.Thread(target=self._observe, args=(changes,), name="changes", daemon=True).start()
+            try:
+                # Traces one at a time: the later of two figures of one link is the one that stays.
+                with control.serving(self._lab.run_id, self._by_hand), ThreadPoolExecutor(1, "trace") as replayer:
+                    status, error = self._follow(pool, KeyedExecutor(pool), KeyedExecutor(replayer))
+            except KeyboardInterrupt:
+                status, error = "interrupted", "stopped by the user"
+            finally:
+                self._over.set()
+                changes.close()
+        status, error = ended(status, error, self._events, weights_given=self._weights is not None)
+        fidelity = monitor.stop()
+        computed = self._prepared.problem.workload.numerics == "full"
+        weights = self._final_weights() if computed and status == "finished" else None
+        self._stop_all()
+        return Outcome(
+            runtime="emulate",
+            status=status,
+            error=error,
+            events=self._events.ordered(),
+            weights_file=weights,
+            fidelity=fidelity,
+        )
+
+    # Programs
+
+    def _if_there(self, act: Callable[[str], None], name: str) -> str | None:
+        """Do something with a device; return its name, or None where it is down, which is the method's to deal with.
+
+        Only without the lead there is no run at all.
+        """
+        try:
+            act(name)
+        except AgentGone as error:
+            ending = self._lab.health.ending(name, DEATH_SECONDS)
+            if ending is not None and ending.starved:
+                raise TestbedError(f"{name} {ending.text}") from error
+            if name == self._lead:
+                raise TestbedError(f"{name} leads the run and went down before its start: {error}") from error
+            self._say(f"{name} is down as the run starts")
+            return None
+        return name
+
+    def _deploy(self, name: str) -> None:
+        agent = self._lab.agent(name)
+        agent.deploy(self._deployments.of(name))
+        self._containers.inform(name)
+        own = self._prepared.share(self._dataset, name)
+        if own is not None:
+            agent.put_data(own)
+        if name == self._lead and self._weights is not None:
+            agent.put_shard(self._weights)
+
+    def _start(self, name: str) -> None:
+        pid = self._lab.devices[name].pid
+        self._lab.agent(name).start(self._origin)
+        listener = threading.Thread(target=self._listen, args=(name, pid), name=f"events-{name}", daemon=True)
+        self._reports[name] = pid, listener
+        listener.start()
+
+    def _admit(self, name: str) -> None:
+        """Shape the links of a device that has been switched on, and start its program; nothing where it is there."""
+        with self._admission[name]:
+            device = self._lab.devices[name]
+            if device.state == "running" and not self._is_reporting(device):
+                self._lab.admit(name, self._containers.links())
+                self._deploy(name)
+                self._start(name)
+
+    def _is_reporting(self, device: DeviceContainer) -> bool:
+        return device.name in self._reports and self._reports[device.name][0] == device.pid
+
+    def _listen(self, name: str, pid: int) -> None:
+        """Pass on what a device records, until its program ends or it has started again."""
+        seen = 0
+        while not self._over.is_set() and self._lab.devices[name].pid in (0, pid):
+            with suppress(TestbedError):  # killed, paused or gone: a state of the device, not an error of the run
+                for event in self._lab.agent(name).events(seen):
+                    seen += 1
+                    self._news.put(event)
+                return
+            self._over.wait(0.1)
+
+    def _observe(self, containers: ContainerChanges) -> None:
+        """Pass on what the engine says of the containers."""
+        try:
+            for found in containers:
+                if containers.away:
+                    self._say(f"the container engine was away for {containers.away:.1f} s")
+                self._news.put(found)
+        except TestbedError as error:
+            self._news.put(error)
+
+    def _by_hand(self, request: control.Request) -> control.Answer:
+        """Carry out a command by hand, and have it among the events."""
+
+        def record(step: RecordedStep, changed: Changed) -> None:
+            now = max(0.0, self._now())
+            for event, fields in events_of(step, changed, self._speeds):
+                self._news.put(Event(now, TESTBED, event, fields))
+
+        return control.answer(request, self._containers, record)
+
+    # The loop
+
+    def _now(self) -> float:
+        return time.monotonic() - self._origin
+
+    def _say(self, text: str) -> None:
+        self._news.put(Event(max(0.0, self._now()) if self._origin else 0.0, TESTBED, "log", {"text": text}))
+
+    def _follow(self, pool: ThreadPoolExecutor, strikers: KeyedExecutor, replayer: KeyedExecutor) -> End:
+        """Take what happens and deadlines as they come; return how the run ended."""
+        limit = self._prepared.scenario.time_limit
+        while True:
+            deadlines = (self._script.next_deadline(), self._trace.next_deadline())
+            deadline = min([limit, *(each for each in deadlines if each is not None)])
+            with suppress(queue.Empty):
+                news = self._news.get(timeout=max(0.0, deadline - self._now()))
+                end = None
+                match news:
+                    case Event():
+                        self._operate(strikers, self._script.observe(news.time, news.device, news.event, news.fields))
+                        self._log(news)
+                        end = self._end(news)
+                    case _Done():
+                        end = self._judge(news)
+                    case DeviceContainer():
+                        self._compare(pool, news)
+                    case _Ended():
+                        end = self._note_end(news.name, news.ending)
+                    case TestbedError():
+                        end = "failed", str(news)
+                if end is not None:
+                    return end
+            self._operate(strikers, self._script.due(self._now()))
+            if changes := self._trace.due(self._now()):
+                self._submit(replayer, "trace", Changes(changes))
+            if self._now() >= limit:
+                return "timed out", f"not over after {limit:g} s{self._missing()}"
+
+    def _compare(self, pool: ThreadPoolExecutor, found: DeviceContainer) -> None:
+        """Act where what a container does is not what the run needs of it."""
+        if found.state in ("exited", "dead", "gone"):
+            pool.submit(self._explain, found.name)
+        elif found.state == "running" and found.name != SHAPER and not self._is_reporting(found):
+            pool.submit(self._take_in, found.name)
+
+    def _explain(self, name: str) -> None:
+        with suppress(TestbedError):
+            if ending := self._lab.health.ending(name):
+                self._news.put(_Ended(name, ending))
+
+    def _take_in(self, name: str) -> None:
+        """Let a device join that somebody else switched on, from another terminal or the engine itself."""
+        try:
+            self._admit(name)
+        except TestbedError as error:
+            self._say(f"{name} started but cannot join: {error}")
+
+    def _note_end(self, name: str, ending: Ending) -> End | None:
+        """Say how a container ended, unless that was asked for; without the shaper there is no run."""
+        if ending.starved or name == SHAPER:
+            return "failed", f"{name if name != SHAPER else 'the shaper, which holds the links,'} {ending.text}"
+        if not ending.asked:
+            self._log(Event(max(0.0, self._now()), TESTBED, "log", {"text": f"{name} {ending.text}"}))
+        return None
+
+    def _judge(self, done: _Done) -> End | None:
+        # Without what the scenario asks for, the rest of the run would mean nothing.
+        if done.error is not None:
+            return "failed", f"{done.step} failed: {done.error}"
+        self._settle(done)
+        # Who killed it by hand may start it by hand; what a fault of the scenario ended stays down.
+        if done.changed.devices.get(self._lead) == "down" and not self._script.may_start(self._lead):
+            return "failed", without_lead(self._lead)
+        return None
+
+    def _missing(self) -> str:
+        """Say which devices are down."""
+        down = [name for name, state in self._containers.states().items() if state != "up"]
+        if self._lead in down:
+            return f"; {without_lead(self._lead)}"
+        return f"; down: {', '.join(down)}" if down else ""
+
+    def _end(self, event: Event) -> End | None:
+        if event.event != "state":
+            return None
+        if event.fields["state"] == "failed":
+            return "failed", f"{event.device}: {event.fields.get('error', 'its program failed')}"
+        if event.fields["state"] == "finished" and event.device == self._lead:
+            return "finished", None
+        return None
+
+    def _log(self, event: Event) -> None:
+        self._events.append(event)
+        self._on_event(event)
+
+    def _operate(self, strikers: KeyedExecutor, operations: list[FaultOperation]) -> None:
+        for operation in operations:
+            self._submit(strikers, operation.action.target, operation)
+
+    def _submit(self, executor: KeyedExecutor, key: str, step: RecordedStep) -> None:
+        executor.submit(key, lambda: self._news.put(self._carry_out(step, self._now)))
+
+    def _carry_out(self, step: RecordedStep, clock: Callable[[], float]) -> _Done:
+        changed, began = Changed(), clock()
+        error = None
+        try:
+            changed = carry_out(step, self._containers)
+        except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
+            error = failure
+        return _Done(step, began, clock(), changed, error)
+
+    def _settle(self, done: _Done) -> None:
+        """Note what a fault or the trace did."""
+        if isinstance(done.step, FaultOperation):
+            self._script.done(done.step, done.actual)
+        slow = isinstance(done.step, FaultOperation) and done.step.action.waits
+        for event, fields in events_of(done.step, done.changed, self._speeds):
+            own = {"began": done.began} if slow and event == "fault" else {}
+            self._log(Event(done.actual, TESTBED, event, fields | own))
+
+    def _recall(self) -> None:
+        """Record what is in force already on a lab that stood before, as if it struck at the start."""
+        shown = self._containers.shown
+        for handle, action in shown.in_force.items():
+            for event, fields in FaultOperation(action, handle).events():
+                self._log(Event(0.0, TESTBED, event, fields))
+        for event, fields in changes_of(shown.changed(self._containers.untouched), self._speeds):
+            self._log(Event(0.0, TESTBED, event, fields))
+
+    # The end
+
+    def _final_weights(self) -> bytes | None:
+        try:
+            return self._lab.agent(self._lead).weights()
+        except TestbedError:  # the lead need not expose any
+            return None
+
+    def _stop_all(self) -> None:
+        """End the programs that still run and take in what they recorded to the last."""
+
+        def stop(name: str) -> None:
+            with suppress(TestbedError):  # killed or paused: nothing to stop
+                self._lab.agent(name).stop()
+
+        with ThreadPoolExecutor(len(self._lab.devices), "stop") as pool:
+            list(pool.map(stop, self._lab.devices))
+        deadline = time.monotonic() + GATHER_SECONDS
+        for _, listener in list(self._reports.values()):
+            listener.join(max(0.0, deadline - time.monotonic()))
+        with suppress(queue.Empty):
+            while True:
+                news = self._news.get_nowait()
+                if isinstance(news, Event):
+                    self._log(news)

@@ -1,0 +1,127 @@
+"""Commands by hand: over the control socket of a run that goes on, or on a lab that stands."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from controller.lab import runstate
+from controller.lab.lab import Lab
+from controller.running import control
+from controller.running.machines import Containers, events_of
+from testbed.common.errors import InputError, TestbedError
+from testbed.faults.conditions import Changed
+from testbed.faults.machines import RecordedStep
+from tests.helpers.remembered import RememberedLab
+
+RUN = "run-1"
+
+
+class Run:
+    """A run that goes on and has what was done by hand among its events."""
+
+    def __init__(self, lab: RememberedLab) -> None:
+        self.containers = Containers(cast(Lab, lab))
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def respond(self, request: control.Request) -> control.Answer:
+        return control.answer(request, self.containers, self.record)
+
+    def record(self, step: RecordedStep, changed: Changed) -> None:
+        self.events += events_of(step, changed, dict.fromkeys("abc", 1e9))
+
+
+@pytest.fixture
+def run(lab: RememberedLab) -> Iterator[Run]:
+    runstate.write(runstate.RunState(run=RUN, token="secret"))
+    made = Run(lab)
+    with control.serving(RUN, made.respond):
+        yield made
+
+
+def test_a_run_that_goes_on_is_asked_and_has_it_among_its_events(run: Run, lab: RememberedLab) -> None:
+    ask = control.reach(RUN)
+    said = ask({"strike": {"throttle": {"device": "b", "slowdown": 2}}})
+    assert run.events == [
+        ("fault", {"action": "throttle", "target": "b", "phase": "strike"}),
+        ("speed", {"target": "b", "factor": 0.5, "speed": 5e8}),
+    ]
+    assert ask({"show": None}) == {"in_force": {said["handle"]: "throttle b"}, "devices": dict.fromkeys("abc", "up")}
+    assert ask({"undo": said["handle"]})["text"] == "b computes at 1 times its own speed"
+    assert control.strike(RUN, {"kill": "b"}) == "kill: b"
+    assert (lab.done, ask({"show": None})["devices"]["b"]) == (["kill b"], "down")
+
+
+def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(run: Run, lab: RememberedLab) -> None:
+    part = {"between": ["a", "b"], "down": "20ms", "up": "30ms"}
+    endless = cast(Any, control.flap(control.reach(RUN), part, None))
+    assert [next(endless)[0] for _ in range(3)] == [1, 1, 2]
+    assert not lab.shaped["a", "b"].up
+    endless.close()
+    assert lab.shaped == lab.experiment.links
+    assert [fields["phase"] for event, fields in run.events if event == "fault"] == ["strike", "undo"] * 2
+
+
+def test_mistakes_are_told_to_who_asked_and_the_run_goes_on(run: Run, lab: RememberedLab) -> None:
+    ask = control.reach(RUN)
+    with pytest.raises(InputError, match="there is no device 'z' in run-1: a, b, c"):
+        ask({"strike": {"kill": "z"}})
+    with pytest.raises(InputError, match="'it' is not in force"):
+        ask({"undo": "it"})
+    lab.refuses = True
+    with pytest.raises(TestbedError, match="the rule did not take"):
+        ask({"strike": {"partition": [["a"], ["b", "c"]]}})
+    assert run.events == []
+    assert ask({"strike": {"kill": "a"}})["text"] == "kill: a"
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"show": null}', b'{"show": null, "token": "wrong"}', b"[]", b"[" * 100_000, b"\xff", b""]
+)
+def test_who_has_no_token_or_says_nothing_that_makes_sense_is_refused(run: Run, line: bytes) -> None:
+    with control._connected(RUN) as connection, connection.makefile("rwb") as stream:
+        stream.write(line + b"\n")
+        stream.flush()
+        connection.shutdown(socket.SHUT_WR)
+        assert "error" in json.loads(stream.readline())
+    assert "devices" in control.reach(RUN)({"show": None})
+
+
+def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
+    lab: RememberedLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runstate.write(runstate.RunState(run=RUN, token="secret"))
+    monkeypatch.setattr(Lab, "open", lambda _run: lab)
+    made = Run(lab)
+    with control.serving(RUN, made.respond):
+        ask = control.reach(RUN)
+        ask({"strike": {"kill": "b"}})
+    with pytest.raises(TestbedError, match="run-1 is over"):
+        ask({"strike": {"restart": "b"}})
+    assert control.strike(RUN, {"restart": "b"}) == "restart: b"
+    assert lab.done == ["kill b", "start b"]
+    assert [fields["action"] for _, fields in made.events] == ["kill"]
+
+
+def test_a_socket_whose_run_was_killed_is_no_run(lab: RememberedLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    runstate.write(runstate.RunState(run=RUN, token="secret"))
+    with control._short(RUN) as path, socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    monkeypatch.setattr(Lab, "open", lambda _run: lab)
+    assert control.strike(RUN, {"kill": "b"}) == "kill: b"
+    with control.serving(RUN, Run(lab).respond):
+        assert control.strike(RUN, {"restart": "b"}) == "restart: b"
+
+
+def test_a_state_folder_with_a_long_name_has_sockets_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lab: RememberedLab
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ("x" * 120)))
+    runstate.write(runstate.RunState(run=RUN, token="secret"))
+    with control.serving(RUN, Run(lab).respond):
+        assert control.strike(RUN, {"kill": "c"}) == "kill: c"
