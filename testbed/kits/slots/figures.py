@@ -1,10 +1,10 @@
-"""What EdgePipe tells of its runs beside what all methods do."""
+"""What is said of runs in timeslots beside what is said of all runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from testbed.kits.slots.planner import EdgePipeDetails, timetable_of
+from testbed.kits.slots.planner import SlotDetails, timetable_of
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Declared, Figure
 from testbed.trace.intervals import Interval
@@ -12,17 +12,6 @@ from testbed.trace.record import Record
 
 GOOD = 0.8
 """The accuracy to which the paper counts the time."""
-
-
-def _learned(record: Record) -> float | None:
-    """Each piece updates its units once a batch, unless losses of the layer behind are missing."""
-    due = (
-        len(record.of("step"))
-        * _details(record).micro_batches
-        * sum(piece.last - piece.first for piece in record.plan.pieces)
-    )
-    made = sum(event.fields["span"] == "backward" for event in record.of("compute"))
-    return made / due if due else None
 
 
 def _deviation(record: Record) -> float | None:
@@ -49,9 +38,10 @@ def _training_casts(record: Record) -> list[Event]:
     return [each for each in record.of("cast") if not any(begin <= each.time < end for begin, end in spans)]
 
 
-def _details(record: Record) -> EdgePipeDetails:
+def details_of(record: Record) -> SlotDetails:
+    """Return the details of a run's plan; of a run that is read again they are plain values with the same names."""
     details: Any = record.plan.details
-    return details  # type: ignore[no-any-return]  # of this method, or with the same fields; read again, plain values
+    return details  # type: ignore[no-any-return]
 
 
 def _last_backward(record: Record) -> float:
@@ -63,12 +53,12 @@ def _last_backward(record: Record) -> float:
 def _timeslots(record: Record) -> float | None:
     """Counted by the clock, in seconds of which rounding must not make the slot before."""
     last = _last_backward(record)
-    return (last + 1e-6) // _details(record).slot + 1 if last else None
+    return (last + 1e-6) // details_of(record).slot + 1 if last else None
 
 
 def _time_to_good(record: Record) -> float | None:
     """Of the steps until then without the tests between them: as if the pipeline had never drained."""
-    details = _details(record)
+    details = details_of(record)
     reached = (event.fields["step"] for event in record.of("evaluate") if event.fields["accuracy"] >= GOOD)
     step = next(reached, None)
     return None if step is None else timetable_of(details).slots(step * details.micro_batches) * details.slot
@@ -84,13 +74,6 @@ def _rate(record: Record) -> float | None:
 
 DECLARED = Declared(
     figures=(
-        Figure(
-            "learned",
-            "share",
-            "of all updates of layers, those made: all losses of the layer behind had arrived",
-            _learned,
-            brief=True,
-        ),
         Figure(
             "forward_passed",
             "share",

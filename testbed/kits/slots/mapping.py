@@ -1,19 +1,45 @@
-"""Which device takes which super neuron: Algorithm 2, chance, and the best of all orders."""
+"""Which device takes which super neuron (Algorithm 2, chance, or the best of all orders), and which one coordinates."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from testbed.common.seeds import derive
-from testbed.kits.slots.topology import Matrix
+from testbed.kits.slots.arrangement import Arrangement
+from testbed.network.link import Pair
 
+Matrix = tuple[tuple[float, ...], ...]
+"""By sender, then by receiver; nothing on the diagonal."""
 Order = tuple[int, ...]
 """For each super neuron, the index of its device."""
 
 MOST_EXHAUSTIVE = 9
 """Devices; ten have 3.6 million orders."""
+
+
+def passes(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
+    """Return how often each super neuron (row) transmits to each other (column) for one batch."""
+    counted: Counter[Pair] = Counter()
+    for source, target in arrangement.passes:
+        counted.update(itertools.product(arrangement.holders(source), arrangement.holders(target)))
+    names = arrangement.devices
+    return tuple(tuple(counted[a, b] if a != b else 0 for b in names) for a in names)
+
+
+def connectivity(arrangement: Arrangement) -> Matrix:
+    """Return the super-neuron topology: passes in relation to those of the pair with most, from 0 to 1."""
+    counted = passes(arrangement)
+    most = max((value for row in counted for value in row), default=0) or 1
+    return tuple(tuple(value / most for value in row) for row in counted)
+
+
+def matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matrix:
+    """Return the reception ratios of all pairs (source, destination) in the order of the names; 0 without a link."""
+    return tuple(tuple(0.0 if a == b else ratios.get((a, b), 0.0) for b in names) for a in names)
 
 
 def score(wanted: Matrix, ratios: Matrix, order: Order) -> float:
@@ -23,11 +49,7 @@ def score(wanted: Matrix, ratios: Matrix, order: Order) -> float:
 
 def _scorer(wanted: Matrix, ratios: Matrix) -> Callable[[Order], float]:
     edges = [(a, b, weight) for a, row in enumerate(wanted) for b, weight in enumerate(row) if weight]
-
-    def score(order: Order) -> float:
-        return sum(weight * ratios[order[a]][order[b]] for a, b, weight in edges)
-
-    return score
+    return lambda order: sum(weight * ratios[order[a]][order[b]] for a, b, weight in edges)
 
 
 def generations(devices: int) -> int:
@@ -66,6 +88,17 @@ def exhaustive(wanted: Matrix, ratios: Matrix) -> Order:
     return max(itertools.permutations(range(len(wanted))), key=_scorer(wanted, ratios))
 
 
-def matrix(names: Sequence[str], ratio: Callable[[str, str], float]) -> Matrix:
-    """Return the reception ratios of all pairs (source, destination) in the order of the names."""
-    return tuple(tuple(0.0 if a == b else ratio(a, b) for b in names) for a in names)
+def coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
+    """Return the device of the highest closeness centrality on expected transmissions; of equals the first.
+
+    A link of reception ratio p takes 1/p transmissions on average; distances are those of the cheapest paths away from
+    the device (Floyd and Warshall). A pair that ``ratios`` does not have, or has as 0, is not linked.
+    """
+    found = {
+        (a, b): 0.0 if a == b else 1 / ratios[a, b] if ratios.get((a, b), 0) > 0 else math.inf
+        for a in names
+        for b in names
+    }
+    for middle, a, b in itertools.product(names, repeat=3):
+        found[a, b] = min(found[a, b], found[a, middle] + found[middle, b])
+    return min(names, key=lambda name: math.fsum(found[name, other] for other in names))

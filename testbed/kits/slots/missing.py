@@ -1,10 +1,10 @@
-"""What has arrived of a layer, and what a device does about what has not: the parts by which methods differ."""
+"""What has arrived of a layer, and the hook for what a device does about parts that have not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -17,11 +17,11 @@ class SenderPart(NamedTuple):
 
     sender: str
     neurons: Channels
-    """Of the sender, in its layer."""
+    """Those of the sender in its layer."""
     tensor: torch.Tensor | None
     """(samples, values); None: it has not arrived."""
     note: dict[str, Any] | None = None
-    """What was told along."""
+    """What a method added, see `testbed.kits.slots.casts.Notes`."""
     missing: torch.Tensor | None = None
     """Which values have not arrived, and are zeros, where only some have; as ``tensor``."""
 
@@ -48,8 +48,6 @@ class Arrived:
     """Of the whole layer."""
     parts: tuple[SenderPart, ...]
     """Of all devices with neurons of the layer, in their order."""
-    others: bool = True
-    """Whether the other devices of the receiver's layer are known to have everything; True where nobody asks."""
     values: int = 1
     """Of each neuron for a sample: the pixels of a filter's map."""
 
@@ -112,52 +110,56 @@ def share_without(missing: torch.Tensor | None) -> float:
     return 1 if missing is None else 1 - float(missing.float().mean())
 
 
-class Learn(Protocol):
-    """What a device does with the gradient of its neurons' outputs in a layer, or without one."""
+class Usable(NamedTuple):
+    """What a device makes of the losses, or of the shared results, of one batch."""
 
-    def __call__(
-        self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None
-    ) -> Callable[[], torch.Tensor | None] | None:
-        """Return the work to do, or None: nothing is learnt.
+    values: torch.Tensor | None
+    """Of losses the gradient of the own outputs, (samples, own values); of results all of them, (samples, classes).
 
-        ``gradient`` is (samples, own values); None where there is none, or where the batch was not forwarded here. The
-        work returns the gradient of the inputs, to be cast to the layer before, or None: nothing is cast.
+    None: there is nothing to compute with.
+    """
+    learns: Literal["new", "saved", "nothing"]
+    """From what the layer learns: from this batch, from gradients saved of an earlier one, or not at all."""
+
+
+Work = Callable[[], torch.Tensor | None]
+"""Learns, and returns the gradient of the inputs, to be cast to the layer before; None: nothing is cast."""
+
+
+class OnMissing(Protocol):
+    """Hook: what a method does with what has arrived of a batch, and about what has not."""
+
+    announces: bool
+    """Whether a device with nothing to send says so, by a cast without values."""
+    masks: bool
+    """Whether outputs that had not arrived get no losses for that batch."""
+
+    def inputs(self, arrived: Arrived) -> torch.Tensor | None:
+        """Make the inputs of a layer, (samples, values), of the outputs of the layer before.
+
+        None: the batch goes no further on this device.
         """
 
+    def tested(self, arrived: Arrived) -> torch.Tensor | None:
+        """Make the inputs of a layer, or of shared results the result, in tests."""
 
-class Confirm(Protocol):
-    """Tells the other devices of a layer that one has everything, and hears whether they have."""
+    async def results(self, arrived: Arrived) -> Usable:
+        """Say what the shared results of a batch are good for."""
 
-    async def __call__(self, layer: int, arrived: Arrived) -> Arrived:
-        """Return what has arrived for one's own neurons of a layer, with what is known of the others."""
+    async def losses(self, arrived: Arrived) -> Usable:
+        """Say what the losses of a batch, which the layer behind has sent, are good for."""
 
+    def learn(
+        self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
+    ) -> Work | None:
+        """Return the work of a backward; None: nothing is learnt.
 
-@dataclass(frozen=True)
-class Missing:
-    """What to do with what is missing."""
+        ``gradient`` is that of the own outputs, (samples, own values); None where there is none, or where the batch was
+        not forwarded on this device.
+        """
 
-    inputs: Callable[[Arrived], torch.Tensor | None]
-    """From the outputs of the layer before to (samples, its values); None: the batch goes no further here."""
-    results: Callable[[Arrived], torch.Tensor | None]
-    """From the results shared by the output layer to (samples, classes), of which the loss is; None: no loss."""
-    losses: Callable[[Arrived], torch.Tensor | None]
-    """From the losses of the layer behind to the gradient of the own outputs; None: there is none."""
-    learn: Learn
-    tests: Callable[[Arrived], torch.Tensor | None] = Arrived.together
-    """As `inputs`, in tests; of the results shared, None counts as zeros."""
-    observe: Callable[[int, float], None] = lambda step, loss: None
-    """Told the loss of each step whose results are usable, on the device that leads."""
-    confirm: Confirm | None = None
-    """How to know whether the other devices of the own layer have everything; None: it does not matter."""
-    absent: bool = False
-    """Whether a device with nothing to send says so, by a cast without values."""
-    unheard: Callable[[Arrived], torch.Tensor | None] = lambda _: None
-    """Which outputs of the layer before get no losses for a batch, (samples, values), from what had arrived of it."""
-
-
-def all_of(losses: Arrived) -> torch.Tensor | None:
-    """Return the gradient of the own outputs, if everyone's part of it has arrived."""
-    return losses.added() if losses.complete else None
+    def observe(self, step: int, loss: float) -> None:
+        """Learn the loss of a step with usable results, on the device that leads."""
 
 
 def back(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -166,28 +168,3 @@ def back(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> t
         return shard.backward(batch, gradient)
     shard.learn(batch, gradient)
     return None
-
-
-def at_once(
-    shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None
-) -> Callable[[], torch.Tensor | None] | None:
-    """Update with each gradient as it comes; without one nothing is learnt, here and in all layers before."""
-    if gradient is None:
-        return None
-
-    def work() -> torch.Tensor | None:
-        before = back(shard, layer, batch, gradient)
-        shard.update()
-        return before
-
-    return work
-
-
-EDGEPIPE = Missing(
-    inputs=Arrived.together, results=Arrived.together, losses=all_of, learn=at_once, unheard=Arrived.gaps
-)
-"""A missing part counts as zero in the forward pass; the gradient needs all losses of the layer behind.
-
-What counted as zero gets no losses. The paper leaves that open; with losses for outputs that nobody had, which
-lower no loss, the layer before grows without bound (Vertical, 7,500 batches of MNIST).
-"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,36 +10,33 @@ import torch
 from testbed.device import Device, Span
 from testbed.kits.layers.layer_shard import LayerShard
 from testbed.kits.layers.shard import State
-from testbed.kits.slots.missing import Learn
-from testbed.kits.slots.planner import EdgePipeOptions, LayerCosts, layer_costs, layers_of, slice_of
+from testbed.kits.slots.missing import Work
+from testbed.kits.slots.planner import LayerCosts, SlotOptions, layer_costs, layers_of, slice_of
 from testbed.method import Problem
 from testbed.models.sliced import draw
 from testbed.models.slices import Channels
 
+Learn = Callable[[LayerShard, torch.Tensor | None], Work | None]
+"""From a layer and the gradient of its outputs to the work of a backward, as `OnMissing.learn` returns it."""
+
 
 class Neurons:
-    """Some neurons of each of some layers, from the first weights on; all work takes time on the device."""
+    """Some neurons of each of some layers, from 1 on; all work takes time on the device."""
 
-    def __init__(
-        self, device: Device, problem: Problem[EdgePipeOptions], held: Mapping[int, Channels], learn: Learn
-    ) -> None:
-        """``held``: by layer, from 1 on."""
+    def __init__(self, device: Device, problem: Problem[SlotOptions]) -> None:
         self._device = device
         self._problem = problem
         self._layers = layers_of(problem)
-        self._learn = learn
         self._forwarded: dict[tuple[int, int], torch.Tensor | None] = {}
-        """Layers and batches that wait for their losses: which outputs of the layer before are to get none."""
+        """Layers and batches that wait for their losses, with the outputs of the layer before that are to get none."""
         self.shards: dict[int, LayerShard] = {}
-        for layer, neurons in held.items():
-            self.take(layer, neurons)
 
     async def forward(
         self, layer: int, batch: int, inputs: torch.Tensor, unheard: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the outputs, (samples, own values), and keep what `backward` needs.
 
-        ``unheard`` marks inputs that had not arrived, whatever stands there: their gradient is zero.
+        ``unheard`` marks inputs, (samples, values), that had not arrived: their gradient is zero.
         """
         shard, cost = self.shards[layer], self._costs(layer, len(inputs)).forward
         outputs = await self._device.compute(partial(shard.forward, batch, inputs), cost, Span("forward", batch))
@@ -47,12 +44,12 @@ class Neurons:
         return outputs
 
     async def infer(self, layer: int, batch: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, (samples, own values), of a test."""
+        """Return the outputs of a test, (samples, own values)."""
         shard, cost = self.shards[layer], self._costs(layer, len(inputs)).forward
         return await self._device.compute(partial(shard.infer, inputs), cost, Span("evaluate", batch))
 
     async def backward(
-        self, layer: int, batch: int, samples: int, gradient: torch.Tensor | None
+        self, layer: int, batch: int, samples: int, gradient: torch.Tensor | None, learn: Learn
     ) -> torch.Tensor | None:
         """Learn from the gradient of the own outputs; return that of the inputs, or None: nothing is to be cast.
 
@@ -61,11 +58,11 @@ class Neurons:
         if (layer, batch) not in self._forwarded:
             gradient = None
         before = None
-        learning = self._learn(self.shards[layer], layer, batch, gradient)
-        if learning is not None:
+        work = learn(self.shards[layer], gradient)
+        if work is not None:
             costs = self._costs(layer, samples)
             cost = costs.update if gradient is None else costs.backward + costs.update
-            before = await self._device.compute(learning, cost, Span("backward", batch))
+            before = await self._device.compute(work, cost, Span("backward", batch))
         unheard = self._forwarded.pop((layer, batch), None)
         if before is not None and unheard is not None:
             before.masked_fill_(unheard, 0.0)

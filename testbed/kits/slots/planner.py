@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -16,9 +16,8 @@ from testbed.common.quantities import Duration
 from testbed.device import Cost
 from testbed.kits.layers import costs
 from testbed.kits.slots import mapping
-from testbed.kits.slots.partition import Allocation, Partition, SuperNeuron, partition
-from testbed.kits.slots.timeslots import MARGIN, Timetable, fill_and_drain, timetable
-from testbed.kits.slots.topology import Matrix, connectivity, coordinator, passes
+from testbed.kits.slots.arrangement import Arrangement
+from testbed.kits.slots.timeslots import MARGIN, Timetable, fill_and_drain, learning, timetable
 from testbed.method import Options, Problem
 from testbed.models.chain import backward_of, forward_of
 from testbed.models.graph import Graph, GraphLayer, graph_of
@@ -33,20 +32,19 @@ from testbed.wire import cast
 ANSWER = 0.005
 """Seconds that a device may take to acknowledge a cast, beside the transmission."""
 
+Divide = Callable[[Sequence[int], Sequence[str]], Arrangement]
+"""Hook: from the neurons of each layer, the input layer's first, and the devices to one super neuron a device."""
 
-class EdgePipeOptions(Options):
-    """Options of `EdgePipe`."""
 
-    allocation: Allocation = "hybrid"
-    """Groups of layers: one layer each, by equation (1), or all layers in one."""
+class SlotOptions(Options):
+    """Options of every method that trains in timeslots."""
+
     layers: int | None = Field(None, ge=1)
     """M_layers, the most layers of a group, instead of what `allocation` says."""
     mapping: Literal["genetic", "random", "upper"] = "genetic"
     """Who takes which super neuron: Algorithm 2, by chance, or the best of all orders."""
     pipelined: bool = True
     """False: a batch begins when the one before it is through (the paper's Model)."""
-    micro_batches: int = Field(1, ge=1)
-    """More than one: GPipe, for the vertical division. All parts of a batch go forward, then all back, one a slot."""
     recovery: Literal["none", "r-tx", "ack"] = "none"
     """Nothing; each message cast `transmissions` times; or until all have acknowledged it or the timeslot is over."""
     transmissions: int = Field(2, ge=1, le=100)
@@ -65,8 +63,8 @@ class EdgePipeOptions(Options):
     """Seconds that a timeslot has beyond both."""
 
 
-class EdgePipeDetails(Details):
-    """What a plan of EdgePipe tells."""
+class SlotDetails(Details):
+    """What such a method's plan says beyond its pieces."""
 
     groups: tuple[tuple[int, int], ...]
     """First layer of each group, and the one behind its last; layer 0 is the input layer."""
@@ -90,22 +88,23 @@ class EdgePipeDetails(Details):
     """The same of its backward and update."""
 
 
-def timetable_of(details: EdgePipeDetails) -> Timetable:
+def timetable_of(details: SlotDetails) -> Timetable:
     """Return when each layer of a plan works on each batch."""
     groups = [range(first, stop) for first, stop in details.groups]
-    if details.micro_batches > 1:
-        return fill_and_drain(groups, details.micro_batches)
-    return timetable(groups, details.pipelined)
+    return _table(groups, details.pipelined, details.micro_batches)
 
 
-def division_of(problem: Problem[EdgePipeOptions]) -> Partition:
-    """Return the network in super neurons, one for each device. Raises `InputError`."""
-    layers, options = layers_of(problem), problem.options
-    neurons = (layers[0].inputs, *(layer.output_channels for layer in layers))
-    return partition(neurons, len(problem.devices), options.layers or options.allocation)
+def _table(groups: Sequence[range], pipelined: bool, micro_batches: int) -> Timetable:
+    return fill_and_drain(groups, micro_batches) if micro_batches > 1 else timetable(groups, pipelined)
 
 
-def layers_of(problem: Problem[EdgePipeOptions]) -> tuple[GraphLayer, ...]:
+def neurons_of(problem: Problem[SlotOptions]) -> tuple[int, ...]:
+    """Return the neurons of each layer, the input layer's first. Raises `InputError`."""
+    layers = layers_of(problem)
+    return (layers[0].inputs, *(layer.output_channels for layer in layers))
+
+
+def layers_of(problem: Problem[SlotOptions]) -> tuple[GraphLayer, ...]:
     """Return the layers with weights, dense or of filters, each with the pools behind it: the l-th of them is layer l.
 
     Raises `InputError` where there is anything else.
@@ -124,7 +123,7 @@ def layers_of(problem: Problem[EdgePipeOptions]) -> tuple[GraphLayer, ...]:
     return tuple(found)
 
 
-def neuron_values(problem: Problem[EdgePipeOptions]) -> tuple[int, ...]:
+def neuron_values(problem: Problem[SlotOptions]) -> tuple[int, ...]:
     """Return by layer how many values a neuron makes of a sample: one, a filter the pixels of its map."""
     return (1, *(layer.pixels for layer in layers_of(problem)))
 
@@ -143,68 +142,60 @@ class LayerCosts:
     update: Cost
 
 
-def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[EdgePipeOptions]) -> LayerCosts:
+def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[SlotOptions]) -> LayerCosts:
     """Return what some neurons of a layer cost for a batch."""
     one = layer.cost(layer.inputs, len(neurons))
     update = Cost(costs.update_flops(problem.workload.optimizer) * _parameters(layer, neurons))
     return LayerCosts(forward_of(one, samples), backward_of(one, samples), update)
 
 
-def plan(problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
+def plan(method: str, problem: Problem[SlotOptions], divide: Divide, micro_batches: int = 1) -> Plan[SlotDetails]:
     """Divide the layers, map the super neurons onto devices, time the slots. Raises `InputError`."""
-    division = division_of(problem)
-    names = [device.name for device in problem.devices]
+    if problem.workload.model.weights is not None:
+        raise InputError(f"{method} begins with weights drawn from the seed: leave this out", ("model", "weights"))
+    neurons, names = neurons_of(problem), [device.name for device in problem.devices]
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
-    order, reached = _mapped(problem, division, mapping.matrix(names, lambda a, b: ratios.get((a, b), 0.0)))
-    devices = tuple(names[index] for index in order)
-    _check_links(division, devices, ratios, acknowledged=problem.options.recovery == "ack")
-    table = _table(problem, division)
-    slot = _slot(problem, division, devices)
-    times = [
-        _computation(problem, division, devices, layer, problem.workload.batch_size)
-        for layer in range(len(division.neurons))
-    ]
-    last = division.holders(len(division.neurons) - 1)
+    order, reached = _mapped(problem, divide(neurons, names), mapping.matrix(names, ratios))
+    held = divide(neurons, [names[index] for index in order])
+    _check_links(held, ratios, acknowledged=problem.options.recovery == "ack")
+    _check_micro_batches(problem, held, micro_batches)
+    table = _table(held.groups, problem.options.pipelined, micro_batches)
+    slot = _slot(problem, held, math.ceil(problem.workload.batch_size / micro_batches))
+    times = [_computation(problem, held, layer, problem.workload.batch_size) for layer in range(len(neurons))]
     return Plan(
-        method="edgepipe",
-        lead=devices[last[0]],
-        pieces=tuple(
-            _piece(problem, table, division, part, name)
-            for part, name in zip(division.super_neurons, devices, strict=True)
-        ),
+        method=method,
+        lead=held.holders(held.output)[0],
+        pieces=tuple(_piece(problem, table, held, name) for name in held.devices),
         step_time=table.period * slot,
         steps=_steps(problem, table, slot),
-        details=EdgePipeDetails(
-            groups=tuple((group.start, group.stop) for group in division.groups),
-            devices=devices,
-            coordinator=coordinator(names, ratios),
+        details=SlotDetails(
+            groups=tuple((group.start, group.stop) for group in held.groups),
+            devices=held.devices,
+            coordinator=mapping.coordinator(names, ratios),
             score=reached,
             reception=fmean(ratios.values()) if ratios else 1.0,
             pipelined=problem.options.pipelined,
-            micro_batches=problem.options.micro_batches,
+            micro_batches=micro_batches,
             slot=slot,
-            test_slot=max(slot, sum(_needed(problem, division, devices, test_batch(problem)))),
-            forward=tuple(each[0] for each in times),
-            backward=tuple(each[1] for each in times),
+            test_slot=max(slot, sum(_needed(problem, held, test_batch(problem)))),
+            forward=tuple(forward for forward, _ in times),
+            backward=tuple(backward for _, backward in times),
         ),
     )
 
 
-def _table(problem: Problem[EdgePipeOptions], division: Partition) -> Timetable:
-    micro, size = problem.options.micro_batches, problem.workload.batch_size
-    if micro == 1:
-        return timetable(division.groups, problem.options.pipelined)
-    if any(len(group) > 1 for group in division.groups):
+def _check_micro_batches(problem: Problem[SlotOptions], held: Arrangement, count: int) -> None:
+    text = None
+    if count > 1 and any(len(group) > 1 for group in held.groups):
         text = "is GPipe, which divides layer by layer: use allocation: vertical and a device for each layer"
-        raise InputError(text, ("method", "micro_batches"))
-    if micro > size:
+    elif count > (size := problem.workload.batch_size):
         text = f"cuts a batch of {size} samples into more parts than it has: take {size} at most"
+    if text is not None:
         raise InputError(text, ("method", "micro_batches"))
-    return fill_and_drain(division.groups, micro)
 
 
-def _mapped(problem: Problem[EdgePipeOptions], division: Partition, ratios: Matrix) -> tuple[mapping.Order, float]:
-    wanted, count = connectivity(division), len(problem.devices)
+def _mapped(problem: Problem[SlotOptions], held: Arrangement, ratios: mapping.Matrix) -> tuple[mapping.Order, float]:
+    wanted, count = mapping.connectivity(held), len(problem.devices)
     if problem.options.mapping == "upper" and count > mapping.MOST_EXHAUSTIVE:
         text = f"{count} devices have too many orders to try: use genetic, or at most {mapping.MOST_EXHAUSTIVE}"
         raise InputError(text, ("method", "mapping"))
@@ -217,32 +208,29 @@ def _mapped(problem: Problem[EdgePipeOptions], division: Partition, ratios: Matr
     return order, mapping.score(wanted, ratios, order)
 
 
-def _check_links(
-    division: Partition, devices: tuple[str, ...], ratios: Mapping[Pair, float], acknowledged: bool
-) -> None:
+def _check_links(held: Arrangement, ratios: Mapping[Pair, float], acknowledged: bool) -> None:
     """Raise `InputError` where super neurons that transmit to each other never hear each other, or never the answer."""
-    for a, row in enumerate(passes(division)):
-        for b, count in enumerate(row):
-            if count and acknowledged and ratios.get((devices[b], devices[a]), 0) <= 0:
-                text = f"ack needs a way back, and {devices[a]} receives nothing of {devices[b]}: use r-tx, or a link"
+    for b in held.devices:
+        for a in held.senders(b):
+            if acknowledged and ratios.get((b, a), 0) <= 0:
+                text = f"ack needs a way back, and {a} receives nothing of {b}: use r-tx, or a link"
                 raise InputError(text, ("method", "recovery"))
-            if count and (devices[a], devices[b]) not in ratios:
-                text = f"no link leads from {devices[a]} to {devices[b]}, which have to hear each other: use mesh"
+            if (a, b) not in ratios:
+                text = f"no link leads from {a} to {b}, which have to hear each other: use mesh"
                 raise InputError(text, ("network", "topology"))
-            if count and ratios[devices[a], devices[b]] <= 0:
-                text = f"{devices[b]} receives none of the casts of {devices[a]}, which it needs: put them closer, or "
+            if ratios[a, b] <= 0:
+                text = f"{b} receives none of the casts of {a}, which it needs: put them closer, or "
                 raise InputError(text + "lower the message_loss of that link", ("network",))
 
 
-def test_batch(problem: Problem[EdgePipeOptions]) -> int:
+def test_batch(problem: Problem[SlotOptions]) -> int:
     """Return the most samples of a test batch."""
     return problem.options.test_batch or problem.workload.batch_size
 
 
-def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...]) -> float:
+def _slot(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> float:
     """Return the seconds of a timeslot, as given or by equation (4). Raises `InputError` for one that is too short."""
-    samples = math.ceil(problem.workload.batch_size / problem.options.micro_batches)
-    computing, transmitting = _needed(problem, division, devices, samples)
+    computing, transmitting = _needed(problem, held, samples)
     needed = computing + transmitting
     given = problem.options.slot
     if given is None:
@@ -254,7 +242,7 @@ def _slot(problem: Problem[EdgePipeOptions], division: Partition, devices: tuple
     return given
 
 
-def _steps(problem: Problem[EdgePipeOptions], table: Timetable, slot: float) -> int | None:
+def _steps(problem: Problem[SlotOptions], table: Timetable, slot: float) -> int | None:
     """Return how many steps fit into the time for training. Raises `InputError` where not one does."""
     time = problem.options.time
     if time is None:
@@ -266,49 +254,41 @@ def _steps(problem: Problem[EdgePipeOptions], table: Timetable, slot: float) -> 
     return steps
 
 
-def _needed(
-    problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...], samples: int
-) -> tuple[float, float]:
+def _needed(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> tuple[float, float]:
     """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
-    parts = zip(division.super_neurons, devices, strict=True)
-    layers = range(len(division.neurons))
     return (
-        max(max(_computation(problem, division, devices, layer, samples)) for layer in layers),
-        max(_longest_transmission(problem, division, part, name, samples) for part, name in parts),
+        max(max(_computation(problem, held, layer, samples)) for layer in range(len(held.sizes))),
+        max(_longest_transmission(problem, held, name, samples) for name in held.devices),
     )
 
 
-def _computation(
-    problem: Problem[EdgePipeOptions], division: Partition, devices: tuple[str, ...], layer: int, samples: int
-) -> tuple[float, float]:
+def _computation(problem: Problem[SlotOptions], held: Arrangement, layer: int, samples: int) -> tuple[float, float]:
     """Return the seconds of a layer's forward, and of its backward with the update, where they take longest."""
     if layer == 0:
         return 0.0, 0.0
     whole = layers_of(problem)[layer - 1]
     forward = backward = 0.0
-    for at in division.holders(layer):
-        cost = layer_costs(whole, division.super_neurons[at].of(layer), samples, problem)
-        device = problem.device(devices[at])
+    for name, neurons in held.layers[layer].items():
+        cost = layer_costs(whole, neurons, samples, problem)
+        device = problem.device(name)
         forward = max(forward, device.seconds(cost.forward))
         backward = max(backward, device.seconds(cost.backward + cost.update))
     return forward, backward
 
 
-def _longest_transmission(
-    problem: Problem[EdgePipeOptions], division: Partition, part: SuperNeuron, name: str, samples: int
-) -> float:
+def _longest_transmission(problem: Problem[SlotOptions], held: Arrangement, name: str, samples: int) -> float:
     """Return the seconds until a device's longest message has arrived everywhere, as often as it is cast.
 
     With ``ack`` until it was acknowledged once.
     """
     rate, delay = _leaving(problem, name)
-    values, options = division.largest_message(part, neuron_values(problem)) * samples, problem.options
+    values, options = held.largest_message(name, neuron_values(problem)) * samples, problem.options
     size = cast.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
     answered = answering_time(problem, name) if options.recovery == "ack" else 0.0
     return delay + answered + (0.0 if rate is None else 8 * size / rate)
 
 
-def answering_time(problem: Problem[EdgePipeOptions], name: str) -> float:
+def answering_time(problem: Problem[SlotOptions], name: str) -> float:
     """Return the seconds after a cast of a device has left, until all have acknowledged it one after the other."""
     _, there = _leaving(problem, name)
     others = [device.name for device in problem.devices if device.name != name]
@@ -317,7 +297,7 @@ def answering_time(problem: Problem[EdgePipeOptions], name: str) -> float:
     return there + casting + max((delay for _, delay in back), default=0.0) + ANSWER
 
 
-def _leaving(problem: Problem[EdgePipeOptions], name: str) -> tuple[float | None, float]:
+def _leaving(problem: Problem[SlotOptions], name: str) -> tuple[float | None, float]:
     """Return the bit/s of a device's casts, None without a limit, and the seconds until all have heard one."""
     links = [link for pair, link in problem.links.items() if pair[0] == name]
     return broadcast_rate(links), max((link.delay + 4 * link.jitter for link in links), default=0.0)
@@ -327,30 +307,28 @@ def _parameters(layer: GraphLayer, neurons: Channels) -> int:
     return layer.share(layer.weights, slice_of(layer, neurons)) + layer.channel_values * len(neurons)
 
 
-def _piece(
-    problem: Problem[EdgePipeOptions], table: Timetable, division: Partition, part: SuperNeuron, name: str
-) -> Piece:
+def _piece(problem: Problem[SlotOptions], table: Timetable, held: Arrangement, name: str) -> Piece:
     layers, samples = layers_of(problem), problem.workload.batch_size
+    group = next(index for index in range(len(held.groups)) if name in held.members(index))
+    members, own = held.members(group), held.groups[group]
     parameters, values, cost = 0, 0, Cost()
-    for layer in part.layers:
-        if layer == 0:
-            continue
-        whole = layers[layer - 1]
-        own = _parameters(whole, part.of(layer))
+    for layer in learning(own):
+        whole, neurons = layers[layer - 1], held.of(name, layer)
+        weights = _parameters(whole, neurons)
         kept = table.staleness(layer)  # of one batch, however it is cut
-        parameters += own
-        cost += layer_costs(whole, part.of(layer), samples, problem).forward
+        parameters += weights
+        cost += layer_costs(whole, neurons, samples, problem).forward
         # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
-        made = len(part.of(layer)) * math.prod(whole.summed[1:])
-        values += own * (2 + kept) + samples * kept * (whole.inputs + made)
+        made = len(neurons) * math.prod(whole.summed[1:])
+        values += weights * (2 + kept) + samples * kept * (whole.inputs + made)
     memory = float(BYTES_PER_VALUE * values)
     costs.check_memory(problem.device(name), memory)
     return Piece(
         device=name,
-        first=max(0, part.layers.start - 1),
-        last=part.layers.stop - 1,
+        first=max(0, own.start - 1),
+        last=own.stop - 1,
         memory=memory,
-        part=f"share {part.place + 1} of {len(division.members(part.group))}",
+        part=f"share {members.index(name) + 1} of {len(members)}",
         parameters=parameters,
         flops=cost.of().flops / samples,
         seconds=problem.device(name).seconds(cost),

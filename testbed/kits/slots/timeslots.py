@@ -1,4 +1,4 @@
-"""Equation (2): what each group of layers does in every timeslot, and how stale its weights are.
+"""Equation (2): what each group of layers does in every timeslot, how stale its weights are, and the clock of slots.
 
 All groups work in one rhythm of ``period`` slots a batch. Batch b is forwarded through layer l in slot ``forward[l]`` +
 b * period, and sent backward in slot ``backward[l]`` + b * period. In other slots a device stalls.
@@ -7,10 +7,11 @@ b * period, and sent backward in slot ``backward[l]`` + b * period. In other slo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from testbed.device import Device
 from testbed.schedule import Action
 
 MARGIN = 0.1
@@ -86,15 +87,15 @@ def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
     ``pipelined``, a batch begins when the one before it is through (the paper's Model).
     """
     layers = groups[-1].stop
-    period = max(len(group) + len(_learning(group)) for group in groups) if pipelined else naive_slots(layers, 1)
+    period = max(len(group) + len(learning(group)) for group in groups) if pipelined else naive_slots(layers, 1)
     backward: list[int | None] = [None] * layers
     free = layers
     for group in reversed(groups):
-        learning = _learning(group)
+        backwards = learning(group)
         forwarding = {layer % period for layer in group}
-        while forwarding & {(free + offset) % period for offset in range(len(learning))}:
+        while forwarding & {(free + offset) % period for offset in range(len(backwards))}:
             free += 1
-        for layer in reversed(learning):
+        for layer in reversed(backwards):
             backward[layer] = free
             free += 1
     return Timetable(tuple(groups), period, tuple(range(layers)), tuple(backward))
@@ -161,6 +162,28 @@ def segments(
             start, number = segment.end, number + len(batches)
 
 
+async def slots(
+    device: Device, group: int, segments: Iterable[SlotSegment]
+) -> AsyncGenerator[tuple[SlotSegment, LayerAction | None], None]:
+    """Yield the work of each slot as it begins, and None as each segment ends.
+
+    Slots that are over are left out: the device was off, or stood still.
+    """
+    for segment in segments:
+        if device.now() >= segment.end:
+            continue
+        for slot, action in segment.work(group):
+            await _until(device, segment.begin(slot))
+            if device.now() < segment.begin(slot + 1):
+                yield segment, action
+        await _until(device, segment.end)
+        yield segment, None
+
+
+async def _until(device: Device, instant: float) -> None:
+    await device.sleep(max(0.0, instant - device.now()))
+
+
 def _forward_only(table: Timetable) -> Timetable:
     period = max(len(group) for group in table.groups)
     return Timetable(table.groups, period, table.forward, (None,) * len(table.forward))
@@ -174,7 +197,7 @@ def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
     return Timetable(tuple(groups), 2 * layers + 2 * micro - 3, tuple(range(layers)), backward, micro)
 
 
-def _learning(group: range) -> range:
+def learning(group: range) -> range:
     """Return the layers of a group that have weights: all but the input layer."""
     return range(max(1, group.start), group.stop)
 

@@ -2,48 +2,63 @@
 Edge Devices", IEEE Internet of Things Journal, 2022).
 
 Layers are numbered from 0, the input layer, whose neurons are the values of a sample; batches from 0. The paper counts
-both from 1.
+both from 1. Its baselines are these options: Vertical, which is PipeDream's schedule with weight stashing, is
+``allocation: vertical``, and Horizontal likewise; Model is ``pipelined: false``; GPipe is ``micro_batches`` with
+``allocation: vertical``; Naive is a scenario of one device.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from testbed.device import Device
-from testbed.kits.slots.figures import DECLARED
-from testbed.kits.slots.planner import EdgePipeDetails, EdgePipeOptions, plan, timetable_of
-from testbed.kits.slots.timeslots import draw
-from testbed.method import Job, Method, Problem
+from testbed.kits.slots import planner
+from testbed.kits.slots.figures import DECLARED, details_of
+from testbed.kits.slots.method import SlotMethod
+from testbed.kits.slots.planner import SlotDetails
+from testbed.method import Job, Problem
+from testbed.methods.edgepipe.planner import EdgePipeOptions
 from testbed.plan import Plan
+from testbed.trace.figures import Figure
+from testbed.trace.record import Record
 
 
-class EdgePipe(Method[EdgePipeOptions, EdgePipeDetails]):
-    """Super neurons trained in fixed timeslots over casts that may be lost; what does not arrive counts as zero.
+def _learned(record: Record) -> float | None:
+    """Each piece updates its units once a batch, unless losses of the layer behind are missing."""
+    units = sum(piece.last - piece.first for piece in record.plan.pieces)
+    due = len(record.of("step")) * details_of(record).micro_batches * units
+    made = sum(event.fields["span"] == "backward" for event in record.of("compute"))
+    return made / due if due else None
 
-    Every device has all samples, of which those of the input layer read their own values, and the output layer the
-    labels. A device that restarts goes on with the slot that it is, from its first weights.
+
+LEARNED = Figure(
+    "learned",
+    "share",
+    "of all updates of layers, those made: all losses of the layer behind had arrived",
+    _learned,
+    brief=True,
+)
+
+
+class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
+    """Super neurons trained in fixed timeslots over casts that may be lost; what does not arrive is treated as null.
+
+    A device that restarts goes on with the slot that it is, from its first weights.
     """
 
     name = "edgepipe"
     summary = "neurons of several layers on each device, trained in timeslots over lossy casts"
     Options = EdgePipeOptions
-    Details = EdgePipeDetails
-    samples_everywhere = True
-    declared = DECLARED
+    Details = SlotDetails
+    declared = replace(DECLARED, figures=(LEARNED, *DECLARED.figures))
 
-    def plan(self, problem: Problem[EdgePipeOptions]) -> Plan[EdgePipeDetails]:
+    def plan(self, problem: Problem[EdgePipeOptions]) -> Plan[SlotDetails]:
         """Divide the layers, map the super neurons, time the slots. Raises `InputError` where that cannot be."""
-        return plan(problem)
+        return planner.plan(self.name, problem, problem.options.divide, problem.options.micro_batches)
 
-    async def program(self, device: Device, job: Job[EdgePipeOptions, EdgePipeDetails]) -> None:
+    async def program(self, device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
         """Be a super neuron, slot by slot."""
-        if device.name in job.plan.details.devices:
-            from testbed.kits.slots.member import run
+        if device.name in job.plan.devices:
+            from testbed.methods.edgepipe.program import run
 
             await run(device, job)
-
-    def draw(self, plan: Plan[EdgePipeDetails]) -> str | None:
-        """Draw the first timeslots, a line a group of layers."""
-        return draw(timetable_of(plan.details))
-
-    def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return the spans of a super neuron; other devices begin none."""
-        return frozenset({"forward", "backward", "evaluate"} if device in plan.devices else ())

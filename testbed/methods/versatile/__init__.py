@@ -1,20 +1,20 @@
 """VersatileFL (Yoon et al., "VersatileFL: Volatility-Resilient Federated Learning in Wireless Edge Networks").
 
-Layers and batches are numbered as in `testbed.kits.slots`, whose partition, timeslots and casts it has.
+Layers and batches are numbered from 0. Its baseline Naive is the method with ``substitution``, ``reuse`` and
+``rearrangement`` switched off.
 """
 
 from __future__ import annotations
 
 from testbed.device import Device
-from testbed.kits.slots.planner import timetable_of
-from testbed.kits.slots.timeslots import draw
-from testbed.method import Job, Method, Problem
+from testbed.kits.slots.method import SlotMethod
+from testbed.method import Job, Problem
 from testbed.methods.versatile.figures import DECLARED
 from testbed.methods.versatile.planner import VersatileDetails, VersatileOptions, plan
 from testbed.plan import Plan
 
 
-class Versatile(Method[VersatileOptions, VersatileDetails]):
+class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
     """Learning that goes on with what arrives, and neurons that move as devices and their links fail.
 
     Missing values are substituted, saved gradients are used again, and the neurons of a layer go to the devices of its
@@ -28,12 +28,11 @@ class Versatile(Method[VersatileOptions, VersatileDetails]):
     summary = "EdgePipe that substitutes what is lost, and moves neurons away from devices that fail"
     Options = VersatileOptions
     Details = VersatileDetails
-    samples_everywhere = True
     retires = True
     declared = DECLARED
 
     def plan(self, problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
-        """Plan as EdgePipe does. Raises `InputError` where that cannot be."""
+        """Divide the layers, map the super neurons, time the slots. Raises `InputError` where that cannot be."""
         return plan(problem)
 
     def facts(
@@ -44,15 +43,7 @@ class Versatile(Method[VersatileOptions, VersatileDetails]):
 
     async def program(self, device: Device, job: Job[VersatileOptions, VersatileDetails]) -> None:
         """Be a super neuron, slot by slot, whichever neurons it has."""
-        if device.name in job.plan.details.devices:
-            from testbed.methods.versatile.member import run
+        if device.name in job.plan.devices:
+            from testbed.methods.versatile.program import run
 
             await run(device, job)
-
-    def draw(self, plan: Plan[VersatileDetails]) -> str | None:
-        """Draw the first timeslots, a line a group of layers."""
-        return draw(timetable_of(plan.details))
-
-    def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return the spans of a super neuron; other devices begin none."""
-        return frozenset({"forward", "backward", "evaluate"} if device in plan.devices else ())

@@ -1,4 +1,4 @@
-"""What VersatileFL tells of its runs beside what EdgePipe does."""
+"""What is said of VersatileFL's runs beside what is said of all in timeslots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from testbed.kits.slots.figures import DECLARED as EDGEPIPE
+from testbed.kits.slots.figures import DECLARED as SLOTS
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Column, Curve, Declared, Figure, Row, Table
 from testbed.trace.record import Record
@@ -114,7 +114,7 @@ def _curve(title: str, note: str, value: str, by: str) -> Curve:
 
 DECLARED = Declared(
     figures=(
-        *(figure for figure in EDGEPIPE.figures if figure.name != "learned"),
+        *SLOTS.figures,
         *(
             Figure(name, "share", meaning, partial(_of_run, name), brief=name in ("substituted", "gradients_reused"))
             for name, (_, _, meaning) in _SHARES.items()
@@ -161,7 +161,7 @@ DECLARED = Declared(
         "rearrangement_list": _rearrangements,
     },
     events=(
-        *EDGEPIPE.events,
+        *SLOTS.events,
         EventType("rearrangement", "neurons are to move, and why", (), ("cause", "devices", "moved", "anew")),
         EventType("arranged", "the neurons that the device holds from now on", None, ("version", "neurons")),
         EventType(

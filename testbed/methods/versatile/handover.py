@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
+from testbed.kits.slots.arrangement import Arrangement
 from testbed.kits.slots.neurons import Neurons
-from testbed.methods.versatile.arrangement import Arrangement
-from testbed.methods.versatile.knowledge import Knowledge
-from testbed.methods.versatile.maintenance import Maintenance
-from testbed.methods.versatile.messages import Arrange, Moved
 from testbed.models.slices import Channels, as_channels, pick
+
+
+@dataclass(frozen=True)
+class Arrange(Typed, kind="arrange"):
+    """From the coordinator: who holds what from now on."""
+
+    version: int
+    layers: list[dict[str, list[int]]]
+    """By layer, the neurons of each device."""
+
+
+@dataclass(frozen=True)
+class Moved(Typed, kind="moved"):
+    """Neurons with their weights, for whoever holds them by that arrangement or a newer one."""
+
+    version: int
+    layer: int
+    neurons: list[int]
+    state: State
 
 
 class Handover:
@@ -21,42 +40,49 @@ class Handover:
     first weights until then, and keep them if they never come, since the device that had them is dead.
     """
 
-    def __init__(
-        self, mailbox: Mailbox, knowledge: Knowledge, neurons: Neurons, maintenance: Maintenance, first: Arrangement
-    ) -> None:
-        """``first``: the arrangement of the plan."""
+    def __init__(self, mailbox: Mailbox, neurons: Neurons, first: Arrangement, changed: Callable[[int], None]) -> None:
+        """``first``: the arrangement of the plan, not yet carried out; ``changed`` is called with a layer."""
+        self.known: Arrangement | None = None
+        """The newest arrangement; None: the device has booted, and waits for one."""
+        self.past: dict[int, Arrangement] = {}
+        """Arrangements by version, for what is still under way."""
         self._mailbox = mailbox
         self._device = mailbox.device
-        self._knowledge = knowledge
         self._neurons = neurons
-        self._maintenance = maintenance
         self._first = first
+        self._changed = changed
         self._arranged: list[Arrange] = []
         self._moved: list[Moved] = []
         self._sends: list[asyncio.Future[None]] = []
         mailbox.on(Arrange, self._arranged.append)
         mailbox.on(Moved, self._moved.append)
 
+    @property
+    def now(self) -> Arrangement:
+        """The newest arrangement. Raises ValueError where there is none."""
+        if self.known is None:
+            raise ValueError(f"{self._device.name} has no arrangement yet: nobody has sent one since it booted")
+        return self.known
+
     def carry_out(self) -> None:
-        """Do what has been told since the last time."""
+        """Do what messages have asked for since the last time."""
         if self._arranged:
             newest = max(self._arranged, key=lambda each: each.version)
             self._arranged.clear()
             layers = tuple({name: as_channels(held) for name, held in layer.items()} for layer in newest.layers)
             self.apply(replace(self._first, layers=layers, version=newest.version))
-        arrangement = self._knowledge.arrangement
-        if arrangement is not None and self._moved:
-            moved = [each for each in self._moved if each.version <= arrangement.version]
-            self._moved[:] = [each for each in self._moved if each.version > arrangement.version]
+        if self.known is not None and self._moved:
+            moved = [each for each in self._moved if each.version <= self.known.version]
+            self._moved[:] = [each for each in self._moved if each.version > self.known.version]
             for each in moved:
-                self._receive(arrangement, each)
+                self._receive(self.known, each)
 
     def apply(self, arrangement: Arrangement) -> None:
         """Give and take until the own neurons are those of an arrangement; one that is not newer changes nothing."""
-        before, me = self._knowledge.arrangement, self._device.name
-        if before is not None and arrangement.version <= before.version:
+        me = self._device.name
+        if self.known is not None and arrangement.version <= self.known.version:
             return
-        self._knowledge.arrange(arrangement)
+        self.known = self.past[arrangement.version] = arrangement
         for layer in range(1, len(arrangement.sizes)):
             shard = self._neurons.shards.get(layer)
             held, wanted = set(shard.part.rows if shard else ()), set(arrangement.of(me, layer))
@@ -66,7 +92,7 @@ class Handover:
             if more:
                 self._neurons.take(layer, more)
             if away or more:
-                self._maintenance.forget(layer)
+                self._changed(layer)
         holds = {str(layer): len(arrangement.of(me, layer)) for layer in range(len(arrangement.sizes))}
         self._device.record("arranged", version=arrangement.version, neurons=sum(holds.values()), layers=holds)
 
@@ -87,7 +113,7 @@ class Handover:
         if own:
             self._neurons.give(moved.layer, own)
             self._neurons.take(moved.layer, own, _part(moved, own).state)
-            self._maintenance.forget(moved.layer)
+            self._changed(moved.layer)
         self._send(arrangement, moved)
 
 

@@ -1,46 +1,140 @@
-"""What is done about what is missing (Section IV), in the way in which `kits.slots.missing` says it."""
+"""Section IV: what is done about what is missing. Substitution, the forward criterion, and saved gradients."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from testbed.device import Device
 from testbed.kits.layers.layer_shard import LayerShard
-from testbed.kits.slots.missing import Arrived, Confirm, Missing
-from testbed.methods.versatile.forward import Rates, merged, valid
-from testbed.methods.versatile.gradients import Saved, fresh, pass_on
-from testbed.methods.versatile.knowledge import Knowledge
+from testbed.kits.layers.shard import State
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
+from testbed.kits.slots.arrangement import Arrangement
+from testbed.kits.slots.casts import Losses, Outputs, Transmit
+from testbed.kits.slots.missing import Arrived, Usable, Work, back
 from testbed.methods.versatile.planner import VersatileOptions
-from testbed.methods.versatile.thresholds import Stagnation, forward_threshold, reuse_limit
+
+MOST_FORWARD = 0.5
+FORWARD_STEP = 0.1
+MOST_REUSE = 10
+
+Rates = tuple[float, ...]
+"""Layer-to-layer success rates of one batch, from 0 to 1: into layer 1 first."""
+Confirm = Callable[[int, Arrived], Awaitable[bool]]
+"""From a layer, and what has arrived for the own neurons of it, to whether its other devices have everything, too."""
+
+
+class DynamicUpdate:
+    """Section IV-C: thres_fw and gradReuse_bw become stricter, stage by stage, as the loss no longer improves."""
+
+    def __init__(self, options: VersatileOptions) -> None:
+        self.stage = 0
+        """Counted by the device that leads, and sent along with casts."""
+        self._options = options
+        self._best = math.inf
+        self._since: int | None = None
+        """Step of the best loss, or of the stage's begin if that is later."""
+
+    @property
+    def thres_fw(self) -> float:
+        """As given, or 0, then 0.1 more in each stage, up to 0.5."""
+        given = self._options.thres_fw
+        return min(MOST_FORWARD, round(self.stage * FORWARD_STEP, 9)) if given is None else given
+
+    @property
+    def grad_reuse_bw(self) -> int:
+        """As given, or 10, then 1 less in each stage, down to 0."""
+        given = self._options.grad_reuse
+        return max(0, MOST_REUSE - self.stage) if given is None else given
+
+    def observe(self, step: int, loss: float) -> None:
+        """Take the exact loss of a step, in the order of steps; those of which results are missing are left out."""
+        if self._since is None or loss < self._best:
+            self._best, self._since = loss, step
+        elif step - self._since >= self._options.patience:
+            self.stage, self._since = self.stage + 1, step
+
+
+def valid(rates: Iterable[float], thres_fw: float) -> bool:
+    """Return whether a batch may go on: each rate is at least ``thres_fw``. The paper says larger, but accepts 0.5."""
+    return all(rate >= thres_fw for rate in rates)
+
+
+def merged(heard: Sequence[Rates], layers: int) -> Rates:
+    """Return the rates into this many layers, from those that the devices of the last of them have sent.
+
+    Each device knows only what it received itself; the rate of a layer is the mean over those that were heard, 0 where
+    nobody was.
+    """
+    return tuple(sum(rates[layer] for rates in heard) / len(heard) if heard else 0.0 for layer in range(layers))
+
+
+def _heard_rates(arrived: Arrived, layers: int) -> Rates:
+    notes = [part.note or {} for part in arrived.parts if part.tensor is not None]
+    return merged([tuple(note["rates"]) for note in notes], layers)
+
+
+class SavedGradients:
+    """Section IV-B: the last gradients of one layer, to learn from while new ones do not arrive."""
+
+    def __init__(self) -> None:
+        self._gradients: State = {}
+        self._used = 0
+
+    def learn(self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Update with new gradients and save them; return the gradient of the inputs, as `missing.back` does."""
+        before = back(shard, layer, batch, gradient)
+        self._gradients, self._used = shard.gradients(), 0
+        shard.update()
+        return before
+
+    def usable(self, grad_reuse_bw: int) -> bool:
+        """Return whether there are any, used less often than this since they were new."""
+        return bool(self._gradients) and self._used < grad_reuse_bw
+
+    def reuse(self, shard: LayerShard) -> None:
+        """Update with them."""
+        self._used += 1
+        shard.add_gradients(self._gradients)
+        shard.update()
+
+
+def pass_on(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of the inputs (equation 2), if anyone wants it, and learn nothing from it."""
+    if layer == 1:
+        return None
+    before = shard.backward(batch, gradient)
+    shard.drop_gradients()
+    return before
 
 
 class Maintenance:
-    """Substitution, the forward criterion and saved gradients of one device.
+    """The hook `testbed.kits.slots.missing.OnMissing` of one device.
 
-    Of the batches that are lost on the way here, nothing is learnt; of those whose losses are, saved gradients.
+    Of a batch that is lost on its way forward, nothing is learnt; where its losses are lost, saved gradients are used.
     """
 
-    def __init__(self, options: VersatileOptions, knowledge: Knowledge) -> None:
+    masks = False
+
+    def __init__(self, options: VersatileOptions, update: DynamicUpdate, confirm: Confirm) -> None:
+        self.announces = options.rearrangement
+        """By what is received of a device, the others judge it."""
+        self.rates: dict[tuple[int, int], Rates] = {}
+        """By layer and number of a batch that was forwarded here: of its way up to that layer."""
         self._options = options
-        self._knowledge = knowledge
-        self._stagnation = Stagnation(options.patience)
-        self._saved: defaultdict[int, Saved] = defaultdict(Saved)
+        self._update = update
+        self._confirm = confirm
+        self._saved: defaultdict[int, SavedGradients] = defaultdict(SavedGradients)
         self._dropped: set[tuple[int, int]] = set()
         """Layers and numbers of the batches that went no further here."""
-        self._fresh = self._lost = False
-        """Of what is about to be learnt: whether of new gradients, whether of a batch that was dropped."""
         self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        """By layer, since `told`."""
-
-    def missing(self, confirm: Confirm | None = None) -> Missing:
-        """Return the policies."""
-        says = self._options.rearrangement  # by which the others judge it
-        learn, tests = self._learn, self._tests
-        return Missing(self._inputs, self._results, self._losses, learn, tests, self._observe, confirm, says)
+        """By layer, since the last `report`."""
 
     def forget(self, layer: int) -> None:
         """Forget what was saved of a layer: its neurons are others now."""
@@ -52,60 +146,62 @@ class Maintenance:
             device.record("maintenance", step=step, layer=layer, **counts)
         self._counts.clear()
 
-    def _tests(self, arrived: Arrived) -> torch.Tensor | None:
-        return arrived.together() if self._options.substitution or arrived.complete else None
-
-    def _inputs(self, arrived: Arrived) -> torch.Tensor | None:
-        layer = arrived.layer + 1
-        rates = (*_told(arrived, arrived.layer), arrived.rate)
-        self._count(layer, arrived)
+    def inputs(self, arrived: Arrived) -> torch.Tensor | None:
+        """Return zeros for missing values (equation 1), if the batch meets the forward criterion."""
+        layer, rates = arrived.layer + 1, (*_heard_rates(arrived, arrived.layer), arrived.rate)
+        for part in arrived.parts:
+            self._counts[layer]["due"] += len(part.neurons)
+            self._counts[layer]["missing"] += len(part.neurons) * (part.tensor is None)
         if not self._goes_on(layer, arrived, rates):
             return None
-        self._knowledge.rates[layer, arrived.batch] = rates
+        self.rates[layer, arrived.batch] = rates
         return arrived.together()
 
-    def _results(self, arrived: Arrived) -> torch.Tensor | None:
-        """Return all results; those of a batch of which some are missing give no exact loss."""
-        going = self._goes_on(arrived.layer, arrived, _told(arrived, arrived.layer))
-        self._fresh, self._lost = going and arrived.complete and arrived.others, not going
-        return arrived.together() if self._fresh else None
+    def tested(self, arrived: Arrived) -> torch.Tensor | None:
+        """Return zeros for missing values; without substitution a batch with anything missing goes no further."""
+        return arrived.together() if self._options.substitution or arrived.complete else None
 
     def _goes_on(self, layer: int, arrived: Arrived, rates: Rates) -> bool:
         """Return whether a batch goes on to be learnt from, and keep in mind where it does not."""
         key = (layer, arrived.batch)
-        threshold = self._options.thres_fw
-        least = forward_threshold(self._knowledge.stage) if threshold is None else threshold
-        going = valid(rates, least) and (self._options.substitution or arrived.complete)
         self._counts[layer]["batches"] += 1
-        if key in self._dropped or going:
-            return going and key not in self._dropped
+        if key in self._dropped:
+            return False
+        if valid(rates, self._update.thres_fw) and (self._options.substitution or arrived.complete):
+            return True
         self._dropped.add(key)
         self._counts[layer]["dropped"] += 1
         return False
 
-    def _losses(self, arrived: Arrived) -> torch.Tensor | None:
-        layer = arrived.layer - 1
-        key = (layer, arrived.batch)
-        self._lost = key in self._dropped
+    async def results(self, arrived: Arrived) -> Usable:
+        """Return all results; those of a batch of which some are missing give no exact loss."""
+        others = self._options.sharing != "layer" or await self._confirm(arrived.layer, arrived)
+        if not self._goes_on(arrived.layer, arrived, _heard_rates(arrived, arrived.layer)):
+            return Usable(None, "nothing")
+        return Usable(arrived.together(), "new") if arrived.complete and others else Usable(None, "saved")
+
+    async def losses(self, arrived: Arrived) -> Usable:
+        """Return the sum of the losses that have arrived (equation 2); they are new gradients by the granularity."""
+        layer, granularity = arrived.layer - 1, self._options.backward
+        others = granularity != "layer" or await self._confirm(layer, arrived)
+        lost = (layer, arrived.batch) in self._dropped
         self._dropped -= {each for each in self._dropped if each[0] == layer and each[1] <= arrived.batch}
         here = sum(part.tensor is not None for part in arrived.parts)
-        self._fresh = fresh(self._options.backward, here, len(arrived.parts), others=arrived.others)
-        if not here or (not self._options.substitution and not arrived.complete):
-            return None
-        return arrived.added()
+        enough = here > 0 if granularity == "link" else here == len(arrived.parts) and others
+        nothing = not here or (not self._options.substitution and not arrived.complete)
+        return Usable(None if nothing else arrived.added(), "nothing" if lost else "new" if enough else "saved")
 
-    def _learn(
-        self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None
-    ) -> Callable[[], torch.Tensor | None] | None:
+    def learn(
+        self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
+    ) -> Work | None:
+        """Learn from new gradients, or from saved ones while gradReuse_bw allows it; pass losses on in both cases."""
         saved, counts = self._saved[layer], self._counts[layer]
-        if self._lost:
+        if usable.learns == "nothing":
             return None
-        if gradient is not None and self._fresh:
+        if gradient is not None and usable.learns == "new":
             counts["fresh"] += 1
             return partial(saved.learn, shard, layer, batch, gradient)
-        limit = self._options.grad_reuse
-        most = reuse_limit(self._knowledge.stage) if limit is None else limit
-        reuses = self._options.reuse and saved.usable(most)
+        reuses = self._options.reuse and saved.usable(self._update.grad_reuse_bw)
         counts["reused" if reuses else "idle"] += 1
         if gradient is None and not reuses:
             return None
@@ -118,17 +214,58 @@ class Maintenance:
 
         return work
 
-    def _observe(self, step: int, loss: float) -> None:
+    def observe(self, step: int, loss: float) -> None:
         """Take the loss of a step whose results are complete, on the device that leads."""
-        self._knowledge.stage = max(self._knowledge.stage, self._stagnation.observe(step, loss))
-
-    def _count(self, layer: int, arrived: Arrived) -> None:
-        for part in arrived.parts:
-            self._counts[layer]["due"] += len(part.neurons)
-            self._counts[layer]["missing"] += len(part.neurons) * (part.tensor is None)
+        self._update.observe(step, loss)
 
 
-def _told(arrived: Arrived, layers: int) -> Rates:
-    """Return the rates into this many layers, as the devices tell whose values have arrived."""
-    notes = [part.note or {} for part in arrived.parts if part.tensor is not None]
-    return merged([tuple(note["rates"]) for note in notes], layers)
+@dataclass(frozen=True)
+class Complete(Typed, kind="complete", key=("batch", "layer", "sender")):
+    """Cast to the others of a layer: everything of a batch has arrived here. Only for the granularity ``layer``."""
+
+    batch: int
+    layer: int
+
+
+class Confirming:
+    """The hook `Confirm`: casts to the others of a layer that all is here, and waits a moment for theirs.
+
+    Those casts are lost as any; then the others count as incomplete.
+    """
+
+    def __init__(self, mailbox: Mailbox, arrangement: Callable[[], Arrangement], wait: float) -> None:
+        """``arrangement`` returns the present one; ``wait`` is in seconds."""
+        self._mailbox = mailbox
+        self._arrangement = arrangement
+        self._wait = wait
+
+    async def __call__(self, layer: int, arrived: Arrived) -> bool:
+        """Return whether the others have everything, too; True where not even this device has."""
+        device = self._mailbox.device
+        others = [name for name in self._arrangement().holders(layer) if name != device.name]
+        if not arrived.complete or not others:
+            return True
+        await self._mailbox.cast(others, Complete(arrived.batch, layer))
+        deadline = device.now() + self._wait
+        found = [await self._mailbox.take(Complete, (arrived.batch, layer, name), deadline=deadline) for name in others]
+        self._mailbox.expire(Complete, (arrived.batch,))
+        return None not in found
+
+
+class Ideal:
+    """Casts as another `Transmit` does, but for the results that the output layer shares: none of these is lost."""
+
+    def __init__(self, mailbox: Mailbox, transmit: Transmit, output: int) -> None:
+        """``output``: the number of the output layer."""
+        self._mailbox = mailbox
+        self._transmit = transmit
+        self._output = output
+        self.heard = transmit.heard
+
+    async def __call__(self, receivers: Sequence[str], message: Outputs | Losses, until: float) -> None:
+        """Cast, or send reliably."""
+        if not isinstance(message, Outputs) or message.layer != self._output:
+            await self._transmit(receivers, message, until)
+            return
+        for receiver in receivers:
+            self._mailbox.post(receiver, message)

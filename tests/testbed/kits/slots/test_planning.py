@@ -1,4 +1,4 @@
-"""EdgePipe's plans against what its paper prints. Layers here count from 0, in the paper from 1."""
+"""Super neurons and timeslots against what EdgePipe's paper prints. Layers count from 0 here, in the paper from 1."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.kits.slots.mapping import by_chance, exhaustive, generations, genetic, matrix, score
-from testbed.kits.slots.partition import devices_of, layer_groups, partition
-from testbed.kits.slots.planner import plan
+from testbed.kits.slots import arrangement
+from testbed.kits.slots.arrangement import devices_of, layer_groups
+from testbed.kits.slots.mapping import (
+    by_chance,
+    connectivity,
+    coordinator,
+    exhaustive,
+    generations,
+    genetic,
+    matrix,
+    passes,
+    score,
+)
 from testbed.kits.slots.timeslots import MARGIN, draw, naive_slots, segments, timetable
-from testbed.kits.slots.topology import connectivity, coordinator, passes
+from testbed.methods.edgepipe import EdgePipe
 from testbed.network.radio import Propagation, Radio, draw_positions
 from testbed.wire.cast import size_around
 from tests.helpers.runs import problem_of, scenario
@@ -24,6 +34,10 @@ SHAPES = st.integers(2, 12), st.integers(1, 14)
 RATE = 250e3
 BUDGET = 2400 * naive_slots(6, 1) * 0.44142
 """Seconds of Table III: 194 minutes, to be exact the time in which the single device trains 2,400 batches."""
+
+
+def partition(neurons, devices, allocation="hybrid"):
+    return arrangement.partition(neurons, [f"d{number}" for number in range(devices)], allocation)
 
 
 def lengths(groups):
@@ -41,10 +55,15 @@ def test_the_papers_example_of_six_layers_and_six_devices():
     found = partition(FIGURE_2, 6)
     assert [[layer + 1 for layer in group] for group in found.groups] == [[1, 2], [3, 4], [5, 6]]
     assert [len(found.members(group)) for group in range(3)] == [2, 2, 2]
-    device_4 = found.super_neurons[3]
-    assert (device_4.group, device_4.place) == (1, 1)
-    assert device_4.neurons == (range(4, 8), range(4, 8))
-    assert found.super_neurons[0].neurons == (range(5), range(4))
+    device_4 = "d3"
+    assert found.members(1).index(device_4) == 1
+    assert [found.of(device_4, layer) for layer in range(6)] == [
+        *[range(0)] * 2,
+        range(4, 8),
+        range(4, 8),
+        *[range(0)] * 2,
+    ]
+    assert [found.of("d0", layer) for layer in (0, 1)] == [range(5), range(4)]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -86,13 +105,13 @@ def test_a_largest_group_is_filled_from_the_output_on(most, wanted):
 def test_every_neuron_is_on_one_device_and_every_device_has_some(layers, devices, allocation):
     neurons = [20 + layer for layer in range(layers)]
     found = partition(neurons, devices, allocation)
-    assert len(found.super_neurons) == devices
+    assert len(found.devices) == devices
     for layer, count in enumerate(neurons):
-        parts = [each.of(layer) for each in found.super_neurons]
+        parts = [found.of(name, layer) for name in found.devices]
         assert sorted(neuron for part in parts for neuron in part) == list(range(count))
         sizes = [len(part) for part in parts if part]
         assert max(sizes) - min(sizes) <= 1
-    assert all(part for each in found.super_neurons for part in each.neurons)
+    assert all(part for holders in found.layers for part in holders.values())
 
 
 @given(*SHAPES)
@@ -145,7 +164,7 @@ def test_a_horizontal_division_has_all_pairs_alike():
 def topology(seed, devices=6):
     names = [f"d{number}" for number in range(devices)]
     radio = Radio(Propagation(16, -82, 3.1, 46.68, 8), draw_positions(names, {}, (50, 50), seed), 50, seed)
-    return matrix(names, lambda a, b: radio.reception_ratio((a, b)))
+    return matrix(names, {(a, b): radio.reception_ratio((a, b)) for a in names for b in names if a != b})
 
 
 def misses(allocation, count=100):
@@ -274,7 +293,7 @@ def test_the_timeslots_of_table_iii(allocation, batches, slots):
 def test_the_slot_lengths_of_table_iii(allocation, computation, signals, milliseconds):
     """Equation (4), with 32 bits a signal and nothing around them; the paper's computation is measured."""
     division = partition(EVALUATED, 6, allocation)
-    assert max(division.largest_message(part, (1,) * 6) for part in division.super_neurons) == signals
+    assert max(division.largest_message(name, (1,) * 6) for name in division.devices) == signals
     assert 1e3 * (computation + 32 * signals / RATE + MARGIN) == pytest.approx(milliseconds, abs=0.005)
 
 
@@ -286,7 +305,9 @@ def test_a_planned_slot_has_room_for_the_message_of_table_iii_and_what_is_around
     """A single device transmits nothing."""
     workload = {"model": {"name": "mlp", "hidden": [128] * 4}, "data": {"name": "digits-28"}, "batch_size": 1}
     method, network = {"name": "edgepipe", "allocation": allocation}, {"link": {"rate": "250kbit"}}
-    details = plan(problem_of(scenario(workers, workload=workload, method=method, network=network))[0]).details
+    details = (
+        EdgePipe().plan(problem_of(scenario(workers, workload=workload, method=method, network=network))[0]).details
+    )
     transmission = 0 if signals is None else 8 * size_around(4 * signals) / RATE
     assert details.slot == pytest.approx(max(details.forward + details.backward) + transmission + MARGIN)
 

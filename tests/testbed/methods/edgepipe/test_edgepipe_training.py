@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from testbed.common.errors import InputError
 from testbed.data.batches import batch
-from testbed.kits.slots.planner import division_of, plan, timetable_of
+from testbed.kits.slots.planner import timetable_of
 from testbed.methods.edgepipe import EdgePipe
+from testbed.methods.edgepipe.planner import arrangement
 from testbed.network.broadcast import heard, received
 from testbed.plan import Details
 from testbed.scenario.expand import trials
@@ -32,7 +33,7 @@ def six(method=(), model=None, **keys):
 
 def planned(scenario):
     problem, _ = problem_of(scenario)
-    return problem, plan(problem)
+    return problem, EdgePipe().plan(problem)
 
 
 def reference(scenario):
@@ -264,8 +265,7 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
     written = lossy({}, deaf, model=model)
     problem, chosen = planned(written)
     assert chosen.details.devices == devices
-    division = division_of(problem)
-    parts = division.super_neurons
+    held = arrangement(problem, chosen)
     outcome = run(written)
     updated = {
         name: sum(event.fields["span"] == "backward" for event in outcome.events if named(event, "compute", name))
@@ -274,20 +274,21 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
     (trial,) = trials(written)
     figures = metrics(outcome, trial.experiment, chosen, EdgePipe.declared)
     # Of layers 0 and 1 only layer 1 learns: never on the device that misses a loss.
-    learning = {name: 12 * (len(part.layers) - (0 in part.layers)) for name, part in zip(devices, parts, strict=True)}
+    learning = {name: 12 * sum(name in holders for holders in held.layers[1:]) for name in devices}
     assert figures["learned"] == pytest.approx(1 - 12 / sum(learning.values()))
     assert updated == {**learning, devices[0]: 0}
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(frozen(written, division), rel=1e-5)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        frozen(written, held.of(devices[0], 1)), rel=1e-5
+    )
 
 
 def named(event, kind, device):
     return event.event == kind and event.device == device
 
 
-def frozen(written, division):
+def frozen(written, own):
     """Return the losses of training in which the first device's neurons of layer 1 never change."""
     expected = Reference(written)
-    own = division.super_neurons[0].of(1)
     first = {name: value.clone() for name, value in expected.newest.items()}
     history = [expected.newest]
     spans = reference(written)[1]
@@ -313,8 +314,8 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
     written = lossy(method, (devices[0], devices[2]), loss=loss, frame=frame, model=model)
     problem, chosen = planned(written)
     assert chosen.details.devices == devices
-    division = division_of(problem)
-    lost, deaf = division.super_neurons[0].of(1), division.super_neurons[2].of(2)
+    held = arrangement(problem, chosen)
+    lost, deaf = held.of(devices[0], 1), held.of(devices[2], 2)
     expected = Reference(written)
     optimizer = torch.optim.SGD(expected.model.parameters(), lr=written.workload.optimizer.learning_rate)
     losses, missed = [], []
@@ -342,7 +343,7 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, rel=1e-5)
     (counted,) = [each for name, each in events(outcome, "passed") if name == devices[2] and each["to"] == "forward"]
     assert counted["due"] - counted["came"] == pytest.approx(sum(missed), rel=1e-4)
-    assert counted["due"] == 12 * (2 + len(division.super_neurons[2].layers) - 1)
+    assert counted["due"] == 12 * (2 + len(held.groups[held.group(devices[2])]) - 1)
 
 
 def missing(values, step, devices, written, frame):
@@ -477,7 +478,7 @@ def test_plans_that_cannot_be_are_refused_by_their_key(keys, key, said):
     method = {"name": "edgepipe", **keys.pop("method", {})}
     problem, _ = problem_of(scenario(keys.pop("workers", 5), workload=workload, method=method, **keys))
     with pytest.raises(InputError, match=said) as caught:
-        plan(problem)
+        EdgePipe().plan(problem)
     assert caught.value.key == key
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 
 from testbed.kits.layers.layer_shard import LayerShard
-from testbed.kits.slots.missing import Arrived, SenderPart
+from testbed.kits.slots.missing import Arrived, SenderPart, Usable
 from testbed.kits.slots.planner import slice_of
-from testbed.methods.versatile.knowledge import Knowledge
-from testbed.methods.versatile.maintenance import Maintenance
+from testbed.methods.versatile.maintenance import DynamicUpdate, Maintenance
 from testbed.methods.versatile.planner import VersatileOptions
 from testbed.models.chain import chain
 from testbed.models.graph import graph_of
@@ -57,7 +58,15 @@ def test_gradients_are_as_numpy_has_them(granularity, limit, place):
     named = {tensor.dim(): tensor.detach().numpy().copy().astype(np.float64) for tensor in whole.values()}
     expected = Expected(named[2], named[1], limit)
     options = VersatileOptions(backward=granularity, grad_reuse=limit)
-    devices = [Maintenance(options, Knowledge(f"d{at}", 3)).missing() for at in range(2)]
+    complete = [True, True]
+
+    def maintained(at):
+        async def confirm(layer, arrived):
+            return complete[1 - at]
+
+        return Maintenance(options, DynamicUpdate(options), confirm)
+
+    devices = [maintained(at) for at in range(2)]
     draws = np.random.default_rng(limit)
     for step in range(STEPS):
         inputs = draws.normal(size=(SAMPLES, INPUTS)).astype(np.float32)
@@ -74,9 +83,9 @@ def test_gradients_are_as_numpy_has_them(granularity, limit, place):
                 )
                 for s in range(SENDERS)
             )
-            others = bool(heard[:, 1 - at].all())
-            gradient = missing.losses(Arrived(place + 1, step, SAMPLES, 2, sent, others))
-            work = missing.learn(shard, place, step, gradient)
+            complete[1 - at] = bool(heard[:, 1 - at].all())
+            usable = asyncio.run(missing.losses(Arrived(place + 1, step, SAMPLES, 2, sent)))
+            work = missing.learn(shard, place, step, usable.values, usable)
             passed = None if work is None else work()
             some = heard[:, at].any() and place > 1
             assert (passed is not None) == some
@@ -95,12 +104,15 @@ def test_gradients_are_as_numpy_has_them(granularity, limit, place):
 
 
 def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_batch_teaches_nothing():
-    missing = Maintenance(VersatileOptions(thres_fw="50%"), Knowledge("a", 3)).missing()
+    options = VersatileOptions(thres_fw="50%")
+    missing = Maintenance(options, DynamicUpdate(options), None)
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
     lost = SenderPart("b", range(1, 2), None)
-    assert missing.results(Arrived(2, 0, 2, 2, (mine, lost))) is None
+    assert asyncio.run(missing.results(Arrived(2, 0, 2, 2, (mine, lost)))) == Usable(None, "saved")
     other = SenderPart("b", range(1, 2), torch.ones(2, 1), {"rates": [0.5, 0.5]})
-    assert missing.results(Arrived(2, 1, 2, 2, (mine, other))).tolist() == [[1, 1], [1, 1]]
+    usable = asyncio.run(missing.results(Arrived(2, 1, 2, 2, (mine, other))))
+    assert (usable.values.tolist(), usable.learns) == ([[1, 1], [1, 1]], "new")
     poor = tuple(SenderPart(name, range(1), torch.ones(2, 1), {"rates": [1.0, 0.25]}) for name in "ab")
-    assert missing.results(Arrived(2, 2, 2, 2, poor)) is None
-    assert missing.learn(None, 2, 2, None) is None
+    nothing = asyncio.run(missing.results(Arrived(2, 2, 2, 2, poor)))
+    assert nothing == Usable(None, "nothing")
+    assert missing.learn(None, 2, 2, None, nothing) is None

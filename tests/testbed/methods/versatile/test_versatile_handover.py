@@ -8,12 +8,10 @@ import torch
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import neuron_values
-from testbed.methods.versatile.arrangement import joined, left, rearranged
-from testbed.methods.versatile.handover import Handover
-from testbed.methods.versatile.knowledge import Knowledge
-from testbed.methods.versatile.maintenance import Maintenance
-from testbed.methods.versatile.messages import KINDS, Arrange
+from testbed.methods.versatile.handover import Arrange, Handover
 from testbed.methods.versatile.planner import arrangement, plan
+from testbed.methods.versatile.program import KINDS
+from testbed.methods.versatile.rearrangement import joined, left, rearranged
 from tests.helpers.runs import problem_of, scenario
 from tests.helpers.simulated import LINK, simulate
 
@@ -66,9 +64,8 @@ def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
 
     async def program(device):
         async with Mailbox(device, dict.fromkeys(problem.links, LINK), KINDS) as mailbox:
-            knowledge = Knowledge(device.name, len(first.sizes))
-            own = devices[device.name] = Neurons(device, problem, {}, None)
-            handover = Handover(mailbox, knowledge, own, Maintenance(problem.options, knowledge), first)
+            own = devices[device.name] = Neurons(device, problem)
+            handover = Handover(mailbox, own, first, lambda layer: None)
             handover.apply(first)
             learn(own, inputs)
             while device.name != lead:

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from testbed.kits.slots.partition import partition
-from testbed.methods.versatile.arrangement import arrangement_of, joined, left, moves, rearranged, shares
-from testbed.methods.versatile.credibility import SERIES, Reception, average, silent, updated
-from testbed.methods.versatile.forward import merged, valid
-from testbed.methods.versatile.thresholds import Stagnation, forward_threshold, reuse_limit
+from testbed.kits.slots.arrangement import partition
+from testbed.methods.versatile.maintenance import DynamicUpdate, merged, valid
+from testbed.methods.versatile.planner import VersatileOptions
+from testbed.methods.versatile.rearrangement import joined, left, moves, rearranged, shares
+from testbed.methods.versatile.records import SERIES, Reception, average, silent, updated
 
 INITIAL = [[1.0, 0.9, 0.3, 0.5], [0.6, 1.0, 0.9, 1.0], [0.3, 0.8, 1.0, 0.8], [0.5, 1.0, 0.9, 1.0]]
 RUNTIME = [[1.0, 0.0, 0.5, 0.1], [0.0, 1.0, 0.0, 0.0], [0.6, 0.0, 1.0, 0.3], [0.0, 0.0, 0.2, 0.1]]
@@ -63,7 +63,7 @@ def test_the_rates_of_a_layer_are_the_mean_of_those_told_by_the_devices_heard():
 
 def test_ten_neurons_are_shared_in_proportion_to_credibility():
     assert shares([0.15, 0.6], 10) == [2, 8]
-    before = arrangement_of(partition([10], 2, "horizontal"), ["a", "b"])
+    before = partition([10], ["a", "b"], "horizontal")
     after = rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
     assert [len(after.of(name, 0)) - len(before.of(name, 0)) for name in "ab"] == [-3, 3]
     (move,) = moves(before, after)
@@ -86,7 +86,7 @@ def devices(count):
 
 
 def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
-    before = arrangement_of(partition([12, 12, 12, 12], 4, "hybrid"), devices(4))
+    before = partition([12, 12, 12, 12], devices(4), "hybrid")
     without = left(before, "d3", {"d2": 0.8}, seed=1)
     assert without.members(1) == ("d2",)
     assert without.of("d2", 3) == range(12)
@@ -100,11 +100,11 @@ def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
     with pytest.raises(ValueError, match="is a member already"):
         joined(third, "third", seed=1)
     with pytest.raises(ValueError, match="no group has a neuron for new"):
-        joined(arrangement_of(partition([2, 9], 2, "horizontal"), devices(2)), "new", seed=1)
+        joined(partition([2, 9], devices(2), "horizontal"), "new", seed=1)
 
 
 def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retires_travel():
-    before = arrangement_of(partition([8, 8], 2, "horizontal"), devices(2))
+    before = partition([8, 8], devices(2), "horizontal")
     after = left(before, "d1", {"d0": 1.0}, seed=3)
     assert {(move.giver, move.taker) for move in moves(before, after, gone={"d1"})} == {(None, "d0")}
     assert {(move.giver, move.taker) for move in moves(before, after)} == {("d1", "d0")}
@@ -116,7 +116,7 @@ def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retire
 
 
 def test_one_that_has_just_joined_keeps_its_neurons_as_another_fails():
-    before = joined(arrangement_of(partition([12], 2, "horizontal"), devices(2)), "new", seed=1)
+    before = joined(partition([12], devices(2), "horizontal"), "new", seed=1)
     after = left(before, "d1", {"d0": 0.8, "d1": 0.1}, seed=1)
     assert [len(after.of(name, 0)) for name in ("d0", "new")] == [6, 6]
 
@@ -139,7 +139,7 @@ def test_who_is_out_finds_room_again_however_few_neurons_there_are(kind):
         draws = random.Random(seed)
         names = devices(draws.randint(4, 6))
         sizes = [-(-len(names) // {"vertical": 4, "hybrid": 2, "horizontal": 1}[kind]) for _ in range(4)]
-        now, away = arrangement_of(partition(sizes, len(names), kind), names), []
+        now, away = partition(sizes, names, kind), []
         for _ in range(20):
             if away and draws.random() < 0.5:
                 now = joined(now, away.pop(), seed)
@@ -155,7 +155,7 @@ def test_neurons_are_neither_lost_nor_doubled_whoever_fails_retires_and_joins(ki
         draws = random.Random(seed)
         sizes = [draws.randint(6, 20) for _ in range(draws.randint(1, 5))]
         names = devices(draws.randint(len(sizes), 6))
-        now = arrangement_of(partition(sizes, len(names), kind), names)
+        now = partition(sizes, names, kind)
         held = {(name, layer): set(now.of(name, layer)) for name in names for layer in range(len(sizes))}
         away: list[str] = []
         for _ in range(10):
@@ -178,10 +178,24 @@ def test_neurons_are_neither_lost_nor_doubled_whoever_fails_retires_and_joins(ki
 
 
 def test_the_stages_become_stricter_as_the_loss_stops_improving():
-    assert [forward_threshold(stage) for stage in range(7)] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5]
-    assert [reuse_limit(stage) for stage in (0, 1, 9, 10, 11)] == [10, 9, 1, 0, 0]
-    stagnation = Stagnation()
-    stages = [stagnation.observe(step, 1.0 if step < 30 else 0.5) for step in range(200)]
+    update = DynamicUpdate(VersatileOptions())
+    found = []
+    for update.stage in range(12):
+        found.append((update.thres_fw, update.grad_reuse_bw))
+    assert [thres_fw for thres_fw, _ in found[:7]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5]
+    assert [reuse for _, reuse in found] == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 0]
+    given = DynamicUpdate(VersatileOptions(thres_fw="30%", grad_reuse=4))
+    given.stage = 5
+    assert (given.thres_fw, given.grad_reuse_bw) == (0.3, 4)
+
+
+def test_a_stage_begins_where_the_loss_was_not_better_for_so_many_steps():
+    update, stages = DynamicUpdate(VersatileOptions()), []
+    for step in range(200):
+        update.observe(step, 1.0 if step < 30 else 0.5)
+        stages.append(update.stage)
     # Better at steps 0 and 30; 60 steps later, and then every 60, the next stage begins.
     assert [step for step in range(1, 200) if stages[step] > stages[step - 1]] == [90, 150]
-    assert Stagnation(patience=1).observe(0, 2.0) == 0
+    impatient = DynamicUpdate(VersatileOptions(patience=1))
+    impatient.observe(0, 2.0)
+    assert impatient.stage == 0

@@ -257,7 +257,6 @@ def test_who_cannot_retire_is_refused(name, device, said):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        ({"micro_batches": 2}, "is GPipe's, which waits for a whole batch"),
         ({"window": 3}, "3 steps are too few: records take 7 steps to reach every device"),
     ],
 )
@@ -270,6 +269,7 @@ def test_plans_that_cannot_be_are_refused_by_their_key(method, said):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
+        ({"micro_batches": 2}, "micro_batches"),
         ({"sharing": "link"}, "sharing: 'link' is not possible here: there are layer, neuron, ideal"),
         ({"thres_fw": "120%"}, "thres_fw: "),
         ({"credibility": "101%"}, "credibility: "),

@@ -1,21 +1,46 @@
-"""Test runs: all test samples pass ``runs`` times, each time over the links as they are then."""
+"""What is fed into the network: micro-batches of training, and batches of tests with what came out of them."""
 
 from __future__ import annotations
 
 from statistics import fmean, pstdev
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from testbed.data.batches import micro_batches
 from testbed.data.dataset import Dataset
-from testbed.kits.layers.feed import Requests
+from testbed.kits.layers.feed import Requests, Training
 from testbed.kits.layers.score import Score
 
 
+class MicroBatches:
+    """Each step's batch in as many parts, as even as can be, numbered through all steps; one, where it is not GPipe."""
+
+    def __init__(self, training: Training, parts: int) -> None:
+        self.parts = parts
+        self.steps = training.steps
+        self.whole = training.samples
+        """Samples of a batch."""
+        self._training = training
+        self._cuts = micro_batches(training.samples, parts)
+
+    def samples(self, number: int) -> int:
+        """Return how many samples a micro-batch has."""
+        cut = self._cuts[number % self.parts]
+        return int(cut.stop - cut.start)
+
+    def images(self, number: int) -> torch.Tensor:
+        """Return its samples, (samples, values)."""
+        images, _ = self._training.batch(number // self.parts)
+        return images[self._cuts[number % self.parts]].flatten(1)
+
+    def labels(self, number: int) -> torch.Tensor:
+        """Return the labels of its samples, (samples,)."""
+        return self._training.labels(number // self.parts)[self._cuts[number % self.parts]]
+
+
 class TestRuns:
-    """The batches of some test runs in a row, numbered from 0, and what came out of them."""
+    """All test samples pass ``runs`` times, each time over the links as they are then; batches numbered from 0."""
 
     def __init__(self, dataset: Dataset, batch_size: int, runs: int) -> None:
         self._requests = Requests(dataset, batch_size)
@@ -29,10 +54,6 @@ class TestRuns:
         """Return the samples of a test batch, (samples, values)."""
         return self._requests.images(test % len(self._requests)).flatten(1)
 
-    def labels(self, test: int) -> npt.NDArray[np.int64]:
-        """Return what the answers should be."""
-        return self._requests.labels(test % len(self._requests))
-
     def samples(self, test: int) -> int:
         """Return how many samples a test batch has."""
         return len(self._requests.samples(test % len(self._requests)))
@@ -43,7 +64,8 @@ class TestRuns:
 
     def score(self, test: int, results: torch.Tensor) -> None:
         """Count the results of a test batch, (samples, classes); tests are scored in their order."""
-        self._scores[test // len(self._requests)].add(results, self.labels(test))
+        run, batch = divmod(test, len(self._requests))
+        self._scores[run].add(results, self._requests.labels(batch))
         self._scored = test + 1
 
     def finish(self) -> dict[str, Any]:

@@ -1,72 +1,100 @@
-"""Who holds which neurons, and how that changes (Section V-B): in proportion to credibility, as devices leave and join.
+"""How neurons are rearranged (Section V-B) in proportion to credibility, as devices leave and join. Pure.
 
-Pure: one arrangement follows from another. Channels move within their layer only, so that no schedule changes.
+One arrangement follows from another. Neurons move within their layer only, so that no schedule changes.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from testbed.common.errors import TestbedError
 from testbed.common.seeds import derive
-from testbed.kits.slots.partition import Partition
-from testbed.models.slices import NONE, Channels, as_channels
+from testbed.kits.slots.arrangement import Arrangement, Holders
+from testbed.models.slices import Channels, as_channels
 
-Holders = Mapping[str, Channels]
-"""The neurons of one layer, by device; every member of the layer's group has at least one."""
+Cause = Literal["failure", "credibility", "retirement", "join"]
+
+
+class GroupLostError(TestbedError):
+    """Nobody is left who could hold the neurons of a group of layers."""
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """Groups of adjacent layers, and the neurons that the members of each hold."""
+class Decision:
+    """An arrangement, and what led to it."""
 
-    groups: tuple[range, ...]
-    sizes: tuple[int, ...]
-    """Channels by layer, the input layer first."""
-    layers: tuple[Holders, ...]
-    """By layer; all layers of a group have the same devices, in the same order."""
-    version: int = 0
+    arrangement: Arrangement
+    cause: Cause
+    devices: tuple[str, ...]
+    """Those that failed, retired or joined, or that are no longer credible."""
+    gone: frozenset[str] = frozenset()
+    """Those whose neurons begin with new weights."""
 
-    def group(self, device: str) -> int | None:
-        """Return which group a device is a member of; None: of none."""
-        return next((index for index in range(len(self.groups)) if device in self.members(index)), None)
 
-    def members(self, group: int) -> tuple[str, ...]:
-        """Return the devices of a group."""
-        return tuple(self.layers[self.groups[group].start])
+@dataclass(frozen=True)
+class DecisionRules:
+    """What all decisions of a run have in common."""
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """All members, group after group."""
-        return tuple(name for group in range(len(self.groups)) for name in self.members(group))
+    threshold: float
+    """C_thres: the group of a device with less credibility is rearranged."""
+    lead: str
+    """Scores the tests, and so it stays."""
+    seed: int
 
-    def senders(self, receiver: str) -> tuple[str, ...]:
-        """Return the other devices that cast to one: outputs of the layer before, losses of the one behind, results."""
-        own = self.group(receiver)
-        if own is None:
-            return ()
-        mine, last = self.groups[own], len(self.sizes) - 1
 
-        def casts(layers: range) -> bool:
-            return any(at - 1 in layers or (at >= 1 and at + 1 in layers) or at == last in layers for at in mine)
+def after_window(
+    now: Arrangement, failed: Iterable[str], averages: Mapping[str, float], rules: DecisionRules
+) -> Iterator[Decision]:
+    """Yield what follows from a window: devices that nobody heard leave, groups with a poor device are rearranged.
 
-        return tuple(
-            name
-            for group, layers in enumerate(self.groups)
-            if casts(layers)
-            for name in self.members(group)
-            if name != receiver
-        )
+    ``averages`` are the credibilities of devices; a group with one of which there is none stays. Raises
+    `GroupLostError`.
+    """
+    for name in failed:
+        if name != rules.lead and now.group(name) is not None:
+            now = without(now, name, averages, rules.seed)
+            yield Decision(now, "failure", (name,), frozenset({name}))
+    for group in range(len(now.groups)):
+        members = now.members(group)
+        if not all(name in averages for name in members):
+            continue
+        poor = tuple(name for name in members if averages[name] < rules.threshold)
+        after = rearranged(now, group, averages, rules.seed) if poor else now
+        if after.layers != now.layers:
+            now = after
+            yield Decision(now, "credibility", poor)
 
-    def again(self) -> Arrangement:
-        """Return the same as a newer arrangement."""
-        return replace(self, version=self.version + 1)
 
-    def of(self, device: str, layer: int) -> Channels:
-        """Return a device's neurons of a layer; none of a layer that is not its own."""
-        return self.layers[layer].get(device, NONE)
+def without(now: Arrangement, device: str, averages: Mapping[str, float], seed: int) -> Arrangement:
+    """Return the arrangement without a device. Raises `GroupLostError`."""
+    group = now.group(device)
+    after = left(now, device, averages, seed)
+    if group is not None and not after.members(group):
+        layers = now.groups[group]
+        which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        raise GroupLostError(f"group {group} ({which}) is left with no device: {device} was its last")
+    return after
+
+
+def entered(now: Arrangement, device: str, averages: Mapping[str, float], rules: DecisionRules) -> Decision:
+    """Return what follows from a device that holds nothing, and has booted or is heard again.
+
+    The lead takes its own place.
+    """
+    if device == rules.lead:
+        return Decision(replace(now, version=now.version + 1), "join", (device,), frozenset({device}))
+    after = joined(left(now, device, averages, rules.seed), device, rules.seed)
+    return Decision(after, "join", (device,), frozenset({device}))
+
+
+def coordinator(now: Arrangement, absent: Collection[str]) -> str | None:
+    """Return the first member who is not known to be absent; who has the input layer alone hears nobody."""
+    hearing = (name for group, layers in enumerate(now.groups) if layers[-1] for name in now.members(group))
+    return next((name for name in hearing if name not in absent), None)
 
 
 @dataclass(frozen=True)
@@ -78,15 +106,6 @@ class Move:
     giver: str | None
     """None: the device that held them is gone, and they begin with new weights."""
     taker: str
-
-
-def arrangement_of(division: Partition, devices: Sequence[str]) -> Arrangement:
-    """Return a division with its devices, one a super neuron."""
-    layers: list[dict[str, Channels]] = [{} for _ in division.neurons]
-    for part, name in zip(division.super_neurons, devices, strict=True):
-        for layer in part.layers:
-            layers[layer][name] = part.of(layer)
-    return Arrangement(division.groups, division.neurons, tuple(layers))
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:

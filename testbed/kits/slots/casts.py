@@ -1,0 +1,280 @@
+"""Who casts what to whom, what is done so that it is not lost, and what of it has arrived when it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
+from testbed.kits.slots.arrangement import Arrangement
+from testbed.kits.slots.missing import Arrived, SenderPart, share_without
+from testbed.models.slices import Channels, elements, pick
+
+
+@dataclass(frozen=True)
+class Outputs(Typed, kind="outputs", key=("batch", "layer", "sender")):
+    """The outputs of a device's neurons of a layer, (samples, values); of the output layer, the results it shares.
+
+    Batches are numbered in the order in which they are fed, those of tests too.
+    """
+
+    batch: int
+    layer: int
+    tensor: torch.Tensor | None = None
+    """None: the sender has nothing of this batch."""
+    note: dict[str, Any] | None = None
+    """What a method adds, as JSON."""
+
+
+@dataclass(frozen=True)
+class Losses(Typed, kind="losses", key=("batch", "layer", "sender")):
+    """What the paper calls losses: what a device's neurons of a layer add to the gradient of the layer before.
+
+    They are (samples, values of the whole layer before).
+    """
+
+    batch: int
+    layer: int
+    tensor: torch.Tensor | None = None
+    """None: the sender has nothing of this batch."""
+    note: dict[str, Any] | None = None
+    """What a method adds, as JSON."""
+
+
+@dataclass(frozen=True)
+class Heard(Typed, kind="heard"):
+    """Acknowledgement of a cast: the kind of message, its batch and layer."""
+
+    what: str
+    batch: int
+    layer: int
+
+
+CASTS = (Outputs, Losses, Heard)
+Sent = TypeVar("Sent", Outputs, Losses)
+
+
+class Transmit(Protocol):
+    """A way to cast to several devices."""
+
+    async def __call__(self, receivers: Sequence[str], message: Outputs | Losses, until: float) -> None:
+        """Cast before an instant, in seconds; return when no more is done about it."""
+
+    def heard(self, message: Outputs | Losses) -> None:
+        """Answer a cast of another device, each time that it arrives."""
+
+
+class Repeated:
+    """The paper's r-TX: the same cast several times, whoever has heard it. Once is no recovery."""
+
+    def __init__(self, mailbox: Mailbox, times: int = 1) -> None:
+        self._mailbox = mailbox
+        self._times = times
+
+    async def __call__(self, receivers: Sequence[str], message: Outputs | Losses, until: float) -> None:
+        """Cast to all, all the times."""
+        for _ in range(self._times):
+            await self._mailbox.cast(receivers, message)
+
+    def heard(self, message: Outputs | Losses) -> None:
+        """Answer nothing."""
+
+
+class Acknowledged:
+    """The paper's ACK: casts to those that have not acknowledged, until all have or the timeslot has no time left.
+
+    Acknowledgements are casts, which can be lost as well.
+    """
+
+    def __init__(self, mailbox: Mailbox, wait: float) -> None:
+        """``wait``: how many seconds acknowledgements take after a cast has left."""
+        self._mailbox = mailbox
+        self._wait = wait
+        self._missing: dict[tuple[str, int, int], set[str]] = {}
+        """By what was cast, who has not acknowledged it."""
+        self._complete: asyncio.Future[None] | None = None
+        mailbox.on(Heard, self._acknowledged)
+
+    async def __call__(self, receivers: Sequence[str], message: Outputs | Losses, until: float) -> None:
+        """Cast at least once."""
+        device = self._mailbox.device
+        what = (message.kind, message.batch, message.layer)
+        missing = self._missing[what] = set(receivers)
+        while missing:
+            began = device.now()
+            await self._mailbox.cast(sorted(missing), message)
+            round_trip = device.now() - began + self._wait
+            if device.now() + round_trip >= until:
+                break
+            await self._answers(missing)
+        del self._missing[what]
+
+    async def _answers(self, missing: set[str]) -> None:
+        """Wait until none is missing, at most as long as acknowledgements take."""
+        if missing:
+            self._complete = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(self._wait):
+                    await self._complete
+            except TimeoutError:
+                pass
+
+    def heard(self, message: Outputs | Losses) -> None:
+        """Acknowledge; what was acknowledged before is so again, since that may have been lost."""
+        answer = Heard(message.kind, message.batch, message.layer)
+        self._mailbox.start(self._mailbox.cast([message.sender], answer))
+
+    def _acknowledged(self, answer: Heard) -> None:
+        missing = self._missing.get((answer.what, answer.batch, answer.layer), set())
+        missing.discard(answer.sender)
+        if not missing and self._complete is not None and not self._complete.done():
+            self._complete.set_result(None)
+
+
+class Notes(Protocol):
+    """Hook: what a method adds to its casts, and learns from those that arrive or do not."""
+
+    def annotated(self, message: Sent) -> Sent:
+        """Return a message with its note."""
+
+    def heard(self, message: Outputs | Losses) -> Channels | None:
+        """Take the note of a message that has arrived in time; return the sender's neurons in the message's layer.
+
+        None: the message does not count.
+        """
+
+    def missed(self, sender: str) -> None:
+        """Learn that a message of a device has not arrived in time."""
+
+
+@dataclass
+class Tally:
+    """Parts that were due, and those that had arrived."""
+
+    due: int = 0
+    came: float = 0
+    """Of one that has arrived in part, the share."""
+
+
+class CastExchange:
+    """The casts of one device, and those that it hears."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        arrangement: Callable[[], Arrangement],
+        transmit: Transmit,
+        under_way: int,
+        values: Sequence[int],
+        notes: Notes | None = None,
+    ) -> None:
+        """``arrangement`` returns the present one.
+
+        ``under_way``: how many batches there are at most between the first layer's forward and its backward.
+        ``values``: by layer, those that each neuron makes of a sample.
+        """
+        self.until = math.inf
+        """When the present slot ends, and nothing more is cast; seconds."""
+        self._mailbox = mailbox
+        self._arrangement = arrangement
+        self._transmit = transmit
+        self._under_way = under_way
+        self._values = values
+        self._notes = notes
+        self._name = mailbox.device.name
+        self._arrived: dict[tuple[type[Outputs | Losses], int, int], dict[str, Outputs | Losses]] = {}
+        """By kind, batch and layer: what has come of it, by sender."""
+        self._oldest = {Outputs: 0, Losses: 0}
+        """Batches of which a message still counts."""
+        mailbox.on(Outputs, self._take)
+        mailbox.on(Losses, self._take)
+        self.tally = {"forward": Tally(), "backward": Tally(), "sharing": Tally()}
+        """How many parts came from other devices in time, by what they were for."""
+
+    def _take(self, message: Outputs | Losses) -> None:
+        kind = type(message)
+        came = self._arrived.get((kind, message.batch, message.layer), {})
+        message = _filled(came.get(message.sender, message), message)
+        if message.sender != self._name and not message.missing:
+            self._transmit.heard(message)
+        if message.batch >= self._oldest[kind]:
+            self._arrived.setdefault((kind, message.batch, message.layer), came)[message.sender] = message
+
+    def _discard_before(self, kind: type[Outputs | Losses], batch: int) -> None:
+        """Drop what was not used of earlier batches, and whatever of them still comes."""
+        if batch > self._oldest[kind]:
+            self._oldest[kind] = batch
+            for old in [key for key in self._arrived if key[0] is kind and key[1] < batch]:
+                del self._arrived[old]
+
+    async def cast(self, layer: int, message: Sent) -> None:
+        """Transmit to all that hold a layer; what a device has for itself costs nothing."""
+        if self._notes is not None:
+            message = self._notes.annotated(message)
+        receivers = self._arrangement().holders(layer)
+        if self._name in receivers:
+            self._mailbox.post(self._name, message)
+        others = [name for name in receivers if name != self._name]
+        if others:
+            await self._transmit(others, message, self.until)
+
+    def outputs(self, layer: int, batch: int, samples: int) -> Arrived:
+        """Return what has arrived of a layer's outputs, once."""
+        arrangement = self._arrangement()
+        parts = self._parts(Outputs, batch, layer, "sharing" if layer == arrangement.output else "forward")
+        self._discard_before(Outputs, batch - self._under_way - 1)
+        return Arrived(layer, batch, samples, arrangement.sizes[layer], parts, values=self._values[layer])
+
+    def losses(self, layer: int, batch: int, samples: int) -> Arrived:
+        """Return what has arrived of the losses of the own neurons of a layer, sent by the layer behind it, once.
+
+        What comes later of batches before is dropped.
+        """
+        arrangement = self._arrangement()
+        own = elements(arrangement.of(self._name, layer), self._values[layer])
+        parts = self._parts(Losses, batch, layer + 1, "backward", own)
+        self._discard_before(Losses, batch)
+        return Arrived(layer + 1, batch, samples, arrangement.sizes[layer + 1], parts)
+
+    def _parts(
+        self, kind: type[Outputs | Losses], batch: int, layer: int, passing: str, own: Channels | None = None
+    ) -> tuple[SenderPart, ...]:
+        """Return what the holders of a layer have sent; of losses the part that is for the ``own`` values."""
+        came, tally = self._arrived.pop((kind, batch, layer), {}), self.tally[passing]
+        holders = self._arrangement().holders(layer)
+        others = [name for name in holders if name != self._name]
+        tally.due += len(others)
+        # Also one that does not count for the method was received.
+        tally.came += sum(share_without(came[name].missing.get("tensor")) for name in others if name in came)
+        return tuple(self._part(came.get(sender), layer, sender, own) for sender in holders)
+
+    def _part(self, message: Outputs | Losses | None, layer: int, sender: str, own: Channels | None) -> SenderPart:
+        neurons: Channels | None = self._arrangement().of(sender, layer)
+        if self._notes is not None and message is None:
+            self._notes.missed(sender)
+        elif self._notes is not None and message is not None:
+            neurons = self._notes.heard(message)
+        if message is None or neurons is None:
+            return SenderPart(sender, self._arrangement().of(sender, layer), None)
+        tensor, missing = message.tensor, message.missing.get("tensor")
+        if own is not None and tensor is not None:
+            tensor, missing = pick(tensor, 1, own), None if missing is None else pick(missing, 1, own)
+        if missing is not None and not missing.any():
+            missing = None
+        return SenderPart(sender, neurons, tensor, message.note, missing)
+
+
+def _filled(first: Outputs | Losses, again: Outputs | Losses) -> Outputs | Losses:
+    """Return what is known after a message has come again: what was missing of it may be there now."""
+    if first is again or not first.missing or first.tensor is None or again.tensor is None:
+        return first
+    gaps = first.missing["tensor"]
+    left = gaps & again.missing["tensor"] if again.missing else torch.zeros_like(gaps)
+    tensor = torch.where(gaps, again.tensor, first.tensor)
+    return replace(first, tensor=tensor, missing={"tensor": left} if left.any() else {})

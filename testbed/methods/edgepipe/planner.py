@@ -1,0 +1,31 @@
+"""EdgePipe's options, and who holds what."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pydantic import Field
+
+from testbed.kits.slots.arrangement import Allocation, Arrangement, partition
+from testbed.kits.slots.planner import Divide, SlotDetails, SlotOptions, neurons_of
+from testbed.method import Problem
+from testbed.plan import Plan
+
+
+class EdgePipeOptions(SlotOptions):
+    """Options of `EdgePipe`."""
+
+    allocation: Allocation = "hybrid"
+    """Groups of layers: one layer each, by equation (1), or all layers in one."""
+    micro_batches: int = Field(1, ge=1)
+    """More than one: GPipe, for the vertical division. All parts of a batch go forward, then all back, one a slot."""
+
+    @property
+    def divide(self) -> Divide:
+        """How layers are divided."""
+        return partial(partition, allocation=self.layers or self.allocation)
+
+
+def arrangement(problem: Problem[EdgePipeOptions], plan: Plan[SlotDetails]) -> Arrangement:
+    """Return who holds what by a plan."""
+    return problem.options.divide(neurons_of(problem), plan.details.devices)

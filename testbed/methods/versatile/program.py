@@ -1,0 +1,107 @@
+"""VersatileFL's program: a device in timeslots, with its hooks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from testbed.data.batches import steps_per_epoch
+from testbed.device import Device
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.slots.casts import CASTS, Losses, Outputs, Sent
+from testbed.kits.slots.neurons import Neurons
+from testbed.kits.slots.planner import answering_time, timetable_of
+from testbed.kits.slots.program import SlotProgram, transmit_of
+from testbed.method import Job
+from testbed.methods.versatile.controller import ArrangementController, Join, Leave
+from testbed.methods.versatile.handover import Arrange, Handover, Moved
+from testbed.methods.versatile.maintenance import Complete, Confirming, DynamicUpdate, Ideal, Maintenance
+from testbed.methods.versatile.planner import VersatileDetails, VersatileOptions, arrangement
+from testbed.methods.versatile.rearrangement import DecisionRules
+from testbed.methods.versatile.records import ReceptionRecords
+from testbed.models.slices import Channels
+from testbed.wire.message import Message
+
+VersatileJob = Job[VersatileOptions, VersatileDetails]
+KINDS: tuple[type[Any], ...] = (*CASTS, Complete, Arrange, Moved, Join, Leave)
+STARTED = "started"
+"""What a device keeps on its disk, to know when it boots that it was there before."""
+
+
+class VersatileNotes:
+    """The hook `testbed.kits.slots.casts.Notes`: a device adds what it knows of the others to its casts."""
+
+    def __init__(
+        self,
+        device: str,
+        handover: Handover,
+        records: ReceptionRecords,
+        maintenance: Maintenance,
+        update: DynamicUpdate,
+    ) -> None:
+        self._device = device
+        self._handover = handover
+        self._records = records
+        self._maintenance = maintenance
+        self._update = update
+
+    def annotated(self, message: Sent) -> Sent:
+        """Return a message with its note."""
+        note: dict[str, Any] = {
+            "version": self._handover.now.version,
+            "stage": self._update.stage,
+            "records": {name: [window, shares] for name, (window, shares) in self._records.newest.items()},
+        }
+        if isinstance(message, Outputs):
+            note["rates"] = self._maintenance.rates.pop((message.layer, message.batch), ())
+        return replace(message, note=note)
+
+    def heard(self, message: Outputs | Losses) -> Channels | None:
+        """Take the note of a message; None where it is of an arrangement that is not known here, or no more."""
+        note = message.note or {}
+        if message.sender != self._device:
+            self._records.reception.note(message.sender, received=True)
+            self._update.stage = max(self._update.stage, note["stage"])
+            self._records.learn(note["records"])
+        held = self._handover.past.get(note["version"])
+        return None if held is None else held.of(message.sender, message.layer)
+
+    def missed(self, sender: str) -> None:
+        """Note that a message of a device has not arrived in time."""
+        if sender != self._device:
+            self._records.reception.note(sender, received=False)
+
+
+async def run(device: Device, job: VersatileJob) -> None:
+    """Train and test, slot by slot; a device that has booted waits until the others have given it neurons."""
+    problem, details, options = job.problem, job.plan.details, job.problem.options
+    assert job.dataset is not None
+    first = arrangement(problem, details)
+    booted = device.saved(STARTED) is not None and options.rearrangement
+    await device.save(STARTED, Message(STARTED))
+    epoch = steps_per_epoch(len(job.dataset.train_labels), problem.workload.batch_size)
+    window = details.window or max(epoch, details.grace + 1)
+    async with Mailbox(device, problem.links, KINDS) as mailbox:
+        update, neurons = DynamicUpdate(options), Neurons(device, problem)
+        confirm = Confirming(mailbox, lambda: handover.now, answering_time(problem, device.name))
+        maintenance = Maintenance(options, update, confirm)
+        handover = Handover(mailbox, neurons, first, maintenance.forget)
+        if not booted:
+            handover.apply(first)
+        ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
+        records = ReceptionRecords(device.name, ratios, options.alpha, window, details.grace)
+        controller = ArrangementController(
+            mailbox,
+            records,
+            handover,
+            maintenance,
+            DecisionRules(details.threshold, job.plan.lead, problem.seed),
+            [each.name for each in problem.devices],
+            (window, window * timetable_of(details).period * details.slot),
+            options.rearrangement,
+        )
+        transmit = transmit_of(mailbox, job)
+        if options.sharing == "ideal":
+            transmit = Ideal(mailbox, transmit, first.output)
+        notes = VersatileNotes(device.name, handover, records, maintenance, update)
+        await SlotProgram(mailbox, job, neurons, controller, maintenance, transmit, notes).run()
