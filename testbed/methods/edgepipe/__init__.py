@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from testbed.device import Device
-from testbed.kits.slots import planner
 from testbed.kits.slots.figures import DECLARED, details_of
 from testbed.kits.slots.method import SlotMethod
-from testbed.kits.slots.planner import SlotDetails
+from testbed.kits.slots.planner import SlotDetails, plan
 from testbed.method import Job, Problem
 from testbed.methods.edgepipe.planner import EdgePipeOptions
 from testbed.plan import Plan
@@ -54,7 +53,7 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
 
     def plan(self, problem: Problem[EdgePipeOptions]) -> Plan[SlotDetails]:
         """Divide the layers, map the super neurons, time the slots. Raises `InputError` where that cannot be."""
-        return planner.plan(self.name, problem, problem.options.divide, problem.options.micro_batches)
+        return plan(self.name, problem, problem.options.divide, problem.options.micro_batches)
 
     async def program(self, device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
         """Be a super neuron, slot by slot."""
