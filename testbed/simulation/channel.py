@@ -166,7 +166,7 @@ class Channel:
                 self._launch(parcel)
             else:
                 self._full = True
-        elif self._blocked_since is None:
+        elif self._blocked_since is None and not self._reaches():
             self._blocked_since = parcel.called
 
     def _launch(self, parcel: Parcel) -> None:
@@ -242,11 +242,11 @@ class Channel:
         start = parcel.begun + self._delay
         if start > now:
             start = now  # its packets skipped the delay
-        device.deliver(parcel.message, parcel.bytes, start, now - start)
         if self._answered:
             self._answer(parcel, now + (self._back_delay + parcel.answer))
         else:
             self._unanswered.append((now, parcel))
+        device.deliver(parcel.message, parcel.bytes, start, now - start)
 
     def _answer(self, parcel: Parcel, when: float) -> None:
         if when < self._last_answer:
@@ -266,7 +266,9 @@ class Channel:
             self._launch_waiting()
         if parcel.future.done():
             return
+        parcel.future.set_result(None)
         now = self._loop.now
+        # Last, since a fault that waits for this event strikes within the call.
         parcel.sender.write(
             "send",
             {
@@ -279,7 +281,6 @@ class Channel:
                 "encode": 0.0,
             },
         )
-        parcel.future.set_result(None)
 
     def withdraw(self, parcel: Parcel) -> None:
         """Take back a message unless all of it has left; those behind it move up."""
@@ -370,6 +371,7 @@ class Channel:
     def abandon(self) -> None:
         """Forget what has not left a sender that went off; what has left still arrives."""
         self._interrupt()
+        self._open = self._passable()  # the sender may have been paused
         self._waiting = deque(parcel for parcel in self._waiting if parcel.due >= 0)
         self._blocked_since = None
         self._free_at = self._loop.now

@@ -69,6 +69,8 @@ class SimulatedDevice:
         self.leaving = False
         self.tasks: dict[asyncio.Task[Any], None] = {}
         """Of the program and all that it started, in that order."""
+        self.started = 0
+        """How many tasks that was until now."""
         self.running = True
         """Whether the program has not returned."""
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
@@ -186,9 +188,9 @@ class SimulatedDevice:
         }
         if cast is not None:
             fields["cast"] = cast
-        self.write("receive", fields)
         self._inbox.append(message)
         self._wake_receiver()
+        self.write("receive", fields)
 
     def _wake_receiver(self) -> None:
         while self._receivers:
@@ -252,7 +254,8 @@ class SimulatedDevice:
         """Stop the processors and hold back the program."""
         self._loop.freeze(self)
         for work in self._under_way:
-            work.remaining, work.ends = work.ends - self._loop.now, -1.0
+            if work.ends >= 0:
+                work.remaining, work.ends = work.ends - self._loop.now, -1.0
 
     def resume(self) -> None:
         """Let the processors and the program go on."""
@@ -279,6 +282,7 @@ class SimulatedDevice:
     def _end(self, work: _ChargedWork) -> None:
         if not self.alive or work.ends != self._loop.now:
             return
+        work.ends = -1.0  # a pause of no length leaves two entries in the loop for this instant
         self._under_way.remove(work)
         duration = self._loop.now - work.start
         self.write(

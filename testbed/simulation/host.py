@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -64,7 +65,7 @@ class Host:
     disk: dict[str, Message] = field(default_factory=dict)
     """What its programs have saved; outlives them all."""
     paused: bool = False
-    held: list[tuple[Callable[[Any], None], Any]] = field(default_factory=list)
+    held: deque[tuple[Callable[[Any], None], Any]] = field(default_factory=deque)
     """What arrived while it was paused, and what to do about it then."""
 
     def state(self) -> DeviceState:

@@ -156,7 +156,8 @@ class World:
             self.loop.run_until_complete(self._end)
 
     def close(self) -> None:
-        """Stop the programs that still run."""
+        """Stop the programs that still run; no fault strikes any more."""
+        self.watch = None
         for host in self.hosts.values():
             device = host.device
             if device is not None:
@@ -207,24 +208,25 @@ class World:
     def pause(self, name: str) -> None:
         """Stop a device's clock: program, processor and what it was sending stand still."""
         host = self.hosts[name]
-        if host.device is None or host.paused:
+        if host.state() != "up":
             return
         host.paused = True
-        host.device.pause()
-        self._refresh_from(name)
+        if host.device is not None:
+            host.device.pause()
+            self._refresh_from(name)
 
     def resume(self, name: str) -> None:
         """Let a paused device go on; messages that arrived meanwhile are there at once."""
         host = self.hosts[name]
-        if host.device is None or not host.paused:
+        if not host.paused:
             return
         host.paused = False
-        held = list(host.held)
-        host.held.clear()
-        for action, argument in held:
+        while host.held and not host.paused:  # what arrives may make a fault pause it again, or kill it
+            action, argument = host.held.popleft()
             action(argument)
-        host.device.resume()
-        self._refresh_from(name)
+        if host.device is not None and not host.paused:
+            host.device.resume()
+            self._refresh_from(name)
 
     def _refresh_from(self, name: str) -> None:
         for (source, _), channel in list(self._channels.items()):
@@ -276,6 +278,9 @@ class World:
         host, number = boot
         if host.booting != number:
             return  # it was switched off again meanwhile
+        if host.paused:
+            host.held.append((self._boot, boot))
+            return
         host.booting = None
         device = host.device = SimulatedDevice(self, host)
         for (_, target), channel in list(self._channels.items()):
@@ -302,18 +307,18 @@ class World:
         if error is not None:
             self._fail(device, error)
             return
-        device.record("state", state="finished")
         if device.name == self._lead and not self._end.done():
             self._end.set_result(None)
-        elif device.leaving:
+        device.record("state", state="finished")
+        if device.leaving and device.alive and device.name != self._lead:
             self.kill(device.name)
 
     def _fail(self, device: Guest, error: BaseException) -> None:
-        device.write("state", {"state": "failed", "error": f"{type(error).__name__}: {error}"})
         if not self._end.done():
             failure = ProgramError(f"the program of {device.name} failed")
             failure.__cause__ = error
             self._end.set_exception(failure)
+        device.write("state", {"state": "failed", "error": f"{type(error).__name__}: {error}"})
 
     def _lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Fail the run when a task that nobody awaits has raised."""
@@ -336,20 +341,29 @@ def rare_collection() -> Iterator[None]:
 
 
 class _OwnedTask(asyncio.Task[Any]):
-    """A task that knows the device whose code has started it."""
+    """A task that knows the device whose code has started it.
 
-    owner: SimulatedDevice
+    Its hash is its number on that device and no address: `asyncio.TaskGroup` and `asyncio.wait` keep tasks in sets,
+    whose order is thus the same in each run.
+    """
+
+    def __init__(self, owner: SimulatedDevice, program: Coroutine[Any, Any, Any], **options: Any) -> None:
+        self.owner = owner
+        owner.started += 1
+        self._number = owner.started
+        super().__init__(program, **options)
+        owner.tasks[self] = None
+        self.add_done_callback(owner.forget)
+        if not owner.alive:
+            self.cancel()
+
+    def __hash__(self) -> int:
+        return self._number
 
 
-def _make_owned(
-    loop: asyncio.AbstractEventLoop, program: Coroutine[Any, Any, Any], **options: Any
-) -> asyncio.Task[Any]:
-    """Make a task, and note it with the device whose code starts it."""
+def _make_owned(loop: VirtualLoop, program: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    """Make a task of the device whose code starts it."""
     owner = OWNER.get()
-    if not isinstance(owner, SimulatedDevice):
-        return asyncio.Task(program, loop=loop, **options)
-    task = _OwnedTask(program, loop=loop, **options)
-    task.owner = owner
-    owner.tasks[task] = None
-    task.add_done_callback(owner.forget)
-    return task
+    if isinstance(owner, SimulatedDevice):
+        return _OwnedTask(owner, program, loop=loop, **options)
+    return asyncio.Task(program, loop=loop, **options)
