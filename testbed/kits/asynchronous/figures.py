@@ -51,10 +51,10 @@ def _longest_outage(record: Record) -> float | None:
 
 
 def _rest(record: Record) -> float | None:
-    """Return the seconds from the last resumption to the last batch."""
+    """Return the seconds from the last resumption to the last batch: none where that one was trained before it."""
     resumed = [item.resumed for item in record.recoveries if item.resumed is not None]
     steps = record.of("step")
-    return steps[-1].time - resumed[-1] if resumed and steps else None
+    return max(0.0, steps[-1].time - resumed[-1]) if resumed and steps else None
 
 
 def _span(item: Item, begun: str, ended: str) -> float | None:

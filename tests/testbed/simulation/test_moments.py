@@ -1,6 +1,7 @@
 """Any moment that a scenario can name may be struck by any action: nothing breaks, and what is undone is made good."""
 
 import asyncio
+import gc
 import logging
 from collections import Counter
 from contextlib import suppress
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from testbed.device import Cost, Device, Span
 from testbed.simulation.world import BOOT_SECONDS
 from testbed.wire.message import Message
-from tests.helpers.worlds import events, world
+from tests.helpers.worlds import events, idle, world
 
 ROUNDS = 3
 DEVICES = ("lead", "b", "c")
@@ -137,9 +138,91 @@ def test_any_actions_at_any_moments(logged, drawn, access):
     assert_sound(faults, logged, access=access)
 
 
+def test_device_killed_as_it_hears_what_came_while_it_was_paused(logged):
+    async def sender(device: Device) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(device.send("b", Message("m", {"number": number})))
+
+    heard = []
+
+    async def receiver(device: Device) -> None:
+        while True:
+            heard.append((device.now(), (await device.receive())["number"]))
+
+    faults = [
+        {"pause": "b", "at": "1ms", "for": "1s"},
+        {"kill": "b", "when": {"device": "b", "event": "receive"}, "for": "0s"},
+    ]
+    made = world({"lead": sender, "b": receiver}, faults=faults)
+    made.run()
+    assert [number for _, number in heard] == [1, 2], "the first was heard as it died; the others are sent again"
+    assert min(time for time, _ in heard) > 1 + BOOT_SECONDS
+    assert not logged
+
+
+def test_device_killed_while_it_was_paused_sends_again_once_it_is_back():
+    async def sender(device: Device) -> None:
+        await device.sleep(0 if device.saved("sent") else 0.5)
+        await device.save("sent", Message("sent"))
+        await device.send("b", Message("m"))
+        await device.sleep(5)
+
+    faults = [{"pause": "lead", "at": "1s"}, {"kill": "lead", "at": "2s", "for": "1s"}]
+    made = world({"lead": sender, "b": idle}, faults=faults, time_limit=100)
+    made.run()
+    assert len(events(made, "send", "lead")) == 2
+
+
+def test_device_that_boots_can_be_paused():
+    async def program(device: Device) -> None:
+        await device.sleep(2)
+
+    faults = [{"kill": "lead", "at": "1s", "for": "0s"}, {"pause": "lead", "at": "2s", "for": "10s"}]
+    made = world({"lead": program}, faults=faults)
+    made.run()
+    assert [event["time"] for event in events(made, "state") if event["state"] == "started"] == [0, 12]
+
+
+def test_task_that_a_dead_device_starts_never_runs():
+    ran = []
+
+    async def late(device: Device) -> None:
+        while True:
+            ran.append(device.now())
+            await device.sleep(1)
+
+    async def victim(device: Device) -> None:
+        try:
+            await device.sleep(100)
+        finally:
+            asyncio.create_task(late(device))  # noqa: RUF006 - it must not run at all
+
+    async def sleeper(device: Device) -> None:
+        await device.sleep(10)
+
+    world({"lead": sleeper, "b": victim}, faults=[{"kill": "b", "at": "1s"}]).run()
+    assert ran == []
+
+
+def test_sets_of_tasks_have_the_same_order_each_time():
+    async def program(device: Device) -> None:
+        tasks = [asyncio.create_task(device.sleep(1), name=str(number)) for number in range(20)]
+        for done in (await asyncio.wait(tasks))[0]:
+            device.record("log", text=done.get_name())
+
+    def order():
+        made = world({"lead": program})
+        made.run()
+        return [event["text"] for event in events(made, "log")]
+
+    assert order() == order() == [str(number) for number in range(20)]
+
+
 @pytest.fixture(scope="module")
 def logged():
     """Return what asyncio logs; pytest's own fixture lasts for one example of hypothesis only."""
+    gc.collect()  # of tests before these, whose loops ended with tasks in them
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(logging.Formatter().format(record))

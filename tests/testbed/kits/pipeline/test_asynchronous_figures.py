@@ -86,6 +86,12 @@ def test_a_recovery_that_tells_of_no_phases_has_none() -> None:
     assert "repartitions" not in found, "nothing was trained asynchronously"
 
 
+def test_nothing_was_trained_after_a_recovery_that_came_last() -> None:
+    after = [recovery(8.2, "detected"), recovery(8.4, "resumed")]
+    assert figures(faulty=True)["rest"] > 0
+    assert figures(*after, faulty=True)["rest"] == 0
+
+
 def test_a_repartition_disturbs() -> None:
     found = figures(*CHANGED)
     assert [row["steady"] for row in found["series"]["steps"]] == [False, True, False, True, True]
