@@ -11,6 +11,7 @@ from agent.http import serve
 from agent.receiving import DataApplication
 from agent.runner import Runner
 from agent.settings import Settings
+from testbed.wire.lease import Lease
 
 CONTROL_THREADS = 8
 DATA_THREADS = 4
@@ -30,7 +31,8 @@ def main() -> None:
         pool = data_server.requests
         pool.grow(max(0, DATA_THREADS + 2 * peers - len(pool._threads)))
 
-    control = ControlApplication(Runner(settings, data, make_room))
+    lease = Lease(os.environ, over.set)
+    control = ControlApplication(Runner(settings, data, make_room), lease.renew)
     servers = [serve(settings.control, control, CONTROL_THREADS), data_server]
     for server in servers:
         threading.Thread(target=server.serve, name="serve", daemon=True).start()

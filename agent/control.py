@@ -42,8 +42,9 @@ _SMALL = 4096
 class ControlApplication:
     """WSGI: health at once, everything else through a Flask application made on first use."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, renew: Callable[[], None] = lambda: None) -> None:
         self._runner = runner
+        self._renew = renew
         self._flask: Flask | None = None
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
@@ -54,7 +55,7 @@ class ControlApplication:
             error = {"error": "send the run's token as 'Authorization: Bearer <token>'"}
             return respond(environ, start_response, 401, error)
         if self._flask is None:
-            self._flask = application(self._runner)
+            self._flask = application(self._runner, self._renew)
         return self._flask(environ, start_response)
 
 
@@ -83,7 +84,7 @@ def facts(runner: Runner) -> dict[str, Any]:
     }
 
 
-def application(runner: Runner) -> Flask:
+def application(runner: Runner, renew: Callable[[], None]) -> Flask:
     """Make the Flask application; see "Agent over HTTP" in ARCHITECTURE.md."""
     from flask import Flask
     from werkzeug.exceptions import HTTPException
@@ -102,6 +103,7 @@ def application(runner: Runner) -> Flask:
         ("PUT", "/shard", lambda: put("a shard", runner.put_shard)),
         ("POST", "/start", lambda: runner.start(_number(_body(_SMALL), "origin", -1e12, 1e12))),
         ("POST", "/stop", runner.stop),
+        ("POST", "/lease", renew),
         ("POST", "/leave", runner.leave),
         ("PUT", "/speed", lambda: runner.pace.set(_number(_body(_SMALL), "factor", 1e-6, 1e6))),
         ("PUT", "/links", lambda: runner.set_message_loss(_body(JSON_LIMIT))),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from controller.lab.lab import LinkBackend
 
-__all__ = ["Result", "Results", "build", "emulate", "load", "open_results", "simulate", "sweep"]
+__all__ = ["Result", "Results", "build", "emulate", "live", "load", "open_results", "simulate", "sweep"]
 
 Runtime = Literal["simulate", "emulate"]
 T = TypeVar("T")
@@ -104,6 +104,41 @@ class Results(list[Result]):
     def frame(self) -> pd.DataFrame:
         """Return these rows as a pandas frame."""
         return frame(self.rows())
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run that goes on, or a lab that stands without one."""
+
+    run: str
+    """Its id, as `testbed ps` has it."""
+
+    def state(self) -> dict[str, Any]:
+        """Return ``devices``, each with its state (up, down or paused), and ``in_force``, what struck by its handle."""
+        return self._ask({"show": None})
+
+    def strike(self, **action: Any) -> str:
+        """Carry out an action as a scenario writes it, such as ``kill="worker1"``; return the handle that `undo` takes.
+
+        Raises `InputError` where a scenario could not have it either.
+        """
+        return str(self._ask({"strike": action})["handle"])
+
+    def undo(self, handle: str) -> None:
+        """Take back an action; raises `InputError` where it is not in force."""
+        self._ask({"undo": handle})
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        from controller.running.control import reach
+
+        return reach(self.run)(request)
+
+
+def live(run: str | None = None) -> Live:
+    """Return a run that is up, by default the only one; raises `InputError` where there is none, or several."""
+    from controller.lab import runstate
+
+    return Live(runstate.choose(run))
 
 
 def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scenario:

@@ -33,7 +33,7 @@ def up(scenario: Path, overrides: tuple[str, ...], links: LinkBackend, as_json: 
     from testbed.scenario.loading import load
 
     trial = trials(load(scenario, overrides))[0]
-    lab = Lab.create(trial, links=links, progress=say)
+    lab = Lab.create(trial, links=links, progress=say, keep=True)
     if as_json:
         devices = [asdict(device) for device in lab.devices.values()]
         dump({"run": lab.run_id, "subnet": lab.subnet, "devices": devices})

@@ -6,12 +6,14 @@ import errno
 import importlib
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 import click
 
 from controller.cli.options import CommandGroup, sentence
+from controller.lab.paths import abandoned
 from testbed import __version__
 from testbed.common.errors import HostError, TestbedError
 
@@ -71,8 +73,20 @@ def testbed() -> None:
     """Emulate edge devices and their links on one machine and run split neural networks on them."""
 
 
+def _say_what_was_left() -> None:
+    """Offer to remove what is left of runs that nobody removes any more."""
+    if sys.argv[1:2] != ["down"]:
+        for run in abandoned():
+            text = "was killed together with its reaper, and is still there: remove it with"
+            click.echo(f"testbed: the run {run} {text} 'testbed down {run}'", err=True)
+
+
 def main() -> None:
     """Run the command line; turn a `TestbedError` into one line and its exit status."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what was seen of a run is kept
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    _say_what_was_left()
     try:
         sys.exit(testbed.main(standalone_mode=False))
     except click.Abort:
@@ -88,15 +102,13 @@ def main() -> None:
         # The reader of our output has left (`testbed ps | head`): not an error worth a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        text = "the disk is full; what a run had written is kept, and `testbed report` makes its page of it again"
-        click.echo(f"testbed: {text}", err=True)
-        sys.exit(HostError.exit_code)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            text = "the disk is full; what a run had written is kept, and `testbed report` makes its page of it again"
         # The engine's client is imported only by commands that need it; whatever it raises is about this host.
-        if not type(error).__module__.startswith("docker."):
+        elif type(error).__module__.startswith(("docker.", "requests.", "urllib3.")):
+            text = f"the container engine: {' '.join(str(error).split())}"
+        else:
             raise
-        click.echo(f"testbed: the container engine: {' '.join(str(error).split())}", err=True)
+        click.echo(f"testbed: {text}", err=True)
         sys.exit(HostError.exit_code)

@@ -74,6 +74,10 @@ class Agent:
         """Tell the program that the device leaves."""
         self._request("POST", "/leave", seconds=CONNECT_SECONDS)
 
+    def renew(self) -> None:
+        """Let the container live for another lease."""
+        self._request("POST", "/lease", seconds=CONNECT_SECONDS)
+
     def set_speed(self, factor: float) -> None:
         """Let the device compute at this share of its own speed from now on, also what it is computing right now."""
         self._request("PUT", "/speed", seconds=CONNECT_SECONDS, json={"factor": factor})

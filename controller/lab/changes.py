@@ -32,17 +32,20 @@ class ContainerChanges:
         run: str,
         addresses: Mapping[str, str],
         note: Callable[[DeviceContainer], None],
+        on_return: Callable[[float], None],
     ) -> None:
-        """``note`` is called with what every look found, before it is yielded."""
+        """``note`` is called with what every look found, before it is yielded.
+
+        ``on_return`` is called with the seconds for which the engine gave no events, once it does again.
+        """
         self._client = client
         self._run = run
         self._addresses = addresses
         self._note = note
+        self._on_return = on_return
         self._last: dict[str, tuple[str, int]] = {}
         self._over = threading.Event()
         self._stream: Any = None
-        self.away = 0.0
-        """Seconds for which the engine gave no events before the latest container was looked at."""
 
     def __iter__(self) -> Iterator[DeviceContainer]:
         """Yield each container as it is at first, and again when its state or its process has changed.
@@ -57,16 +60,17 @@ class ContainerChanges:
         }
         left = None
         while not self._over.is_set():
-            self._stream = self._client.events(decode=True, filters=filters)
-            self.away = 0.0 if left is None else time.monotonic() - left
             with suppress(requests.RequestException, HTTPError, OSError):
+                self._stream = self._client.events(decode=True, filters=filters)
+                if left is not None:
+                    self._on_return(time.monotonic() - left)
+                    left = None
                 for name in self._addresses:
                     yield from self._looked(name)
-                self.away = 0.0
                 for event in self._stream:
                     if name := names.get(event["Actor"]["Attributes"]["name"], ""):
                         yield from self._looked(name)
-            left = time.monotonic()
+            left = left or time.monotonic()
             self._over.wait(PAUSE)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from controller.lab.runstate import RunState
 from testbed.common.errors import HostError, InputError
 from testbed.hardware import DeviceSpec
 from testbed.network.checks import SHAPER
+from testbed.wire.lease import LEASE
 from testbed.wire.ports import CONTROL_PORT
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
@@ -176,7 +177,12 @@ def _settings(
     return {
         "image": image,
         "labels": {RUN: state.run, **labels},
-        "environment": {"TESTBED_RUN": state.run, "TESTBED_TOKEN": state.token, **environment},
+        "environment": {
+            "TESTBED_RUN": state.run,
+            "TESTBED_TOKEN": state.token,
+            **({} if state.lease is None else {LEASE: f"{state.lease:g}"}),
+            **environment,
+        },
         "ports": [CONTROL_PORT],
         "host_config": HostConfig(
             version=DEFAULT_DOCKER_API_VERSION,
@@ -204,7 +210,11 @@ def _make(
     try:
         if address is not None:
             network = network_name(run, "data")
-            client.api.connect_container_to_network(title, network, ipv4_address=address, aliases=[name])
+            try:
+                client.api.connect_container_to_network(title, network, ipv4_address=address, aliases=[name])
+            except APIError as error:
+                if "already exists" not in str(error.explanation):  # as above
+                    raise
         client.api.start(title)
     except APIError as error:
         raise HostError(f"the container of {name} cannot be started: {error.explanation}") from error

@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import docker
+import requests
 from docker.errors import DockerException
+from requests.adapters import BaseAdapter
 
 from controller.lab.paths import CHECKOUT, state_folder
 from testbed.common.errors import HostError
@@ -22,6 +25,9 @@ Say = Callable[[str], None]
 _POOL = 64
 _TIMEOUT = 120
 _START_PATIENCE = 60.0
+PATIENCE = 60.0
+"""Seconds for which an engine that has answered may not answer."""
+_PAUSE = 0.25
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,43 @@ def connect() -> docker.DockerClient:
     try:
         client = docker.from_env(timeout=_TIMEOUT, max_pool_size=_POOL)
         client.ping()
+        for prefix, adapter in list(client.api.adapters.items()):
+            client.api.mount(prefix, _Patient(adapter))
     except (DockerException, OSError) as error:
         if client is not None:
             client.close()
         raise HostError(_advice(error)) from error
     return client
+
+
+class _Patient(BaseAdapter):
+    """Repeats requests while the engine, which has answered before, does not: it may be restarting.
+
+    Raises HostError once it has not answered for `PATIENCE` seconds. What is repeated may have been done already: who
+    makes something gives it a name, and takes a conflict for success.
+    """
+
+    def __init__(self, inner: BaseAdapter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
+        """Send a request, again and again; what is streamed to the engine only once."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return self._inner.send(request, *arguments, **options)
+            except requests.ReadTimeout as error:
+                raise HostError(f"the container engine took more than {_TIMEOUT} s for a request") from error
+            except requests.ConnectionError as error:
+                if time.monotonic() > until or not isinstance(request.body, bytes | str | None):
+                    text = f"the container engine has not answered for {PATIENCE:.0f} s ({_reason(str(error))})"
+                    raise HostError(text) from error
+            time.sleep(_PAUSE)
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._inner.close()
 
 
 def ensure_engine(say: Say) -> docker.DockerClient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -34,6 +35,7 @@ from controller.lab.images import ensure_images
 from controller.lab.links import Shaper
 from controller.lab.networks import make_networks, network_name
 from controller.lab.programimages import device_images
+from controller.lab.reaper import Reaper
 from controller.lab.removal import DEVICE, RUN, remove_run
 from controller.shaping.plan import Endpoint
 from testbed.common.errors import HostError, InputError, TestbedError
@@ -50,6 +52,10 @@ WORKERS = max(4, 2 * (os.cpu_count() or 1))
 """Containers made at once: more only queue up inside the engine."""
 MINIMAL_MEMORY = 32 * 2**20
 """Bytes; in less the agent does not even start (an idle one needs some 25 MB, one with torch some 200 MB more)."""
+
+LEASE_SECONDS = 1800.0
+"""How long a container of a run lives without its controller; so long that no busy host ends a living run."""
+RENEWAL_SECONDS = 60.0
 
 LinkBackend = Literal["auto", "netem", "userspace"]
 """What shapes the links; auto takes netem where the kernel has it."""
@@ -70,6 +76,8 @@ class Lab:
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
+        self._reaper: Reaper | None = None
+        self._over = threading.Event()
         self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
 
     # Making and finding
@@ -88,10 +96,12 @@ class Lab:
         links: LinkBackend = "auto",
         progress: Progress | None = None,
         results: Path | None = None,
+        keep: bool = False,
     ) -> Lab:
         """Make networks, shaper and devices; return when all are healthy and every link is shaped.
 
-        Leaves nothing behind when it fails or is interrupted. ``results`` is the folder that the run is written to.
+        Leaves nothing behind when it fails or is interrupted. The lab is removed if this process dies before `down`,
+        unless it is there to ``keep``. ``results`` is the folder that the run is written to.
         Raises HostError where there is no engine, no images, no room for the networks, or a container does not come
         up; InputError where the scenario's subnet does not fit.
         """
@@ -112,17 +122,23 @@ class Lab:
             point=trial.point,
             repetition=trial.repetition,
             results=None if results is None else str(results),
+            lease=None if keep else LEASE_SECONDS,
         )
-        runstate.write(state)
+        reaper = Reaper(state.run)
         try:
+            runstate.write(state)
             say("making the networks")
             subnet = make_networks(client, state.run, scenario.network.subnet, len(trial.experiment.devices))
             lab = cls(client, state, trial, subnet)
             lab._populate(devices, images.shaper, links, say)
-        except BaseException:
-            with contextlib.suppress(TestbedError):  # the first error tells more than one of clearing up
-                remove_run(client, state.run)
+        except BaseException as error:
+            reaper.remove(client, sure=not isinstance(error, KeyboardInterrupt))
             raise
+        if keep:
+            reaper.dismiss()
+        else:
+            lab._reaper = reaper
+            threading.Thread(target=lab._renew, name="lease", daemon=True).start()
         return lab
 
     @classmethod
@@ -198,10 +214,10 @@ class Lab:
             known = self._agents[name] = Agent(url, self.token, name)
         return known
 
-    def changes(self) -> ContainerChanges:
-        """Return what follows the containers of the run, the shaper's too."""
+    def changes(self, on_return: Callable[[float], None]) -> ContainerChanges:
+        """Return what follows the containers of the run, the shaper's too; see there."""
         names = {**{name: device.address for name, device in self.devices.items()}, SHAPER: ""}
-        return ContainerChanges(self._client, self.run_id, names, self._note)
+        return ContainerChanges(self._client, self.run_id, names, self._note, on_return)
 
     # Breaking and mending
 
@@ -283,9 +299,26 @@ class Lab:
         self._state = replace(self._state, results=str(results))
         runstate.write(self._state)
 
-    def down(self) -> int:
-        """Remove everything of the run, whatever is left of it; return how many containers and networks there were."""
-        return remove_run(self._client, self.run_id, settle=False)
+    def down(self) -> bool:
+        """Remove everything of the run, whatever is left of it.
+
+        Returns False where that was interrupted or the engine does not answer: it goes on in the background.
+        """
+        self._over.set()
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None:
+            return reaper.remove(self._client)
+        remove_run(self._client, self.run_id, settle=False)
+        return True
+
+    def _renew(self) -> None:
+        """Renew the lease of every container that runs, until the lab is taken down."""
+        while not self._over.wait(RENEWAL_SECONDS):
+            renewals = [self.shaper.renew]
+            renewals += [self.agent(name).renew for name, found in list(self.devices.items()) if found.control_url]
+            for renew in renewals:
+                with contextlib.suppress(TestbedError):  # it is down by now, or busy: there are many more renewals
+                    renew()
 
     # Inside
 

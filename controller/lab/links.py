@@ -71,6 +71,10 @@ class Shaper:
         answer = self._request("POST", "/probe", {"pairs": [list(pair) for pair in pairs]}, timeout=120)
         return [LinkMeasurement.from_json(each) for each in answer["measurements"]]
 
+    def renew(self) -> None:
+        """Let the container live for another lease."""
+        self._request("POST", "/lease", timeout=5.0)
+
     def show(self) -> dict[str, Any]:
         """Return ``backend``, ``links`` and ``devices``; of each device where the kernel differs, read back now."""
         shown: dict[str, Any] = self._request("GET", "/show")

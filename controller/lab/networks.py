@@ -49,6 +49,9 @@ def _make_network(
             )
         except APIError as error:
             complaint = str(error.explanation)
+            if "already exists" in complaint:  # the first try of a request that was repeated
+                made = client.api.inspect_network(network_name(run, kind))
+                return IPv4Network(made["IPAM"]["Config"][0]["Subnet"])
             if "overlaps" not in complaint and "conflict" not in complaint:
                 break
             continue  # another run took it between our look and our request

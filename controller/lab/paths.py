@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from testbed.common.errors import HostError
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 BUILD = CHECKOUT / ".build"
+_OWNED = ".owned"
+
+
+def state_path() -> Path:
+    """Return where the folder of state files and logs is, or would be."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "testbed"
 
 
 def state_folder() -> Path:
     """Return the folder of state files and logs, made with access for its owner only."""
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    folder = Path(base) / "testbed"
+    folder = state_path()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         why = error.strerror or error
         raise HostError(f"{folder}: cannot be made: {why}: name another place by XDG_STATE_HOME") from None
     return folder
+
+
+def own(run: str) -> int:
+    """Hold a lock on a run; return its descriptor. It is held until no process has that any more."""
+    lock = os.open(state_folder() / f"{run}{_OWNED}", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def disown(run: str) -> None:
+    """Let a run be nobody's, without its being abandoned."""
+    (state_folder() / f"{run}{_OWNED}").unlink(missing_ok=True)
+
+
+def abandoned() -> list[str]:
+    """Return the runs whose owners have all been killed; asks no engine."""
+    found = []
+    for path in sorted(state_path().glob(f"*{_OWNED}")):
+        with suppress(OSError), path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            found.append(path.stem)
+    return found

@@ -1,49 +1,91 @@
 """A small process that outlives the controller just long enough to remove a run that the controller left behind.
 
 It waits on a pipe whose other end only the controller holds. However the controller ends, SIGKILL included, the
-kernel closes that end, and the reaper removes the run, unless it was dismissed.
+kernel closes that end, and the reaper removes the run, as soon as the engine answers. It is dismissed only by who has
+seen that the engine holds nothing of the run any more, or has a lab that is to outlive its controller.
+
+Controller and reaper hold a lock together, on a file beside the run's state file. Where nobody holds it any more both
+were killed, and the run is abandoned.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from controller.lab.paths import CHECKOUT, state_folder
+from controller.lab.paths import CHECKOUT, disown, own, state_folder
+
+if TYPE_CHECKING:
+    import docker
 
 _DISMISSED = b"dismissed"
+_PAUSE = 2.0
+"""Seconds between two attempts to remove a run whose engine does not answer."""
+_PATIENCE = 24 * 3600.0
 
 
-@contextmanager
-def guard(run: str, *, keep: bool = False) -> Iterator[None]:
-    """Have the run removed if this process dies within the block.
+_UNSURE: list[Reaper] = []
+"""Reapers that are to look again when this process has ended."""
 
-    Leaving the block in any orderly way, by an exception too, dismisses the reaper: the caller removes the run.
-    With ``keep`` the run is to outlive this process, and nothing is watched.
-    """
-    if keep:
-        yield
-        return
-    with (state_folder() / "reaper.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "controller.lab.reaper", run],
-            cwd=CHECKOUT,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # the terminal's Ctrl-C and hang-up are not for it
-        )
-    assert process.stdin is not None
-    try:
-        yield
-    finally:
-        with suppress(BrokenPipeError):  # somebody ended the reaper; the caller removes the run all the same
-            process.stdin.write(_DISMISSED)
-            process.stdin.close()
-        process.wait()
+
+class Reaper:
+    """Watches over a run from before anything of it exists."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._lock = own(run)
+        with (state_folder() / "reaper.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "controller.lab.reaper", run],
+                cwd=CHECKOUT,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[self._lock],
+                start_new_session=True,  # the terminal's Ctrl-C and hang-up are not for it
+            )
+
+    def remove(self, client: docker.DockerClient, *, sure: bool = True) -> bool:
+        """Remove the run; return False where that fails or is interrupted, and the reaper goes on with it alone.
+
+        Unless it is ``sure`` that nothing of the run is still being made, the reaper looks again after this process.
+        """
+        from controller.lab.removal import remove_run
+        from testbed.common.errors import TestbedError
+
+        try:
+            remove_run(client, self._run, settle=False)
+            done = True
+        except (TestbedError, KeyboardInterrupt):
+            done = False
+        if not sure:
+            _UNSURE.append(self)  # requests under way are over only when this process is
+        elif done:
+            self.dismiss()
+        else:
+            self._end()
+        return done and sure
+
+    def dismiss(self) -> None:
+        """Let the run be: nothing of it is left, or all of it is to stay."""
+        assert self._process.stdin is not None
+        with suppress(OSError):  # somebody ended the reaper
+            self._process.stdin.write(_DISMISSED)
+            self._process.stdin.flush()
+        self._end()
+        self._process.wait()
+        disown(self._run)
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        os.close(self._lock)
 
 
 def main(run: str) -> None:
@@ -56,7 +98,16 @@ def main(run: str) -> None:
     from controller.lab.engine import connect
     from controller.lab.removal import remove_run
 
-    removed = remove_run(connect(), run)
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            removed = remove_run(connect(), run)
+            break
+        except Exception as error:
+            print(f"{run}: {error}", flush=True)
+            if time.monotonic() > until:
+                raise
+            time.sleep(_PAUSE)
     print(f"{run}: its controller is gone; removed {removed} containers and networks", flush=True)
 
 

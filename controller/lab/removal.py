@@ -27,11 +27,12 @@ def labelled_runs(client: docker.DockerClient) -> set[str]:
     """Return the id of every run that the engine still holds something of."""
     containers = client.api.containers(all=True, filters={"label": RUN})
     networks = client.api.networks(filters={"label": RUN})
-    return {str(thing["Labels"][RUN]) for thing in [*containers, *networks]}
+    volumes = client.api.volumes(filters={"label": RUN})["Volumes"] or []
+    return {str(thing["Labels"][RUN]) for thing in [*containers, *networks, *volumes]}
 
 
 def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:
-    """Remove everything of one run; return how many containers and networks there were.
+    """Remove everything of one run; return how many containers, networks and stray volumes there were.
 
     What is already gone counts as removed. With ``settle`` the engine is asked again a moment later, because a
     container that a killed controller had asked for may appear after the first look. Raises HostError where something
@@ -44,7 +45,10 @@ def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) ->
     while True:
         containers = [str(one["Id"]) for one in client.api.containers(all=True, filters=label)]
         networks = [str(one["Id"]) for one in client.api.networks(filters=label)]
-        if not containers and not networks:
+        # What a container had goes with it, unless somebody removed that by other means.
+        found = [] if containers else client.api.volumes(filters=label)["Volumes"] or []
+        volumes = [str(one["Name"]) for one in found]
+        if not containers and not networks and not volumes:
             if quiet or not settle:
                 break
             quiet = True
@@ -53,7 +57,8 @@ def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) ->
         quiet = False
         problems = _each(containers, lambda id_: client.api.remove_container(id_, force=True, v=True))
         problems += _each(networks, client.api.remove_network)
-        count += len(containers) + len(networks) - len(problems)
+        problems += _each(volumes, client.api.remove_volume)
+        count += len(containers) + len(networks) + len(volumes) - len(problems)
         if problems and time.monotonic() > deadline:
             raise HostError(f"{problems[0]} of run {run} does not go away: see 'docker ps -a' and the engine's log")
         if problems:

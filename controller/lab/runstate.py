@@ -24,6 +24,8 @@ class RunState:
     repetition: int = 0
     results: str | None = None
     """The folder that the run is written to; None of a lab that stands without a run."""
+    lease: float | None = None
+    """Seconds after which its containers end when nobody renews that; None of a lab that outlives its controller."""
 
 
 def path_of(run: str) -> Path:

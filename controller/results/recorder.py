@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,18 +66,21 @@ class Recorder:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             if any(self.path.iterdir()):
-                raise InputError(f"{folder}: holds something already: name another folder, or remove this one")
+                raise _taken(folder)
+            # A line at a time: what was written is there, whatever ends this process. A simulation has thousands of
+            # lines a second: the last few do not matter.
+            try:
+                self._events = (self.path / "events.jsonl").open(
+                    "x", encoding="utf-8", buffering=1 if runtime == "emulate" else -1
+                )
+            except FileExistsError:  # by another run, a moment ago
+                raise _taken(folder) from None
             self._manifest = manifest(trial, runtime, weights)
             self._manifest_file(self._manifest)
             scenario, sources = beside_its_code(trial.scenario)
             for name, text in {"scenario.yaml": scenario_yaml(scenario), **sources}.items():
                 (self.path / name).write_text(text, encoding="utf-8")
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
-            # A line at a time: what was written is there, whatever ends this process. A simulation has thousands of
-            # lines a second: the last few do not matter.
-            self._events = (self.path / "events.jsonl").open(
-                "w", encoding="utf-8", buffering=1 if runtime == "emulate" else -1
-            )
 
     def event(self, event: Event) -> None:
         """Write an event; raise `HostError` where that is impossible."""
@@ -130,6 +134,10 @@ class Recorder:
         return HostError(f"{self.path}: cannot be written: {error.strerror or error}")
 
 
+def _taken(folder: Path) -> InputError:
+    return InputError(f"{folder}: holds something already: name another folder, or remove this one")
+
+
 def rebuild(run: Run) -> None:
     """Write again everything in a run's folder that is computed: figures, verdict and trace."""
     expected = [asdict(expectation) for expectation in run.expectations]
@@ -142,11 +150,19 @@ def rebuild(run: Run) -> None:
 
 
 def numbered(folder: Path) -> Path:
-    """Return ``folder``, or with a number the first such name that does not exist or is empty."""
-    number, place = 1, folder
-    while place.exists() and not (place.is_dir() and not any(place.iterdir())):
-        number += 1
-        place = folder.with_name(f"{folder.name}-{number}")
+    """Make ``folder``, or with a number the first such folder that does not exist, and return it: no other run has it.
+
+    Raises HostError where it cannot be made.
+    """
+    for number in count(1):
+        place = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            place.mkdir(parents=True)
+            break
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
     return place
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from controller.lab import capability
 from controller.lab.lab import Lab, LinkBackend
-from controller.lab.reaper import guard
 from controller.running import verification
 from controller.running.execution import Execution
 from controller.running.fidelity import since
@@ -72,13 +71,12 @@ def emulate(
 def _lab(
     prepared: Prepared, links: LinkBackend, on_stage: Callable[[str], None], *, keep: bool, results: Path | None
 ) -> Iterator[Lab]:
-    """Have a lab for the time of the run, guarded against the death of this process."""
-    run_id = Lab.new_run_id(prepared.scenario.name)
-    with guard(run_id, keep=keep):
-        lab = Lab.create(prepared.trial, run_id, links=links, progress=on_stage, results=results)
-        try:
-            yield lab
-        finally:
-            if not keep:
-                on_stage("removing the containers")
-                lab.down()
+    """Have a lab for the time of the run."""
+    lab = Lab.create(prepared.trial, links=links, progress=on_stage, results=results, keep=keep)
+    try:
+        yield lab
+    finally:
+        if not keep:
+            on_stage("removing the containers")
+            if not lab.down():
+                on_stage("what is left is removed in the background, as soon as the engine answers")

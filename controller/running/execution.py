@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from controller.lab.agents import AgentGone
 from controller.lab.changes import ContainerChanges
@@ -27,7 +27,7 @@ from controller.running import control
 from controller.running.fidelity import HostMonitor
 from controller.running.keyed import KeyedExecutor
 from controller.running.machines import Containers, changes_of, events_of
-from testbed.common.errors import TestbedError
+from testbed.common.errors import HostError, TestbedError
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.replay import Changes, TraceScript
@@ -55,25 +55,6 @@ WORKERS = 16
 End = tuple[Status, str | None]
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """A container that has ended."""
-
-    name: str
-    ending: Ending
-
-
-@dataclass(frozen=True)
-class _Done:
-    """A step of the faults or the trace that has been carried out, or could not be."""
-
-    step: RecordedStep
-    began: float
-    actual: float
-    changed: Changed
-    error: Exception | None = None
-
-
 class Execution:
     """One run of a method's programs on a lab that is up."""
 
@@ -93,7 +74,8 @@ class Execution:
         self._dataset = dataset
         self._weights = weights
         self._on_event = on_event
-        self._news: queue.SimpleQueue[Event | _Done | DeviceContainer | _Ended | TestbedError] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Event | Callable[[], End | None]] = queue.SimpleQueue()
+        """What the loop is to take in: events, and what it is to do about anything else that happened."""
         self._events = EventLog()
         self._script = FaultScript(prepared.scenario.faults)
         self._trace = TraceScript(prepared.experiment.changes)
@@ -103,30 +85,29 @@ class Execution:
         """On the monotonic clock, which all containers of one engine share with its host."""
         self._reports: dict[str, tuple[int, threading.Thread]] = {}
         """Observed: the process of each device whose program reports its events, and the thread that takes them in."""
+        self._pool = ThreadPoolExecutor(max(WORKERS, len(lab.devices)), "run")
         self._admission = {name: threading.Lock() for name in lab.devices}
         self._over = threading.Event()
 
     def run(self, on_stage: Callable[[str], None]) -> Outcome:
         """Deploy, start, break, and follow until the lead is done."""
-        with ThreadPoolExecutor(max(WORKERS, len(self._lab.devices)), "run") as pool:
+        # Traces one at a time: the later of two figures of one link is the one that stays.
+        with self._pool as pool, ThreadPoolExecutor(1, "trace") as replayer:
             there = list(filter(None, pool.map(lambda name: self._if_there(self._deploy, name), self._lab.devices)))
             on_stage("running")
             monitor = HostMonitor()
             monitor.start()
             self._recall()
             # The first figures of a trace are those that the run begins with.
-            first = self._carry_out(Changes(self._trace.due(0.0)), lambda: 0.0)
+            first = Changes(self._trace.due(0.0))
+            self._settle(first, 0.0, 0.0, carry_out(first, self._containers))
             self._origin = time.monotonic() + START_MARGIN
             list(pool.map(lambda name: self._if_there(self._start, name), there))
-            if first.error is not None:
-                raise first.error
-            self._settle(first)
-            changes = self._lab.changes()
+            changes = self._lab.changes(lambda away: self._say(f"the container engine was away for {away:.1f} s"))
             threading.Thread(target=self._observe, args=(changes,), name="changes", daemon=True).start()
             try:
-                # Traces one at a time: the later of two figures of one link is the one that stays.
-                with control.serving(self._lab.run_id, self._by_hand), ThreadPoolExecutor(1, "trace") as replayer:
-                    status, error = self._follow(pool, KeyedExecutor(pool), KeyedExecutor(replayer))
+                with control.serving(self._lab.run_id, self._by_hand):
+                    status, error = self._follow(KeyedExecutor(pool), KeyedExecutor(replayer))
             except KeyboardInterrupt:
                 status, error = "interrupted", "stopped by the user"
             finally:
@@ -209,11 +190,10 @@ class Execution:
         """Pass on what the engine says of the containers."""
         try:
             for found in containers:
-                if containers.away:
-                    self._say(f"the container engine was away for {containers.away:.1f} s")
-                self._news.put(found)
-        except TestbedError as error:
-            self._news.put(error)
+                self._news.put(partial(self._compare, found))
+        except Exception as error:  # noqa: BLE001 - without the engine's word nothing more is known of the run
+            lost: End = "failed", str(error)
+            self._news.put(lambda: lost)
 
     def _by_hand(self, request: control.Request) -> control.Answer:
         """Carry out a command by hand, and have it among the events."""
@@ -233,53 +213,47 @@ class Execution:
     def _say(self, text: str) -> None:
         self._news.put(Event(max(0.0, self._now()) if self._origin else 0.0, TESTBED, "log", {"text": text}))
 
-    def _follow(self, pool: ThreadPoolExecutor, strikers: KeyedExecutor, replayer: KeyedExecutor) -> End:
+    def _follow(self, strikers: KeyedExecutor, replayer: KeyedExecutor) -> End:
         """Take what happens and deadlines as they come; return how the run ended."""
         limit = self._prepared.scenario.time_limit
         while True:
             deadlines = (self._script.next_deadline(), self._trace.next_deadline())
             deadline = min([limit, *(each for each in deadlines if each is not None)])
+            operations: list[FaultOperation] = []
             with suppress(queue.Empty):
                 news = self._news.get(timeout=max(0.0, deadline - self._now()))
-                end = None
-                match news:
-                    case Event():
-                        self._operate(strikers, self._script.observe(news.time, news.device, news.event, news.fields))
-                        self._log(news)
-                        end = self._end(news)
-                    case _Done():
-                        end = self._judge(news)
-                    case DeviceContainer():
-                        self._compare(pool, news)
-                    case _Ended():
-                        end = self._note_end(news.name, news.ending)
-                    case TestbedError():
-                        end = "failed", str(news)
-                if end is not None:
+                if isinstance(news, Event):
+                    operations = self._script.observe(news.time, news.device, news.event, news.fields)
+                    self._log(news)
+                if end := self._end(news) if isinstance(news, Event) else news():
                     return end
-            self._operate(strikers, self._script.due(self._now()))
+            for operation in operations + self._script.due(self._now()):
+                strikers.submit(operation.action.target, partial(self._carry_out, operation))
             if changes := self._trace.due(self._now()):
-                self._submit(replayer, "trace", Changes(changes))
+                replayer.submit("trace", partial(self._carry_out, Changes(changes)))
             if self._now() >= limit:
                 return "timed out", f"not over after {limit:g} s{self._missing()}"
 
-    def _compare(self, pool: ThreadPoolExecutor, found: DeviceContainer) -> None:
+    def _compare(self, found: DeviceContainer) -> None:
         """Act where what a container does is not what the run needs of it."""
         if found.state in ("exited", "dead", "gone"):
-            pool.submit(self._explain, found.name)
+            self._pool.submit(self._explain, found.name)
         elif found.state == "running" and found.name != SHAPER and not self._is_reporting(found):
-            pool.submit(self._take_in, found.name)
+            self._pool.submit(self._take_in, found.name)
 
     def _explain(self, name: str) -> None:
-        with suppress(TestbedError):
-            if ending := self._lab.health.ending(name):
-                self._news.put(_Ended(name, ending))
+        try:
+            ending = self._lab.health.ending(name)
+        except Exception as error:  # noqa: BLE001 - the engine may be ending as well: that something ended is known all the same
+            ending = Ending(f"ended; the container engine does not say how: {error}")
+        if ending is not None:  # else it has been started again meanwhile
+            self._news.put(partial(self._note_end, name, ending))
 
     def _take_in(self, name: str) -> None:
         """Let a device join that somebody else switched on, from another terminal or the engine itself."""
         try:
             self._admit(name)
-        except TestbedError as error:
+        except Exception as error:  # noqa: BLE001 - a device that was ended meanwhile, or an engine that is ending
             self._say(f"{name} started but cannot join: {error}")
 
     def _note_end(self, name: str, ending: Ending) -> End | None:
@@ -290,19 +264,11 @@ class Execution:
             self._log(Event(max(0.0, self._now()), TESTBED, "log", {"text": f"{name} {ending.text}"}))
         return None
 
-    def _judge(self, done: _Done) -> End | None:
-        # Without what the scenario asks for, the rest of the run would mean nothing.
-        if done.error is not None:
-            return "failed", f"{done.step} failed: {done.error}"
-        self._settle(done)
-        # Who killed it by hand may start it by hand; what a fault of the scenario ended stays down.
-        if done.changed.devices.get(self._lead) == "down" and not self._script.may_start(self._lead):
-            return "failed", without_lead(self._lead)
-        return None
-
     def _missing(self) -> str:
         """Say which devices are down."""
-        down = [name for name, state in self._containers.states().items() if state != "up"]
+        down: list[str] = []
+        with suppress(HostError):
+            down = [name for name, state in self._containers.states().items() if state != "up"]
         if self._lead in down:
             return f"; {without_lead(self._lead)}"
         return f"; down: {', '.join(down)}" if down else ""
@@ -320,30 +286,31 @@ class Execution:
         self._events.append(event)
         self._on_event(event)
 
-    def _operate(self, strikers: KeyedExecutor, operations: list[FaultOperation]) -> None:
-        for operation in operations:
-            self._submit(strikers, operation.action.target, operation)
-
-    def _submit(self, executor: KeyedExecutor, key: str, step: RecordedStep) -> None:
-        executor.submit(key, lambda: self._news.put(self._carry_out(step, self._now)))
-
-    def _carry_out(self, step: RecordedStep, clock: Callable[[], float]) -> _Done:
-        changed, began = Changed(), clock()
-        error = None
+    def _carry_out(self, step: RecordedStep) -> None:
+        """Bring a fault or changes of the trace about, and let the loop judge what came of it."""
+        began, changed, error = self._now(), Changed(), None
         try:
             changed = carry_out(step, self._containers)
         except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
             error = failure
-        return _Done(step, began, clock(), changed, error)
+        self._news.put(partial(self._settle, step, began, self._now(), changed, error))
 
-    def _settle(self, done: _Done) -> None:
-        """Note what a fault or the trace did."""
-        if isinstance(done.step, FaultOperation):
-            self._script.done(done.step, done.actual)
-        slow = isinstance(done.step, FaultOperation) and done.step.action.waits
-        for event, fields in events_of(done.step, done.changed, self._speeds):
-            own = {"began": done.began} if slow and event == "fault" else {}
-            self._log(Event(done.actual, TESTBED, event, fields | own))
+    def _settle(
+        self, step: RecordedStep, began: float, actual: float, changed: Changed, error: Exception | None = None
+    ) -> End | None:
+        """Note what a fault or the trace did; without what the scenario asks for, the rest would mean nothing."""
+        if error is not None:
+            return "failed", f"{step} failed: {error}"
+        own: dict[str, Any] = {}
+        if isinstance(step, FaultOperation):
+            self._script.done(step, actual)
+            own = {"began": began} if step.action.waits else {}
+        for event, fields in events_of(step, changed, self._speeds):
+            self._log(Event(actual, TESTBED, event, fields | (own if event == "fault" else {})))
+        # Who killed it by hand may start it by hand; what a fault of the scenario ended stays down.
+        if changed.devices.get(self._lead) == "down" and not self._script.may_start(self._lead):
+            return "failed", without_lead(self._lead)
+        return None
 
     def _recall(self) -> None:
         """Record what is in force already on a lab that stood before, as if it struck at the start."""

@@ -10,6 +10,7 @@ import sys
 from controller.shaping import server
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import TestbedError
+from testbed.wire.lease import Lease
 from testbed.wire.ports import CONTROL_PORT
 
 
@@ -29,7 +30,8 @@ def main() -> int:
         print(f"shaper: {error}", file=sys.stderr)
         return error.exit_code
     host, port = os.environ.get("TESTBED_HOST", "0.0.0.0"), int(os.environ.get("TESTBED_PORT") or CONTROL_PORT)
-    server.serve(shaping, token, host, port)
+    lease = Lease(os.environ, lambda: os._exit(0))
+    server.serve(shaping, token, host, port, lease.renew)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flask
@@ -20,7 +20,7 @@ from testbed.wire.token import authorised
 _LARGEST_REQUEST = 16 << 20
 
 
-def application(shaping: Shaping, token: str) -> flask.Flask:
+def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda: None) -> flask.Flask:
     """Return the WSGI application; every request but ``/health`` must bear the token."""
     app = flask.Flask("shaper")
     app.config["MAX_CONTENT_LENGTH"] = _LARGEST_REQUEST
@@ -44,6 +44,7 @@ def application(shaping: Shaping, token: str) -> flask.Flask:
 
     app.get("/health", endpoint="health")(lambda: {"state": "ready"})
     app.get("/facts")(shaping.facts)
+    app.post("/lease", endpoint="lease")(lambda: _lease(renew))
     app.post("/attach", endpoint="attach")(lambda: _attach(shaping, flask.request.get_json()))
     app.post("/set", endpoint="set")(lambda: _set(shaping, flask.request.get_json()))
     app.post("/probe", endpoint="probe")(lambda: _probe(shaping, flask.request.get_json()))
@@ -52,6 +53,11 @@ def application(shaping: Shaping, token: str) -> flask.Flask:
         lambda: shaping.statistics(reset=flask.request.args.get("reset") == "1")
     )
     return app
+
+
+def _lease(renew: Callable[[], None]) -> dict[str, Any]:
+    renew()
+    return {}
 
 
 def _attach(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,10 +77,10 @@ def _probe(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
     return {"measurements": [each.to_json() for each in shaping.probe(pairs)]}
 
 
-def serve(shaping: Shaping, token: str, host: str, port: int) -> None:
-    """Answer requests until the process is ended."""
+def serve(shaping: Shaping, token: str, host: str, port: int, renew: Callable[[], None]) -> None:
+    """Answer requests until the process is ended; ``renew`` is called when the controller says that it needs us."""
     threading.Thread(target=_watch, args=(shaping,), name="watch", daemon=True).start()
-    server = wsgi.Server((host, port), application(shaping, token), numthreads=8)
+    server = wsgi.Server((host, port), application(shaping, token, renew), numthreads=8)
     try:
         server.start()
     finally:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from controller.lab.tail import Tail
 from controller.results.manifest import RUNNING
 
 INTERVAL = 0.25
@@ -20,6 +19,26 @@ BARS = {"compute": "compute", "send": "send", "receive": "receive", "cast": "sen
 """Events that are drawn as bars, and as what."""
 _TOLD = {"begin", "memory", "host", "objects"}
 """Events that the page has no use for: most of them all, and large."""
+
+
+class Tail:
+    """Reads a growing file of JSON lines, whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def news(self) -> list[Any]:
+        """Return the lines since the last call; nothing of a file that is not there yet."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]:

@@ -225,7 +225,7 @@ def test_two_labs_do_not_meet_and_a_vanished_container_is_a_state(lab: Lab, clie
         other.down()
     assert left_of(client, other.run_id) == []
     assert other.run_id not in runstate.runs()
-    assert other.down() == 0
+    assert other.down()
 
 
 @pytest.mark.parametrize("stage", ["making the networks", "starting 3 devices and the shaper", "shaping the links"])
@@ -282,13 +282,11 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
 CONTROLLER = """
 import json, sys, time
 from controller.lab.lab import Lab
-from controller.lab.reaper import guard
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 
-with guard(sys.argv[1], keep=sys.argv[2] == "unguarded"):
-    Lab.create(trials(Scenario.model_validate(json.loads(sys.argv[3])))[0], sys.argv[1])
-    time.sleep(600)
+Lab.create(trials(Scenario.model_validate(json.loads(sys.argv[2])))[0], sys.argv[1])
+time.sleep(600)
 """
 
 MOMENTS: dict[str, Callable[[docker.DockerClient, str], bool]] = {
@@ -307,16 +305,25 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.01)
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    return [int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()]
+
+
 def killed_at(client: docker.DockerClient, moment: str, guarded: bool) -> str:
-    """Let a controller of its own process make a lab, and SIGKILL it at that moment; return the run's id."""
+    """Let a controller of its own process make a lab, and SIGKILL it at that moment; return the run's id.
+
+    Unless it is ``guarded``, its reaper is killed with it.
+    """
     run = Lab.new_run_id("lab-killed")
-    mode = "guarded" if guarded else "unguarded"
     controller = subprocess.Popen(
-        [sys.executable, "-c", CONTROLLER, run, mode, json.dumps(tree("lab-killed"))], start_new_session=True
+        [sys.executable, "-c", CONTROLLER, run, json.dumps(tree("lab-killed"))], start_new_session=True
     )
     try:
         wait_for(lambda: MOMENTS[moment](client, run), 60)
     finally:
+        for pid in () if guarded else children(controller.pid):
+            os.kill(pid, signal.SIGKILL)
         os.kill(controller.pid, signal.SIGKILL)
         controller.wait()
     return run

@@ -8,7 +8,7 @@ from testbed.kits.asynchronous.partitioners import AsynchronousOptions, Homogene
 from testbed.kits.asynchronous.recovery import FromReplicas
 from testbed.kits.asynchronous.survey import Survey
 from testbed.kits.layers.feed import Requests, Training
-from testbed.kits.layers.score import loss_fields
+from testbed.kits.layers.score import told
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.forwarding import evaluate
 from testbed.kits.pipeline.stage import Labels
@@ -123,7 +123,7 @@ class AsynchronousTrainer:
         supervisor = self._supervisor
         updated = await self._updated(batch)
         self._partitioner.observe(self._recovery.partition, updated.times)
-        self._device.record("step", step=batch, samples=self._training.samples, **loss_fields(updated.loss))
+        self._device.record("step", step=batch, samples=self._training.samples, **told(updated.loss))
         supervisor.progress = max(supervisor.progress, batch + 1)
         if self._recovery.recovering:
             self._recovery.recovering = False

@@ -32,22 +32,22 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 Gradients = dict[str, torch.Tensor]
-"""Gradients by the name of their parameter, each of its shape."""
+"""By parameter."""
 
 
 class _Step(Protocol):
     """One computation that waits for its gradient."""
 
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-        """Return the gradients of what entered, (samples, elements), and of the parameters as they were then."""
+        """Return the gradients of what entered and of the parameters, as they were."""
 
     def learn(self, gradient: torch.Tensor) -> Gradients:
-        """Return the gradients of the parameters alone."""
+        """Return those of the parameters alone."""
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Any layer, whose gradients autograd computes."""
+    """By autograd."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
@@ -72,7 +72,7 @@ class _Recorded:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A fully connected layer, whose gradients are computed in closed form."""
+    """In closed form."""
 
     step: DenseStep
     weight: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from testbed.data.batches import micro_batches
 from testbed.kits.layers.feed import Requests, Training
-from testbed.kits.layers.score import loss_fields
+from testbed.kits.layers.score import told
 from testbed.kits.messaging.supervision import Supervisor
 from testbed.kits.pipeline.checkpointing import FromCheckpoint
 from testbed.kits.pipeline.forwarding import evaluate
@@ -60,5 +60,5 @@ class Trainer:
             mailbox.post(supervisor.layout[0].device, activation)
         loss = (await supervisor.take(Loss, step)).loss
         await supervisor.take(Updated, step)
-        mailbox.device.record("step", step=step, samples=samples, **loss_fields(loss))
+        mailbox.device.record("step", step=step, samples=samples, **told(loss))
         supervisor.progress += 1

@@ -1,6 +1,9 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
+from requests.adapters import BaseAdapter
 
 from controller.lab import engine
 from testbed.common.errors import HostError
@@ -71,3 +74,46 @@ def test_legacy_iptables_go_in_front_where_only_they_work(monkeypatch: pytest.Mo
     assert (first / "iptables-restore").resolve() == programs / "iptables-legacy-restore"
     (programs / "iptables").write_text("#!/bin/sh\nexit 0\n")
     assert engine._path_with_working_iptables().startswith(str(programs))
+
+
+class Flaky(BaseAdapter):
+    """Stands for the engine's socket: refuses some requests, then answers."""
+
+    def __init__(self, refusals: int, error: type[Exception] = requests.ConnectionError) -> None:
+        super().__init__()
+        self.left = refusals
+        self.error = error
+
+    def send(self, request: requests.PreparedRequest, *_arguments: Any, **_options: Any) -> requests.Response:
+        self.left -= 1
+        if self.left >= 0:
+            raise self.error("Connection refused")
+        return requests.Response()
+
+    def close(self) -> None:
+        pass
+
+
+def request(body: Any = None) -> requests.PreparedRequest:
+    made = requests.PreparedRequest()
+    made.body = body
+    return made
+
+
+def test_requests_are_repeated_until_the_engine_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_PAUSE", 0.01)
+    flaky = Flaky(5)
+    engine._Patient(flaky).send(request(b"{}"))
+    assert flaky.left == -1
+
+
+def test_an_engine_that_stays_away_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_PAUSE", 0.01)
+    monkeypatch.setattr(engine, "PATIENCE", 0.1)
+    with pytest.raises(HostError, match=r"has not answered for 0 s \(connection refused\)"):
+        engine._Patient(Flaky(10**6)).send(request())
+    with pytest.raises(HostError, match="took more than 120 s"):
+        engine._Patient(Flaky(1, requests.ReadTimeout)).send(request())
+    # A stream has been read from by then.
+    with pytest.raises(HostError):
+        engine._Patient(Flaky(1)).send(request(iter([b"x"])))

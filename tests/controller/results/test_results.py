@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -62,9 +63,25 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     assert recorder.numbered(tmp_path / "run").name == "run-2"
 
 
+def test_runs_of_one_name_at_once_take_a_number_each(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        places = list(pool.map(lambda _: recorder.numbered(tmp_path / "results" / "run"), range(20)))
+    assert {place.name for place in places} == {"run", *(f"run-{number}" for number in range(2, 21))}
+
+
+def test_of_two_runs_that_write_to_one_folder_at_once_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both have seen it empty.
+    monkeypatch.setattr(Path, "iterdir", lambda _path: iter(()))
+    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    with pytest.raises(InputError, match="holds something already"):
+        recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun.finish(recorded.outcome(events=[]))
+
+
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    assert recorder.numbered(tmp_path / "run").name == "run"
     assert recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()).name == "run"
 
 

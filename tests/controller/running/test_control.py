@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from controller.api import live
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.running import control
@@ -55,6 +56,17 @@ def test_a_run_that_goes_on_is_asked_and_has_it_among_its_events(run: Run, lab: 
     assert ask({"undo": said["handle"]})["text"] == "b computes at 1 times its own speed"
     assert control.strike(RUN, {"kill": "b"}) == "kill: b"
     assert (lab.done, ask({"show": None})["devices"]["b"]) == (["kill b"], "down")
+
+
+def test_python_looks_at_a_run_and_strikes_it(run: Run, lab: RememberedLab) -> None:
+    found = live()
+    handle = found.strike(partition=[["a"], ["b", "c"]])
+    assert found.state()["in_force"] == {handle: "partition a | b,c"}
+    found.undo(handle)
+    assert lab.shaped == lab.experiment.links
+    assert [fields["phase"] for event, fields in run.events if event == "fault"] == ["strike", "undo"]
+    with pytest.raises(InputError, match="no device 'z'"):
+        found.strike(kill="z")
 
 
 def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(run: Run, lab: RememberedLab) -> None:

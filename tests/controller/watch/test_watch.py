@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 
-from controller.lab.tail import Tail
 from controller.results.recorder import Recorder
-from controller.watch.feed import batches, shown
+from controller.watch.feed import Tail, batches, shown
 from controller.watch.server import application, described
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

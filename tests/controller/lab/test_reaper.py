@@ -1,0 +1,59 @@
+"""A run is owned by its controller and its reaper together, and abandoned when both have been killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from controller.lab.paths import abandoned, state_folder
+from controller.lab.reaper import Reaper
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def test_a_state_folder_that_is_not_there_holds_nothing_and_is_not_made(tmp_path: Path) -> None:
+    assert abandoned() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_owned_until_its_reaper_is_dismissed() -> None:
+    reaper = Reaper("x-1")
+    assert [path.name for path in state_folder().glob("x-1.*")] == ["x-1.owned"]
+    assert abandoned() == []
+    reaper.dismiss()
+    assert list(state_folder().glob("x-1.*")) == []
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_run_is_abandoned_when_controller_and_reaper_are_killed(both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")  # the reaper cannot finish its work
+    program = (
+        "import time; from controller.lab.reaper import Reaper; r = Reaper('x-1')\n"
+        "print(r._process.pid, flush=True); time.sleep(60)"
+    )
+    controller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert controller.stdout is not None
+    reaper = int(controller.stdout.readline())
+    try:
+        assert abandoned() == []
+        if both:
+            os.kill(reaper, signal.SIGKILL)
+        controller.kill()
+        controller.wait()
+        until = time.monotonic() + 5.0
+        while both and not abandoned() and time.monotonic() < until:
+            time.sleep(0.01)  # a process that was killed takes a moment to be gone
+        assert abandoned() == (["x-1"] if both else [])
+    finally:
+        if not both:
+            os.kill(reaper, signal.SIGKILL)
+        controller.stdout.close()

@@ -1,0 +1,315 @@
+"""Whatever happens to a run, its controller or the engine: what it was is known, and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+
+from controller.lab import lab as labs
+from controller.lab import runstate
+from controller.lab.containers import container_name
+from controller.lab.engine import connect
+from controller.lab.lab import Lab
+from controller.lab.removal import RUN
+from controller.running import control
+from testbed.network.checks import SHAPER
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+from tests.helpers.engineproxy import proxied
+from tests.integration.test_lab import children
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
+
+TESTBED = Path(sys.executable).with_name("testbed")
+
+
+def tree(name: str) -> dict[str, Any]:
+    """Return a scenario of two devices that trains for a minute unless something happens."""
+    return {
+        "name": name,
+        "devices": {"source": {"speed": "600mflops"}, "worker": {"speed": "300mflops"}},
+        "network": {"link": {"rate": "100mbit", "delay": "5ms"}},
+        "workload": {
+            "model": {"name": "cnn"},
+            "method": {"name": "pipeline", "micro_batches": 2, "patience": "2s"},
+            "batch_size": 32,
+            "steps": 300,
+        },
+        "time_limit": "120s",
+    }
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture(scope="module")
+def client() -> docker.DockerClient:
+    return connect()
+
+
+def left_of(client: docker.DockerClient, name: str) -> list[str]:
+    """Name what the engine and the state folder hold of runs of this name."""
+    label = {"label": RUN}
+    volumes = client.api.volumes(filters=label)["Volumes"] or []
+    things = [*client.api.containers(all=True, filters=label), *client.api.networks(filters=label), *volumes]
+    held = [str(each.get("Names") or each["Name"]) for each in things if each["Labels"][RUN].startswith(f"{name}-")]
+    return held + [path.name for path in runstate.state_folder().glob(f"{name}-*")]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.02)
+
+
+class Running:
+    """A `testbed run` in a process of its own."""
+
+    def __init__(self, folder: Path, name: str, engine: str | None = None, **changes: Any) -> None:
+        path = folder / f"{name}.yaml"
+        path.write_text(json.dumps(tree(name) | changes))
+        self.results = folder / "results"
+        environment = {**os.environ} if engine is None else {**os.environ, "DOCKER_HOST": engine}
+        command = [str(TESTBED), "run", str(path), "--accept-links", "--out", str(self.results)]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def run_id(self) -> str:
+        wait_for(runstate.runs)
+        return runstate.runs()[0]
+
+    def stepped(self, steps: int = 2) -> None:
+        """Return once so many steps are done."""
+        wait_for(lambda: len([each for each in self.events() if each["event"] == "step"]) >= steps, 90)
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.results / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def over(self, seconds: float = 60.0) -> str:
+        """Return what it said, once it is over."""
+        said, _ = self.process.communicate(timeout=seconds)
+        assert "Traceback" not in said, said
+        return " ".join(said.split())
+
+    def manifest(self) -> dict[str, Any]:
+        return dict(json.loads((self.results / "manifest.json").read_text()))
+
+
+@pytest.fixture
+def begun(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    made: list[Running] = []
+
+    def begin(name: str, **options: Any) -> Running:
+        made.append(Running(tmp_path, name, **options))
+        return made[-1]
+
+    yield begin
+    for each in made:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+
+
+# The controller
+
+
+@pytest.mark.parametrize("gap", [0.1, 0.6, 1.2])
+def test_sigint_twice_leaves_nothing(client: docker.DockerClient, begun: Callable[..., Running], gap: float) -> None:
+    run = begun("left-twice")
+    run.stepped()
+    for wait in (0.0, gap, gap):
+        time.sleep(wait)
+        if run.process.poll() is None:
+            os.kill(run.process.pid, signal.SIGINT)
+    run.over()
+    wait_for(lambda: left_of(client, "left-twice") == [], 30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_terminated_keeps_what_it_saw(
+    client: docker.DockerClient, begun: Callable[..., Running], number: signal.Signals
+) -> None:
+    run = begun("left-term")
+    run.stepped()
+    os.kill(run.process.pid, number)
+    run.over()
+    assert run.process.returncode == 130
+    assert run.manifest()["status"] == "interrupted"
+    assert left_of(client, "left-term") == []
+
+
+def test_what_controller_and_reaper_left_is_offered_for_removal(
+    client: docker.DockerClient, begun: Callable[..., Running]
+) -> None:
+    run = begun("left-both")
+    run.stepped(1)
+    name = run.run_id()
+    assert "was killed" not in subprocess.run([TESTBED, "profiles"], capture_output=True, text=True).stderr
+    for pid in (*children(run.process.pid), run.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    run.process.wait()
+    time.sleep(1.0)
+    assert left_of(client, "left-both") != []
+    said = subprocess.run([TESTBED, "profiles"], capture_output=True, text=True).stderr
+    assert f"'testbed down {name}'" in said
+    done = subprocess.run([TESTBED, "down", name], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert left_of(client, "left-both") == []
+    assert subprocess.run([TESTBED, "profiles"], capture_output=True, text=True).stderr == ""
+
+
+def test_containers_live_while_their_lease_is_renewed(
+    client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labs, "LEASE_SECONDS", 6.0)
+    monkeypatch.setattr(labs, "RENEWAL_SECONDS", 1.0)
+    lab = Lab.create(trials(Scenario.model_validate(tree("left-lease")))[0])
+    try:
+        running = {"label": f"{RUN}={lab.run_id}"}
+        time.sleep(12.0)
+        assert len(client.api.containers(filters=running)) == 3
+        lab._over.set()  # the controller says no more
+        wait_for(lambda: client.api.containers(filters=running) == [], 20)
+    finally:
+        lab.down()
+    assert left_of(client, "left-lease") == []
+
+
+def test_a_lab_that_stands_has_no_lease(client: docker.DockerClient) -> None:
+    lab = Lab.create(trials(Scenario.model_validate(tree("left-stands")))[0], keep=True)
+    try:
+        found = client.api.inspect_container(container_name(lab.run_id, "source"))["Config"]["Env"]
+        assert not [each for each in found if each.startswith("TESTBED_LEASE")]
+    finally:
+        assert Lab.open(lab.run_id).down()
+    assert left_of(client, "left-stands") == []
+
+
+# The engine
+
+
+@pytest.mark.parametrize("moment", ["start", "training", "end"])
+def test_a_run_survives_an_engine_that_does_not_answer_for_a_while(
+    client: docker.DockerClient, begun: Callable[..., Running], tmp_path: Path, moment: str
+) -> None:
+    with proxied(tmp_path) as proxy:
+        run = begun("left-engine", engine=proxy.address, workload=tree("")["workload"] | {"steps": 40})
+        if moment == "start":
+            wait_for(lambda: any("shaper" in each for each in left_of(client, "left-engine")))
+        else:
+            run.stepped(2 if moment == "training" else 39)
+        proxy.cut()
+        time.sleep(6.0)
+        proxy.mend()
+        said = run.over(120)
+    assert run.process.returncode == 0, said
+    assert run.manifest()["status"] == "finished"
+    assert left_of(client, "left-engine") == []
+
+
+def test_an_engine_that_starts_again_ends_the_run_with_what_it_saw(
+    client: docker.DockerClient, begun: Callable[..., Running], tmp_path: Path
+) -> None:
+    with proxied(tmp_path) as proxy:
+        run = begun("left-restart", engine=proxy.address)
+        run.stepped()
+        # What an engine does to its containers as it stops, while nobody hears it.
+        proxy.cut()
+        for each in client.api.containers(filters={"label": f"{RUN}={run.run_id()}"}):
+            client.api.stop(each["Id"], timeout=1)
+        time.sleep(1.0)
+        proxy.mend()
+        said = run.over()
+    assert run.process.returncode == 1
+    assert "the shaper, which holds the links, was ended through the engine" in said
+    assert run.manifest()["status"] == "failed"
+    assert any(each["event"] == "log" and "engine was away" in each["text"] for each in run.events())
+    assert left_of(client, "left-restart") == []
+
+
+# Containers
+
+
+def test_a_shaper_that_is_removed_ends_the_run_at_once(
+    client: docker.DockerClient, begun: Callable[..., Running]
+) -> None:
+    run = begun("left-shaper")
+    run.stepped()
+    client.api.remove_container(container_name(run.run_id(), SHAPER), force=True)
+    said = run.over(20)
+    assert run.process.returncode == 1
+    assert "the shaper, which holds the links, was removed from outside" in said
+    assert len([each for each in run.events() if each["event"] == "step"]) >= 2
+    assert left_of(client, "left-shaper") == []
+
+
+def test_a_device_whose_shim_is_killed_was_ended_from_outside(
+    client: docker.DockerClient, begun: Callable[..., Running]
+) -> None:
+    run = begun("left-shim")
+    run.stepped()
+    found = client.api.inspect_container(container_name(run.run_id(), "worker"))
+    status = Path(f"/proc/{found['State']['Pid']}/status").read_text()
+    os.kill(int(status.split("PPid:")[1].split()[0]), signal.SIGKILL)
+
+    def told() -> bool:
+        return any("worker was ended from outside" in str(each.get("text")) for each in run.events())
+
+    wait_for(told, 20)
+    assert not any("memory" in str(each.get("text")) for each in run.events())
+    os.kill(run.process.pid, signal.SIGINT)
+    run.over()
+    wait_for(lambda: left_of(client, "left-shim") == [], 30)
+
+
+# By hand
+
+
+def test_what_is_done_by_hand_is_among_the_events_and_a_device_started_by_docker_joins(
+    client: docker.DockerClient, begun: Callable[..., Running]
+) -> None:
+    run = begun("left-hand")
+    run.stepped()
+    ask = control.reach(run.run_id())
+    throttled = ask({"strike": {"throttle": {"device": "worker", "slowdown": 2}}})["handle"]
+    assert ask({"show": None}) == {
+        "in_force": {throttled: "throttle worker"},
+        "devices": {"source": "up", "worker": "up"},
+    }
+    ask({"undo": throttled})
+    ask({"strike": {"kill": "worker"}})
+    client.api.start(container_name(run.run_id(), "worker"))
+
+    def ups() -> int:
+        return len([each for each in run.events() if each["device"] == "worker" and each.get("state") == "started"])
+
+    wait_for(lambda: ups() == 2)
+    assert [(each["action"], each["phase"]) for each in run.events() if each["event"] == "fault"] == [
+        ("throttle", "strike"),
+        ("throttle", "undo"),
+        ("kill", "strike"),
+    ]
+    os.kill(run.process.pid, signal.SIGINT)
+    run.over()
+    assert run.manifest()["status"] == "interrupted"
+    assert left_of(client, "left-hand") == []
