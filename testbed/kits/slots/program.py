@@ -125,9 +125,11 @@ class SlotProgram:
             if await self._slots(group):
                 break
         if self._leads and self._evaluated < last.trained:
-            text = f"{self._device.name}, which leads, was off or had no neurons when the last timeslot ended at "
-            text += f"{last.end:.1f} s: there is no evaluation after step {last.trained}; train more steps, or end the "
-            raise MissedTestsError(text + "fault earlier")
+            text = (
+                f"the evaluation after step {last.trained} is lost: {self._device.name}, which leads, was off or had "
+            )
+            text += f"no neurons when the last timeslot ended at {last.end:.1f} s: train more, or end the fault earlier"
+            raise MissedTestsError(text)
 
     async def _slots(self, group: int) -> bool:
         """Work in the slots of a group; return whether all are over, and the group is not another one now."""

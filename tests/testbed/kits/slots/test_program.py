@@ -1,0 +1,66 @@
+"""The program in timeslots under faults: no wait has no end, whoever is struck and whenever."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.helpers.runs import of, run, scenario
+
+MODEL = {"name": "mlp", "hidden": [16, 16]}
+GIVING_UP = ("the evaluation after step 10 is lost", "is left with no device", "is down; it leads the run")
+
+
+def two(name, workers=1, **keys):
+    method = {"name": name, "margin": "10ms"}
+    return scenario(workers, workload={"model": MODEL, "steps": 8}, method=method, **keys)
+
+
+@pytest.mark.parametrize("name", ["edgepipe", "versatile"])
+@pytest.mark.parametrize("lasts", ["0.001s", "1s"])
+def test_a_lead_that_comes_back_when_all_slots_are_over_ends_the_run_and_says_what_is_lost(name, lasts):
+    kill = {"kill": "source", "when": {"device": "worker1", "begins": "backward", "batch": 1}, "for": lasts}
+    outcome = run(two(name, faults=[kill]))
+    assert outcome.status == "failed"
+    assert "the evaluation after step 8 is lost: source, which leads, was off or had no neurons" in outcome.error
+    assert max(event.time for event in outcome.events) < 10
+
+
+def test_a_lead_without_others_gives_up_when_its_slots_are_over():
+    faults = [
+        {"kill": "source", "when": {"device": "worker1", "begins": "backward", "batch": 1}, "for": "1ms"},
+        {"kill": "worker1", "at": "2s"},
+    ]
+    workload = {"model": MODEL, "steps": 40}
+    outcome = run(scenario(1, workload=workload, method={"name": "versatile", "margin": "100ms"}, faults=faults))
+    assert outcome.status == "failed"
+    assert "the evaluation after step 40 is lost" in outcome.error
+
+
+def random_fault(draw, names):
+    one, other = draw.sample(names, 2)
+    fault = draw.choice([{"kill": one}, {"kill": one}, {"pause": one}, {"partition": [[one]]}])
+    moments = [{"at": f"{draw.randint(0, 3000)}ms"}]
+    moments.append(
+        {"when": {"device": other, "begins": draw.choice(["forward", "backward"]), "batch": draw.randint(0, 9)}}
+    )
+    lasting = draw.choice(["1ms", "300ms", "1s", "4s", None])
+    return fault | draw.choice(moments) | ({} if lasting is None else {"for": lasting})
+
+
+@pytest.mark.parametrize("name", ["edgepipe", "versatile"])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_schedule_of_faults_makes_a_run_hang(name, seed):
+    draw = random.Random(f"{name} {seed}")
+    workers = draw.randint(1, 3)
+    names = ["source", *(f"worker{number}" for number in range(1, workers + 1))]
+    method = {"name": name, "recovery": draw.choice(["none", "r-tx", "ack"]), "evaluate_every": draw.choice([None, 5])}
+    method["allocation"] = draw.choice(["hybrid", "horizontal"])
+    faults = [random_fault(draw, names) for _ in range(draw.randint(1, 3))]
+    outcome = run(scenario(workers, workload={"model": MODEL, "steps": 10}, method=method, faults=faults))
+    assert outcome.status in ("finished", "failed")
+    if outcome.status == "finished":
+        assert of(outcome, "evaluate")[-1]["step"] == 10
+    else:
+        assert any(said in outcome.error for said in GIVING_UP)
