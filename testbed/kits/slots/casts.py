@@ -18,33 +18,23 @@ from testbed.models.slices import Channels, elements, pick
 
 
 @dataclass(frozen=True)
-class Outputs(Typed, kind="outputs", key=("batch", "layer", "sender")):
-    """The outputs of a device's neurons of a layer, (samples, values); of the output layer, the results it shares.
-
-    Batches are numbered in the order in which they are fed, those of tests too.
-    """
+class Values(Typed, key=("batch", "layer", "sender")):
+    """What a device casts of one batch. Batches are numbered in the order in which they are fed, those of tests too."""
 
     batch: int
     layer: int
     tensor: torch.Tensor | None = None
-    """None: the sender has nothing of this batch."""
+    """(samples, values); None: the sender has nothing of this batch."""
     note: dict[str, Any] | None = None
     """What a method adds, as JSON."""
 
 
-@dataclass(frozen=True)
-class Losses(Typed, kind="losses", key=("batch", "layer", "sender")):
-    """What the paper calls losses: what a device's neurons of a layer add to the gradient of the layer before.
+class Outputs(Values, kind="outputs"):
+    """The outputs of a device's neurons of a layer; of the output layer, the results that it shares."""
 
-    They are (samples, values of the whole layer before).
-    """
 
-    batch: int
-    layer: int
-    tensor: torch.Tensor | None = None
-    """None: the sender has nothing of this batch."""
-    note: dict[str, Any] | None = None
-    """What a method adds, as JSON."""
+class Losses(Values, kind="losses"):
+    """The paper's losses: what a device's neurons of a layer add to the gradient of all values of the layer before."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +47,16 @@ class Heard(Typed, kind="heard"):
 
 
 CASTS = (Outputs, Losses, Heard)
-Sent = TypeVar("Sent", Outputs, Losses)
+Sent = TypeVar("Sent", bound=Values)
 
 
 class Transmit(Protocol):
     """A way to cast to several devices."""
 
-    async def __call__(self, receivers: Sequence[str], message: Outputs | Losses, until: float) -> None:
+    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
         """Cast before an instant, in seconds; return when no more is done about it."""
 
-    def heard(self, message: Outputs | Losses) -> None:
+    def heard(self, message: Values) -> None:
         """Answer a cast of another device, each time that it arrives."""
 
 
@@ -77,12 +67,12 @@ class Repeated:
         self._mailbox = mailbox
         self._times = times
 
-    async def __call__(self, receivers: Sequence[str], message: Outputs | Losses, until: float) -> None:
+    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
         """Cast to all, all the times."""
         for _ in range(self._times):
             await self._mailbox.cast(receivers, message)
 
-    def heard(self, message: Outputs | Losses) -> None:
+    def heard(self, message: Values) -> None:
         """Answer nothing."""
 
 
@@ -101,7 +91,7 @@ class Acknowledged:
         self._complete: asyncio.Future[None] | None = None
         mailbox.on(Heard, self._acknowledged)
 
-    async def __call__(self, receivers: Sequence[str], message: Outputs | Losses, until: float) -> None:
+    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
         """Cast at least once."""
         device = self._mailbox.device
         what = (message.kind, message.batch, message.layer)
@@ -125,7 +115,7 @@ class Acknowledged:
             except TimeoutError:
                 pass
 
-    def heard(self, message: Outputs | Losses) -> None:
+    def heard(self, message: Values) -> None:
         """Acknowledge; what was acknowledged before is so again, since that may have been lost."""
         answer = Heard(message.kind, message.batch, message.layer)
         self._mailbox.start(self._mailbox.cast([message.sender], answer))
@@ -143,7 +133,7 @@ class Notes(Protocol):
     def annotated(self, message: Sent) -> Sent:
         """Return a message with its note."""
 
-    def heard(self, message: Outputs | Losses) -> Channels | None:
+    def heard(self, message: Values) -> Channels | None:
         """Take the note of a message that has arrived in time; return the sender's neurons in the message's layer.
 
         None: the message does not count.
@@ -188,7 +178,7 @@ class CastExchange:
         self._values = values
         self._notes = notes
         self._name = mailbox.device.name
-        self._arrived: dict[tuple[type[Outputs | Losses], int, int], dict[str, Outputs | Losses]] = {}
+        self._arrived: dict[tuple[type[Values], int, int], dict[str, Values]] = {}
         """By kind, batch and layer: what has come of it, by sender."""
         self._oldest = {Outputs: 0, Losses: 0}
         """Batches of which a message still counts."""
@@ -197,7 +187,7 @@ class CastExchange:
         self.tally = {"forward": Tally(), "backward": Tally(), "sharing": Tally()}
         """How many parts came from other devices in time, by what they were for."""
 
-    def _take(self, message: Outputs | Losses) -> None:
+    def _take(self, message: Values) -> None:
         kind = type(message)
         came = self._arrived.get((kind, message.batch, message.layer), {})
         message = _filled(came.get(message.sender, message), message)
@@ -206,7 +196,7 @@ class CastExchange:
         if message.batch >= self._oldest[kind]:
             self._arrived.setdefault((kind, message.batch, message.layer), came)[message.sender] = message
 
-    def _discard_before(self, kind: type[Outputs | Losses], batch: int) -> None:
+    def _discard_before(self, kind: type[Values], batch: int) -> None:
         """Drop what was not used of earlier batches, and whatever of them still comes."""
         if batch > self._oldest[kind]:
             self._oldest[kind] = batch
@@ -243,7 +233,7 @@ class CastExchange:
         return Arrived(layer + 1, batch, samples, arrangement.sizes[layer + 1], parts)
 
     def _parts(
-        self, kind: type[Outputs | Losses], batch: int, layer: int, passing: str, own: Channels | None = None
+        self, kind: type[Values], batch: int, layer: int, passing: str, own: Channels | None = None
     ) -> tuple[SenderPart, ...]:
         """Return what the holders of a layer have sent; of losses the part that is for the ``own`` values."""
         came, tally = self._arrived.pop((kind, batch, layer), {}), self.tally[passing]
@@ -254,7 +244,7 @@ class CastExchange:
         tally.came += sum(share_without(came[name].missing.get("tensor")) for name in others if name in came)
         return tuple(self._part(came.get(sender), layer, sender, own) for sender in holders)
 
-    def _part(self, message: Outputs | Losses | None, layer: int, sender: str, own: Channels | None) -> SenderPart:
+    def _part(self, message: Values | None, layer: int, sender: str, own: Channels | None) -> SenderPart:
         neurons: Channels | None = self._arrangement().of(sender, layer)
         if self._notes is not None and message is None:
             self._notes.missed(sender)
@@ -270,7 +260,7 @@ class CastExchange:
         return SenderPart(sender, neurons, tensor, message.note, missing)
 
 
-def _filled(first: Outputs | Losses, again: Outputs | Losses) -> Outputs | Losses:
+def _filled(first: Values, again: Values) -> Values:
     """Return what is known after a message has come again: what was missing of it may be there now."""
     if first is again or not first.missing or first.tensor is None or again.tensor is None:
         return first

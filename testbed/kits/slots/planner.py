@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field
 
@@ -17,8 +17,8 @@ from testbed.device import Cost
 from testbed.kits.layers import costs
 from testbed.kits.slots import mapping
 from testbed.kits.slots.arrangement import Arrangement
-from testbed.kits.slots.timeslots import MARGIN, Timetable, fill_and_drain, learning, timetable
-from testbed.method import Options, Problem
+from testbed.kits.slots.timeslots import MARGIN, Timetable, draw, fill_and_drain, learning, timetable
+from testbed.method import Method, Options, Problem
 from testbed.models.chain import backward_of, forward_of
 from testbed.models.graph import Graph, GraphLayer, graph_of
 from testbed.models.layers import Dropout
@@ -333,3 +333,25 @@ def _piece(problem: Problem[SlotOptions], table: Timetable, held: Arrangement, n
         flops=cost.of().flops / samples,
         seconds=problem.device(name).seconds(cost),
     )
+
+
+Given = TypeVar("Given", bound=SlotOptions)
+Planned = TypeVar("Planned", bound=SlotDetails)
+
+
+class SlotMethod(Method[Given, Planned]):
+    """A method whose devices are super neurons that go by the clock of timeslots.
+
+    Every device has all samples, of which those of the input layer read their own values, and the output layer the
+    labels.
+    """
+
+    samples_everywhere = True
+
+    def draw(self, plan: Plan[Planned]) -> str | None:
+        """Draw the first timeslots, a line a group of layers."""
+        return draw(timetable_of(plan.details))
+
+    def spans(self, plan: Plan, device: str) -> frozenset[str]:
+        """Return the spans of a super neuron; other devices begin none."""
+        return frozenset({"forward", "backward", "evaluate"} if device in plan.devices else ())

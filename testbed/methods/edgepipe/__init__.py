@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from testbed.device import Device
 from testbed.kits.slots.figures import DECLARED, details_of
-from testbed.kits.slots.method import SlotMethod
-from testbed.kits.slots.planner import SlotDetails, plan
+from testbed.kits.slots.planner import SlotDetails, SlotMethod, plan
 from testbed.method import Job, Problem
 from testbed.methods.edgepipe.planner import EdgePipeOptions
 from testbed.plan import Plan

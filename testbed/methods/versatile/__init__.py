@@ -7,7 +7,7 @@ Layers and batches are numbered from 0. Its baseline Naive is the method with ``
 from __future__ import annotations
 
 from testbed.device import Device
-from testbed.kits.slots.method import SlotMethod
+from testbed.kits.slots.planner import SlotMethod
 from testbed.method import Job, Problem
 from testbed.methods.versatile.figures import DECLARED
 from testbed.methods.versatile.planner import VersatileDetails, VersatileOptions, plan

@@ -159,7 +159,7 @@ class ArrangementController:
             members = [name for name in self.now.devices if name not in self._newcomers]
             self._silent = [name for name in members if silent(latest, name)]
             me = self._device.name
-            if self._records.reception.cut_off and me != self._rules.lead:
+            if self._records.cut_off and me != self._rules.lead:
                 # To itself, all others are silent; to them it is.
                 self._silent = [me]
             self._averages = {name: average(table, name) for name in members}

@@ -16,7 +16,7 @@ from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.slots.arrangement import Arrangement
-from testbed.kits.slots.casts import Losses, Outputs, Transmit
+from testbed.kits.slots.casts import Outputs, Transmit, Values
 from testbed.kits.slots.missing import Arrived, Usable, Work, back
 from testbed.methods.versatile.planner import VersatileOptions
 
@@ -262,7 +262,7 @@ class Ideal:
         self._output = output
         self.heard = transmit.heard
 
-    async def __call__(self, receivers: Sequence[str], message: Outputs | Losses, until: float) -> None:
+    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
         """Cast, or send reliably."""
         if not isinstance(message, Outputs) or message.layer != self._output:
             await self._transmit(receivers, message, until)

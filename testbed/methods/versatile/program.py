@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from testbed.data.batches import steps_per_epoch
 from testbed.device import Device
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.slots.casts import CASTS, Losses, Outputs, Sent
+from testbed.kits.slots.casts import CASTS, Outputs, Sent, Values
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import answering_time, timetable_of
 from testbed.kits.slots.program import SlotProgram, transmit_of
@@ -28,48 +28,38 @@ STARTED = "started"
 """What a device keeps on its disk, to know when it boots that it was there before."""
 
 
+@dataclass(frozen=True)
 class VersatileNotes:
     """The hook `testbed.kits.slots.casts.Notes`: a device adds what it knows of the others to its casts."""
 
-    def __init__(
-        self,
-        device: str,
-        handover: Handover,
-        records: ReceptionRecords,
-        maintenance: Maintenance,
-        update: DynamicUpdate,
-    ) -> None:
-        self._device = device
-        self._handover = handover
-        self._records = records
-        self._maintenance = maintenance
-        self._update = update
+    handover: Handover
+    records: ReceptionRecords
+    maintenance: Maintenance
+    update: DynamicUpdate
 
     def annotated(self, message: Sent) -> Sent:
         """Return a message with its note."""
         note: dict[str, Any] = {
-            "version": self._handover.now.version,
-            "stage": self._update.stage,
-            "records": {name: [window, shares] for name, (window, shares) in self._records.newest.items()},
+            "version": self.handover.now.version,
+            "stage": self.update.stage,
+            "records": {name: [window, shares] for name, (window, shares) in self.records.newest.items()},
         }
         if isinstance(message, Outputs):
-            note["rates"] = self._maintenance.rates.pop((message.layer, message.batch), ())
+            note["rates"] = self.maintenance.rates.pop((message.layer, message.batch), ())
         return replace(message, note=note)
 
-    def heard(self, message: Outputs | Losses) -> Channels | None:
+    def heard(self, message: Values) -> Channels | None:
         """Take the note of a message; None where it is of an arrangement that is not known here, or no more."""
         note = message.note or {}
-        if message.sender != self._device:
-            self._records.reception.note(message.sender, received=True)
-            self._update.stage = max(self._update.stage, note["stage"])
-            self._records.learn(note["records"])
-        held = self._handover.past.get(note["version"])
+        self.records.note(message.sender, received=True)
+        self.records.learn(note["records"])
+        self.update.stage = max(self.update.stage, note["stage"])
+        held = self.handover.past.get(note["version"])
         return None if held is None else held.of(message.sender, message.layer)
 
     def missed(self, sender: str) -> None:
         """Note that a message of a device has not arrived in time."""
-        if sender != self._device:
-            self._records.reception.note(sender, received=False)
+        self.records.note(sender, received=False)
 
 
 async def run(device: Device, job: VersatileJob) -> None:
@@ -103,5 +93,5 @@ async def run(device: Device, job: VersatileJob) -> None:
         transmit = transmit_of(mailbox, job)
         if options.sharing == "ideal":
             transmit = Ideal(mailbox, transmit, first.output)
-        notes = VersatileNotes(device.name, handover, records, maintenance, update)
+        notes = VersatileNotes(handover, records, maintenance, update)
         await SlotProgram(mailbox, job, neurons, controller, maintenance, transmit, notes).run()

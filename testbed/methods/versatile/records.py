@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -29,12 +29,6 @@ def credibility(recent: float, before: float, alpha: float = ALPHA) -> float:
     return alpha * recent + (1 - alpha) * before
 
 
-def updated(before: Ratios, recent: Ratios, alpha: float = ALPHA) -> dict[Pair, float]:
-    """Return C of all pairs; a pair of which there is no record of the window received nothing."""
-    pairs = {pair: None for pair in (*before, *recent) if pair[0] != pair[1]}
-    return {pair: credibility(recent.get(pair, 0.0), before.get(pair, 0.0), alpha) for pair in pairs}
-
-
 def average(table: Ratios, device: str) -> float:
     """Return the credibility of a device, as a sender and as a receiver; 0 where there is no record of it."""
     found = [value for pair, value in table.items() if device in pair and pair[0] != pair[1]]
@@ -50,50 +44,15 @@ def silent(latest: Ratios, device: str) -> bool:
     return bool(found) and not any(found)
 
 
-class Reception:
-    """What one device received in the window under way, of what it should have.
-
-    Slots go by the clock, and who has nothing to send says so: whatever is not there when it is due was lost.
-    """
-
-    def __init__(self) -> None:
-        self._noted: defaultdict[str, list[bool]] = defaultdict(list)
-        self._lost = 0
-        """In a row, whoever sent them."""
-
-    @property
-    def cut_off(self) -> bool:
-        """Whether nothing arrives of anyone: not the others have failed, or all at once."""
-        return self._lost >= SERIES
-
-    def note(self, sender: str, received: bool) -> None:
-        """Note whether a cast that was due has arrived."""
-        self._noted[sender].append(received)
-        self._lost = 0 if received else self._lost + 1
-
-    def close(self, senders: Iterable[str]) -> dict[str, tuple[float, float]]:
-        """Return the shares received of each sender, in the window and of the last `SERIES`; begin the next window.
-
-        0 of one of which nothing was due.
-        """
-        found = {sender: (_share(self._noted[sender]), _share(self._noted[sender][-SERIES:])) for sender in senders}
-        self._noted.clear()
-        return found
-
-
-def _share(noted: Sequence[bool]) -> float:
-    return sum(noted) / len(noted) if noted else 0.0
-
-
 class ReceptionRecords:
     """One device's records, window after window, and the newest of other devices, which come with their casts.
 
-    A window ends with the last step of its ``steps``.
+    Slots go by the clock, and who has nothing to send says so: whatever is not there when it is due was lost. A window
+    ends with the last step of its ``steps``.
     """
 
     def __init__(self, device: str, initial: Ratios, alpha: float, steps: int, grace: int) -> None:
         """``initial``: reception ratios of the plan; ``grace``: steps in which records travel."""
-        self.reception = Reception()
         self.newest: dict[str, tuple[int, Record]] = {}
         """By receiver: the newest window of which its record is known, and that record."""
         self._device = device
@@ -101,8 +60,23 @@ class ReceptionRecords:
         self._alpha = alpha
         self._steps = steps
         self._grace = grace
+        self._noted: defaultdict[str, list[bool]] = defaultdict(list)
+        """By sender, for each cast that was due in this window, whether it has arrived."""
+        self._lost = 0
+        """Casts in a row, whoever sent them."""
         self._open: int | None = None
         self._seen = -1
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether nothing arrives of anyone: not the others have failed, or all at once."""
+        return self._lost >= SERIES
+
+    def note(self, sender: str, received: bool) -> None:
+        """Note whether a cast that was due has arrived; what a device has for itself does not count."""
+        if sender != self._device:
+            self._noted[sender].append(received)
+            self._lost = 0 if received else self._lost + 1
 
     def learn(self, records: Mapping[str, Sequence[Any]]) -> None:
         """Take records that came with a cast, as they are in JSON: window and shares by receiver."""
@@ -117,10 +91,12 @@ class ReceptionRecords:
         if before is None or self._open == before:
             return
         record = {}
-        for sender, (recent, latest) in self.reception.close(arrangement.senders(self._device)).items():
-            pair = (sender, self._device)
-            value = self._credibility[pair] = credibility(recent, self._credibility.get(pair, 0.0), self._alpha)
-            record[sender] = (round(latest, 4), round(value, 4))
+        for sender in arrangement.senders(self._device):
+            pair, noted = (sender, self._device), self._noted[sender]
+            value = credibility(_share(noted), self._credibility.get(pair, 0.0), self._alpha)
+            self._credibility[pair] = value
+            record[sender] = (round(_share(noted[-SERIES:]), 4), round(value, 4))
+        self._noted.clear()
         self.newest[self._device] = (self._open - 1, record)
 
     def due(self, step: int) -> int | None:
@@ -143,3 +119,8 @@ class ReceptionRecords:
             for sender, values in shares.items()
         }
         return {pair: share for pair, (share, _) in known.items()}, {pair: value for pair, (_, value) in known.items()}
+
+
+def _share(noted: Sequence[bool]) -> float:
+    """Return the share received; 0 of a device of which nothing was due."""
+    return sum(noted) / len(noted) if noted else 0.0

@@ -10,7 +10,7 @@ from testbed.kits.slots.arrangement import partition
 from testbed.methods.versatile.maintenance import DynamicUpdate, merged, valid
 from testbed.methods.versatile.planner import VersatileOptions
 from testbed.methods.versatile.rearrangement import joined, left, moves, rearranged, shares
-from testbed.methods.versatile.records import SERIES, Reception, average, silent, updated
+from testbed.methods.versatile.records import ALPHA, SERIES, ReceptionRecords, average, credibility, silent
 
 INITIAL = [[1.0, 0.9, 0.3, 0.5], [0.6, 1.0, 0.9, 1.0], [0.3, 0.8, 1.0, 0.8], [0.5, 1.0, 0.9, 1.0]]
 RUNTIME = [[1.0, 0.0, 0.5, 0.1], [0.0, 1.0, 0.0, 0.0], [0.6, 0.0, 1.0, 0.3], [0.0, 0.0, 0.2, 0.1]]
@@ -23,32 +23,46 @@ def table(rows):
 
 
 def test_the_credibility_of_table_1_follows_from_the_two_before_it():
-    found = updated(table(INITIAL), table(RUNTIME), alpha=0.9)
+    before, runtime = table(INITIAL), table(RUNTIME)
+    found = {pair: credibility(runtime[pair], before[pair], alpha=0.9) for pair in before}
     assert found == pytest.approx(table(AFTER))
     assert average(found, "2") == pytest.approx(0.087, abs=5e-4)
-    assert [name for name in "1234" if silent(table(RUNTIME), name)] == ["2"]
-
-
-def test_a_device_of_which_nothing_is_known_has_no_credibility_and_a_silent_one_loses_it():
+    assert [name for name in "1234" if silent(runtime, name)] == ["2"]
     assert average({}, "1") == 0
-    assert updated({("1", "2"): 0.5}, {}) == pytest.approx({("1", "2"): 0.05})
-    assert updated({}, {("9", "2"): 0.5}) == pytest.approx({("9", "2"): 0.45})
+
+
+def records_of(alpha, initial=()):
+    """Return a function that notes casts in one window of device e after the other, and what each window leaves."""
+    records = ReceptionRecords("e", dict(initial), alpha, steps=1, grace=1)
+    arrangement = partition([5, 5], "abcde", "horizontal")
+    records.close(0, arrangement)
+
+    def window(number, *casts):
+        for sender, received in casts:
+            records.note(sender, received)
+        records.close(number, arrangement)
+        found = records.newest["e"]
+        assert found[0] == number - 1
+        return found[1]
+
+    return records, window
 
 
 def test_what_is_not_there_when_it_is_due_was_lost():
-    reception = Reception()
-    for sender, received in (("a", True), ("a", False), ("a", True), ("a", True), ("b", True), ("c", False)):
-        reception.note(sender, received)
-    shares = {"a": 0.75, "b": 1, "c": 0, "d": 0}
-    assert reception.close("abcd") == {name: (share, share) for name, share in shares.items()}
+    records, window = records_of(alpha=1)
+    found = window(1, ("a", True), ("a", False), ("a", True), ("a", True), ("b", True), ("c", False), ("e", True))
+    assert found == {"a": (0.75, 0.75), "b": (1, 1), "c": (0, 0), "d": (0, 0)}
     # One that dies in mid-window: it was heard, but no more at the end.
-    for step in range(4 * SERIES):
-        reception.note("a", step < 3 * SERIES)
-    assert reception.close("a") == {"a": (0.75, 0)}
-    assert reception.cut_off
-    reception.note("b", received=True)
-    assert not reception.cut_off
-    assert reception.close("a") == {"a": (0, 0)}
+    assert window(2, *(("a", step < 3 * SERIES) for step in range(4 * SERIES)))["a"] == (0, 0.75)
+    assert records.cut_off
+    assert window(3, ("b", True))["a"] == (0, 0)
+    assert not records.cut_off
+
+
+def test_a_device_of_which_nothing_is_heard_loses_its_credibility_window_by_window():
+    _, window = records_of(ALPHA, {("a", "e"): 0.5})
+    assert window(1, ("b", True), ("b", False)) == {"a": (0, 0.05), "b": (0.5, 0.45), "c": (0, 0), "d": (0, 0)}
+    assert window(2)["a"] == (0, 0.005)
 
 
 @pytest.mark.parametrize(("rates", "goes_on"), [([0.75, 1, 0.5], True), ([0.75, 0.25, 0.5], False), ([], True)])
