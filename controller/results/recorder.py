@@ -21,11 +21,11 @@ from testbed.common.errors import HostError, InputError
 from testbed.plan import Plan
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
+from testbed.trace import perfetto
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog
 from testbed.trace.metrics import finite, metrics
 from testbed.trace.outcome import Outcome
-from testbed.trace.perfetto import trace
 
 
 class Recorder:
@@ -146,7 +146,7 @@ def rebuild(run: Run) -> None:
     if run.metrics["series"]["objects"]:
         _write_json(run.path / "boxes.json", run.metrics["series"]["objects"])
     with (run.path / "trace.json").open("w", encoding="utf-8") as file:
-        json.dump(trace(run.outcome.events, run.end, run.trial.scenario.name), file)
+        perfetto.write(file, run.outcome.events, run.end, run.trial.scenario.name)
 
 
 def numbered(folder: Path) -> Path:

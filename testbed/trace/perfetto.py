@@ -6,10 +6,11 @@ process for the faults and their windows, and counters for loss and accuracy.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import IO, Any
 
 from testbed.trace.disturbances import recoveries, strikes
 from testbed.trace.events import TESTBED, Event
@@ -19,7 +20,7 @@ from testbed.trace.log import EventLog
 
 TRACKS = {"compute": 1, "send": 100, "receive": 200, "down": 300}
 """First track number of each kind; activity that overlaps with itself takes further ones."""
-MOST_BARS = 400_000
+MOST_BARS = 200_000
 """Of a longer run the trace has the first ones: as much as a browser opens."""
 MOST_COUNTED = 100_000
 """Losses and accuracies in the trace; of more there is every n-th."""
@@ -27,18 +28,17 @@ CLOCK_SLACK = 0.005
 """Seconds that a reception may seem to lie outside its send, the clocks of two containers being read apart."""
 
 
-def trace(events: Sequence[Event], end: float, title: str = "testbed") -> dict[str, Any]:
-    """Return the trace of a run that ended at ``end`` seconds, ready for ``json.dump``.
-
-    ``otherData`` says how many bars were left out because there are too many.
-    """
+def write(file: IO[str], events: Sequence[Event], end: float, title: str = "testbed") -> None:
+    """Write the trace of a run that ended at ``end`` seconds; its ``otherData`` says how many bars were left out."""
     log = EventLog.made_of(events)
     charted = sorted(islice(bars(log, end), MOST_BARS), key=lambda bar: (bar.start, bar.end))
-    return {
-        "traceEvents": list(_records(log, charted, end, title)),
-        "displayTimeUnit": "ms",
-        "otherData": {"title": title, "left_out": max(0, len(log.of(*CHARTED)) - len(charted))},
-    }
+    other = {"title": title, "left_out": max(0, len(log.of(*CHARTED)) - len(charted))}
+    file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n')
+    between = ""
+    for record in _records(log, charted, end, title):  # one by one: all of them together are large
+        file.write(between + json.dumps(record))
+        between = ",\n"
+    file.write("\n]}\n")
 
 
 def _records(log: EventLog, charted: Sequence[Bar], end: float, title: str) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,12 +13,18 @@ from testbed.trace import perfetto
 from testbed.trace.events import TESTBED, Event
 from testbed.trace.gantt import bars
 from testbed.trace.intervals import lanes
-from testbed.trace.perfetto import deliveries, trace
+from testbed.trace.perfetto import deliveries
 from tests.helpers import recorded
 
 
+def trace(events: Sequence[Event], end: float, title: str = "testbed") -> Any:
+    file = io.StringIO()
+    perfetto.write(file, events, end, title)
+    return json.loads(file.getvalue(), parse_constant=pytest.fail)
+
+
 def records() -> list[dict[str, Any]]:
-    content = json.loads(json.dumps(trace(recorded.events(), 8.6, "recorded"), allow_nan=False))
+    content = trace(recorded.events(), 8.6, "recorded")
     return list(content["traceEvents"])
 
 
