@@ -94,12 +94,11 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
       testbed data fetch cifar10 --folder /srv/cifar10
       testbed data fetch mnist --from http://mirror.example/mnist
     """
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 
     from testbed.data.fetch import fetch as download
 
-    console = Console(stderr=True, highlight=False)
+    console = make_console(stderr=True)
     place = _place(name, folder)
     with Progress("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console) as bars:
         shown: dict[str, TaskID] = {}

@@ -16,6 +16,7 @@ from controller.cli.options import CommandGroup, sentence
 from controller.lab.paths import abandoned
 from testbed import __version__
 from testbed.common.errors import HostError, TestbedError
+from testbed.common.formats import visible
 
 COMMANDS = {
     "run": "controller.cli.run:run",
@@ -96,7 +97,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except TestbedError as error:
-        click.echo(f"testbed: {error}", err=True)
+        click.echo(f"testbed: {visible(str(error))}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of our output has left (`testbed ps | head`): not an error worth a traceback.
@@ -110,5 +111,5 @@ def main() -> None:
             text = f"the container engine: {' '.join(str(error).split())}"
         else:
             raise
-        click.echo(f"testbed: {text}", err=True)
+        click.echo(f"testbed: {visible(text)}", err=True)
         sys.exit(HostError.exit_code)

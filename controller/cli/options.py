@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from testbed.scenario.schema import Scenario
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 overrides = click.option(
@@ -57,3 +61,10 @@ class CommandGroup(click.Group):
 def sentence(command: click.Command) -> str:
     """Return the first sentence of a command's help, of at most 300 letters."""
     return command.get_short_help_str(300)
+
+
+def in_results(scenario: Scenario) -> bool:
+    """Say whether a scenario names Python files beside the results of a run, which may have come from somebody else."""
+    workload = scenario.workload
+    named = any(part.file is not None for part in (workload.method, workload.model, workload.data))
+    return named and (scenario.source.folder / "manifest.json").is_file()

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controller.cli.options import as_json, overrides
+from controller.cli.options import as_json, in_results, overrides
 from controller.cli.printing import dump, make_console
 from testbed.common import formats
+from testbed.common.errors import InputError
 from testbed.kits.layers import costs
 
 CLASSES_SHOWN = 4
@@ -55,7 +56,10 @@ def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
     from testbed.scenario.loading import load
 
     # Repetitions differ in their seed alone; what follows from it (positions that are drawn) is shown of the first.
-    points = [each for each in trials(load(scenario, overrides)) if each.repetition == 0]
+    loaded = load(scenario, overrides)
+    if in_results(loaded):
+        raise InputError(f"{scenario}: its Python files lie among results, and only 'testbed run' executes those")
+    points = [each for each in trials(loaded) if each.repetition == 0]
     plans = [_describe_plan(prepare(each)) for each in points]
     if as_json:
         dump(plans)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def make_console() -> Console:
-    """Return a console that colours nothing by itself."""
-    from rich.console import Console
+def make_console(**options: Any) -> Console:
+    """Return a console that colours nothing by itself, and shows control characters instead of passing them on."""
+    from controller.report.tables import VisibleConsole
 
-    return Console(highlight=False)
+    return VisibleConsole(highlight=False, **options)
 
 
 def dump(value: object) -> None:

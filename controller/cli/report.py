@@ -6,9 +6,8 @@ import webbrowser
 from pathlib import Path
 
 import click
-from rich.console import Console
 
-from controller.cli.printing import dump
+from controller.cli.printing import dump, make_console
 
 
 @click.command()
@@ -52,7 +51,7 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
         rebuild(run)
         html.write(run)
         runs.append(run.alone())
-    console = Console(highlight=False, quiet=as_json)
+    console = make_console(quiet=as_json)
     content = summarize(folder, runs, console) if several else runs[0].metrics
     if not several:
         show(console, runs[0])
@@ -101,7 +100,7 @@ def compare(folders: tuple[Path, ...], out: Path | None, plots: Path | None, as_
     if as_json:
         dump(compared)
     else:
-        comparison.show(Console(highlight=False), compared)
+        comparison.show(make_console(), compared)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(comparison.render(runs, compared), encoding="utf-8")

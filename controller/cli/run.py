@@ -13,7 +13,7 @@ from rich.console import Console
 from controller.api.execution import run_one_by_one, simulate_side_by_side
 from controller.cli.finished import explain, judge, reproduce, show_run, summarize
 from controller.cli.options import accept_links, links, metrics_as_json, out, overrides, watched
-from controller.cli.printing import dump
+from controller.cli.printing import dump, make_console
 from testbed.common.errors import InputError, TestbedError
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -100,7 +100,7 @@ def run(
     changes = [*overrides, *_changes(seed, repetitions, weights)]
     loaded = load(scenario, changes)
     prepared = [prepare(trial) for trial in trials(loaded)]
-    console = Console(stderr=as_json, highlight=False)
+    console = make_console(stderr=as_json)
     if jobs > 1 and (watch or streams):
         raise InputError("--jobs: runs side by side are neither watched nor streamed: leave --jobs away")
     places = _places(prepared, runtime, out, resume, jobs)

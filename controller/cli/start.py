@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from controller.cli.options import accept_links, metrics_as_json, out, overrides, run_option, watched
-from controller.cli.printing import dump
+from controller.cli.printing import dump, make_console
 
 
 @click.command()
@@ -53,7 +52,7 @@ def start(
     prepared = prepare(trials(load(scenario, overrides))[0])
     lab = Lab.open(runstate.choose(run_id))
     lab.check_serves(prepared.trial)
-    console = Console(stderr=as_json, highlight=False)
+    console = make_console(stderr=as_json)
     try:
         finished = run_recorded(
             prepared,

@@ -11,7 +11,7 @@ from controller.results.run import Run
 from testbed.common import formats
 from testbed.common.formats import FigureKind
 from testbed.scenario.expect import look_up
-from testbed.trace.figures import Column, Figure, Row, Table
+from testbed.trace.figures import Column, Figure, Row
 from testbed.trace.registry import kind_of, rows_of, tables_of
 
 _NAMED = re.compile(r"\{([\w.-]+)\}")
@@ -67,7 +67,7 @@ def tables(run: Run, *, wide: bool = True) -> Iterator[Written]:
     """Yield the declared tables that have a row; without wide columns where there is no room."""
     for table in tables_of(run.declared):
         columns = tuple(column for column in table.columns if wide or not column.wide)
-        rows = [[_cell(column, item) for column in columns] for item in _items(table, run.metrics)]
+        rows = [[_cell(column, item) for column in columns] for item in table.listed(run.metrics)]
         if rows:
             yield Written(table.title, table.note, columns, rows)
 
@@ -99,13 +99,8 @@ def curves(run: Run) -> Iterator[Drawn]:
             yield Drawn(curve.title, curve.note, curve.kind, list(points.items()), curve.stacked, marks)
 
 
-def _items(table: Table, metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = metrics.get(table.items, ()) if isinstance(table.items, str) else table.items(metrics)
-    return list(found)
-
-
 def _cell(column: Column, item: Mapping[str, Any]) -> str:
-    value = item.get(column.value) if isinstance(column.value, str) else column.value(item)
+    value = column.of(item)
     if column.kind == "text":
         return str(value) if value not in (None, "") else formats.NONE
     return formats.moment(value) if column.kind == "moment" else formats.of_kind(column.kind, value)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+
+from testbed.common.formats import visible
 
 BETWEEN = 3
 """Letters between two columns."""
+
+
+class VisibleConsole(Console):
+    """Writes control characters out that are in what it prints: names and messages come from scenarios and devices."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the segments of something to be printed."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control or text.isprintable() else visible(text, len(text) * 8), style, control)
 
 
 def table(*columns: str, bold: Sequence[str] = (), right: Sequence[str] = ()) -> Table:

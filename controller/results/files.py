@@ -2,7 +2,8 @@
 
 One folder a run: ``scenario.yaml`` (resolved), ``plan.json``, ``manifest.json``, ``events.jsonl``, ``metrics.json``,
 ``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any; of a network
-that finds objects ``boxes.json``. `controller.results.recorder` writes them, `controller.report` the pages.
+that finds objects ``boxes.json``, of a method of one's own ``declared.json``. `controller.results.recorder` writes
+them, `controller.report` the pages. Reading them executes nothing.
 A sweep or repeated run is a folder of such folders with ``summary.json`` and ``summary.csv``.
 """
 
@@ -18,9 +19,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from controller.results.declared import declared_in
 from controller.results.manifest import RUNNING
 from controller.results.recorder import beside_its_code, scenario_yaml
-from controller.results.run import Run, declared_by
+from controller.results.run import Run
 from testbed.common.errors import InputError
 from testbed.plan import Plan
 from testbed.scenario.expand import trials
@@ -98,9 +100,10 @@ def _load(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
         raise InputError(f"{folder}: was not written by this version of the testbed: plan.json: {key}") from None
+    declared = declared_in(folder, trial)
     if figures is None:
-        figures = metrics(outcome, trial.experiment, plan, declared_by(trial))
-    return Run(folder, trial, plan, outcome, facts, figures)
+        figures = metrics(outcome, trial.experiment, plan, declared)
+    return Run(folder, trial, plan, outcome, facts, figures, declared)
 
 
 def places(folder: Path) -> list[Path]:

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from ruamel.yaml import YAML
 
+from controller.results.declared import declared_by, keep
 from controller.results.manifest import finished, manifest
-from controller.results.run import Run, declared_by
+from controller.results.run import Run
 from testbed.common import usercode
 from testbed.common.errors import HostError, InputError
 from testbed.plan import Plan
@@ -60,6 +61,7 @@ class Recorder:
         self.path = folder.absolute()
         self._trial = trial
         self._plan = plan
+        self._declared = declared_by(trial)
         self._written = 0
         self._latest = float("-inf")
         self._ordered = True
@@ -80,6 +82,7 @@ class Recorder:
             scenario, sources = beside_its_code(trial.scenario)
             for name, text in {"scenario.yaml": scenario_yaml(scenario), **sources}.items():
                 (self.path / name).write_text(text, encoding="utf-8")
+            keep(self.path, trial, self._declared, {})
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
 
     def event(self, event: Event) -> None:
@@ -97,14 +100,15 @@ class Recorder:
         facts = finished(self._manifest, outcome)
         # As the file has them, so that the figures are those that will be computed from it.
         kept = replace(outcome, events=EventLog(event.rounded() for event in outcome.events), weights_file=None)
-        figures = metrics(kept, self._trial.experiment, self._plan, declared_by(self._trial))
-        run = Run(self.path, self._trial, self._plan, kept, facts, figures)
+        figures = metrics(kept, self._trial.experiment, self._plan, self._declared)
+        run = Run(self.path, self._trial, self._plan, kept, facts, figures, self._declared)
         with self._writing():
             self._events.close()
             if not self._ordered or self._written != len(outcome.events):
                 _replace(self.path / "events.jsonl", (event.to_json() + "\n" for event in outcome.events))
             if outcome.weights_file is not None:
                 (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
+            keep(self.path, self._trial, self._declared, figures)
             rebuild(run)
             self._manifest_file(facts)
         return run

@@ -14,13 +14,12 @@ from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.trial import Trial
-from testbed.trace.figures import Declared, Figure
+from testbed.trace.figures import NOTHING, Declared, Figure
 from testbed.trace.gantt import run_end
 from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Standstill, pauses
 from testbed.trace.registry import figures_of
-from testbed.validation import find_method
 
 LONGEST_NAME = 200
 """Characters of the name of a run's folder."""
@@ -37,6 +36,8 @@ class Run:
     """Without its weights."""
     manifest: dict[str, Any]
     metrics: dict[str, Any]
+    declared: Declared = NOTHING
+    """What its method says of its runs."""
 
     @property
     def experiment(self) -> Experiment:
@@ -58,11 +59,6 @@ class Run:
         return json.dumps(self.trial.point, sort_keys=True, default=str)
 
     @property
-    def declared(self) -> Declared:
-        """What its method says of its runs."""
-        return declared_by(self.trial)
-
-    @property
     def figures(self) -> dict[str, Figure]:
         """All figures that it may have, by name."""
         return figures_of(self.declared)
@@ -76,11 +72,6 @@ class Run:
     def end(self) -> float:
         """Seconds until the lead's program had ended."""
         return run_end(self.outcome.events, self.plan.lead)
-
-
-def declared_by(trial: Trial) -> Declared:
-    """Return what a trial's method says of its runs."""
-    return find_method(trial.scenario).declared
 
 
 def run_name(trial: Trial) -> str:

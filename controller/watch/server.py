@@ -16,11 +16,12 @@ import flask
 from cheroot import wsgi
 from jinja2 import Environment, PackageLoader
 
+from controller.results.declared import declared_in
 from controller.results.files import begun
-from controller.results.run import declared_by
 from controller.watch.feed import batches
 from testbed.common.errors import TestbedError
 from testbed.scenario.trial import Trial
+from testbed.trace.figures import Declared
 from testbed.wire.token import authorised
 
 Strike = Callable[[Mapping[str, object]], str]
@@ -45,9 +46,11 @@ def application(
     app = flask.Flask("watch")
     page = Environment(loader=PackageLoader("controller.watch", "."), autoescape=True).get_template("page.html")
     facts = {"token": token, "strikes": strike is not None}
+    trial = begun(folder)
+    shown = described(trial, declared_in(folder, trial))
     app.before_request(lambda: _authorise(token, origin))
     app.register_error_handler(TestbedError, lambda error: ({"error": str(error)}, 400))
-    app.get("/", endpoint="page")(lambda: page.render(facts=described(begun(folder)) | facts))
+    app.get("/", endpoint="page")(lambda: page.render(facts=shown | facts))
     app.get("/events", endpoint="events")(lambda: _stream(folder, pace))
     if strike is not None:
         app.post("/strike", endpoint="strike")(lambda: {"done": strike(flask.request.get_json())})
@@ -69,7 +72,7 @@ def _stream(folder: Path, pace: float | None) -> flask.Response:
     return flask.Response(lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def described(trial: Trial) -> dict[str, Any]:
+def described(trial: Trial, declared: Declared) -> dict[str, Any]:
     """Return what the page must know of a run before its first event."""
     experiment, radio = trial.experiment, trial.experiment.radio
     links = experiment.links.items()
@@ -78,7 +81,7 @@ def described(trial: Trial) -> dict[str, Any]:
         "steps": trial.scenario.workload.steps,
         "devices": [device.name for device in experiment.devices],
         "positions": {} if radio is None else {name: list(radio.positions[name]) for name in radio.positions},
-        "pauses": [each.name for each in declared_by(trial).events if each.pause],
+        "pauses": [each.name for each in declared.events if each.pause],
         "links": [{"source": a, "destination": b, "rate": link.rate, "delay": link.delay} for (a, b), link in links],
     }
 

@@ -42,6 +42,12 @@ def _digits(number: float) -> str:
     return f"{number:.3g}"
 
 
+def visible(text: str, most: int = 2000) -> str:
+    """Return a text with control characters written out, so that a terminal only shows them, and cut if it is long."""
+    shown = "".join(each if each in "\n\t" or each.isprintable() else repr(each)[1:-1] for each in text)
+    return shown if len(shown) <= most else f"{shown[:most]}... ({len(shown) - most} more characters)"
+
+
 def number(value: float | None) -> str:
     """Write a plain number."""
     if value is None:

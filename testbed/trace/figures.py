@@ -70,6 +70,10 @@ class Column:
     wide: bool = False
     """Whether it is left out where there is little room."""
 
+    def of(self, item: Item) -> Any:
+        """Return what the column has of a listed item."""
+        return item.get(self.value) if isinstance(self.value, str) else self.value(item)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -80,6 +84,10 @@ class Table:
     items: str | Callable[[Metrics], Sequence[Item]]
     """Name of a list in the metrics, or a function of the metrics."""
     columns: tuple[Column, ...]
+
+    def listed(self, metrics: Metrics) -> Sequence[Item]:
+        """Return the items of a run, a row each."""
+        return metrics.get(self.items, ()) if isinstance(self.items, str) else self.items(metrics)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 from controller.report import html, radiomap
 from controller.report.plots import Axis, Line, inline, line_plot, thin
 from controller.report.timeline import MOST_BARS, timeline
+from controller.results.declared import declared_by
 from controller.results.manifest import manifest
 from controller.results.run import Run
 from testbed.trace.events import Event
@@ -25,7 +26,9 @@ EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 def run(**changes: Any) -> Run:
     trial, plan, outcome = recorded.trial(), recorded.plan(), recorded.outcome(**changes)
     facts = manifest(trial, outcome, "testbed run recorded.yaml")
-    return Run(Path("somewhere"), trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan))
+    return Run(
+        Path("somewhere"), trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan), declared_by(trial)
+    )
 
 
 class _Tags(HTMLParser):

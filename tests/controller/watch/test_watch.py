@@ -12,6 +12,7 @@ from flask.testing import FlaskClient
 from controller.results.recorder import Recorder
 from controller.watch.feed import Tail, batches, shown
 from controller.watch.server import application, described
+from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from tests.helpers import ROOT, recorded
@@ -50,7 +51,7 @@ def test_the_page_knows_devices_and_links_and_loads_nothing(folder: Path) -> Non
 
 def test_the_page_knows_which_events_of_the_method_were_pauses() -> None:
     drill = ROOT / "scenarios" / "demo" / "adaptation.yaml"
-    assert described(trials(load(drill))[0])["pauses"] == ["repartition"]
+    assert described(trials(load(drill))[0], METHODS["ftpipehd"].declared)["pauses"] == ["repartition"]
 
 
 def test_who_has_no_token_learns_nothing(folder: Path) -> None:

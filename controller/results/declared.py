@@ -1,0 +1,114 @@
+"""What a method declares of its runs: of the testbed's methods as they say, of one's own as data beside the run.
+
+So reading results executes nothing that lies in their folder, which may have come from somebody else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from testbed.methods import METHODS
+from testbed.scenario.trial import Trial
+from testbed.trace.disturbances import Recovery
+from testbed.trace.events import EventType
+from testbed.trace.figures import NOTHING, Column, Curve, Declared, Figure, Row, Table
+from testbed.trace.metrics import finite
+from testbed.trace.record import Record
+from testbed.validation import find_method
+
+FILE = "declared.json"
+_OF_ANY = {"struck", "detected", "resumed", "seconds", "step", "missing", "deficit"}
+"""What every item of ``recovery_list`` has; a method may add more."""
+
+
+def declared_by(trial: Trial) -> Declared:
+    """Return what a trial's method says of its runs; imports a method of one's own."""
+    return find_method(trial.scenario).declared
+
+
+def keep(folder: Path, trial: Trial, declared: Declared, metrics: Mapping[str, Any]) -> None:
+    """Write what a method of one's own declares into the folder of its run; ``metrics`` are empty as it begins."""
+    if trial.scenario.workload.method.file is not None:
+        kept = finite(_as_data(declared, metrics))
+        (folder / FILE).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def declared_in(folder: Path, trial: Trial) -> Declared:
+    """Return what was declared of the run in a folder; figures of a method of one's own are those that it had then."""
+    part = trial.scenario.workload.method
+    if part.file is None:
+        return METHODS[part.name].declared if part.name in METHODS else NOTHING
+    try:
+        kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        figures = folder / "metrics.json"  # not there yet, or the run was cut off
+        return _of_data(kept, json.loads(figures.read_text(encoding="utf-8")) if figures.is_file() else {})
+    except (OSError, ValueError, KeyError, TypeError):  # written by an earlier version, or damaged
+        return NOTHING
+
+
+def _as_data(declared: Declared, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    figures = ("name", "kind", "meaning", "brief", "compared")
+    rows = [row for row in declared.rows if metrics and (row.when is None or row.when(metrics))]
+    return {
+        "figures": [{name: getattr(figure, name) for name in figures} for figure in declared.figures],
+        "lists": list(declared.lists or ()),
+        "events": [asdict(event) for event in declared.events],
+        "rows": [
+            [row.label, *(each if isinstance(each, str) else each(metrics) for each in (row.text, row.note))]
+            for row in rows
+        ],
+        "tables": [_table(table, metrics) for table in declared.tables if metrics],
+        "curves": [asdict(curve) for curve in declared.curves],
+    }
+
+
+def _table(table: Table, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "title": table.title,
+        "note": table.note,
+        "columns": [[column.heading, column.kind, column.wide] for column in table.columns],
+        "items": [[column.of(item) for column in table.columns] for item in table.listed(metrics)],
+    }
+
+
+def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> Declared:
+    added = {
+        item["detected"]: {key: item[key] for key in item.keys() - _OF_ANY} for item in metrics.get("recovery_list", ())
+    }
+
+    def recovered(item: Recovery, record: Record) -> dict[str, Any]:
+        return added.get(item.detected, {})
+
+    return Declared(
+        figures=tuple(Figure(compute=_constant(_value(metrics, each["name"])), **each) for each in kept["figures"]),
+        lists={name: _constant(metrics.get(name, [])) for name in kept["lists"]},
+        recovery=recovered,
+        events=tuple(EventType(**each) for each in kept["events"]),
+        rows=tuple(Row(*row) for row in kept["rows"]),
+        tables=tuple(_kept_table(each) for each in kept["tables"]),
+        curves=tuple(Curve(**each) for each in kept["curves"]),
+    )
+
+
+def _kept_table(kept: Mapping[str, Any]) -> Table:
+    columns = tuple(
+        Column(heading, kind, str(place), wide) for place, (heading, kind, wide) in enumerate(kept["columns"])
+    )
+    items = [{str(place): value for place, value in enumerate(item)} for item in kept["items"]]
+    return Table(kept["title"], kept["note"], _constant(items), columns)
+
+
+def _value(metrics: Mapping[str, Any], name: str) -> Any:
+    """Return a figure from ``metrics.json``, of one for each layer or the like the values by layer."""
+    if "<" not in name:
+        return metrics.get(name)
+    group, _, last = name.split(".")
+    return {member: each[last] for member, each in metrics.get(group, {}).items() if last in each}
+
+
+def _constant(value: Any) -> Any:
+    return lambda _: value
