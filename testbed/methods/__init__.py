@@ -1,4 +1,4 @@
-"""Published systems and baselines, one folder each, and the registry of them all."""
+"""Published systems and baselines, one file or folder each, and the registry of them all."""
 
 from __future__ import annotations
 

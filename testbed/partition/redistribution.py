@@ -2,7 +2,7 @@
 
 Devices go by their names, so nothing has to be renumbered: the paper's correction of an index by the failed ones is
 what taking names out of a list does. Everything here speaks of one state of the model, such as that after batch 200:
-the caller has made sure that all that is held belongs to it (`testbed.kits.asynchronous.replication`).
+the caller has made sure that all that is held belongs to it (`testbed.kits.pipeline.placement`).
 
 Held are, after a chain replication, each stage's own units and those of the stage before it; the last stage's are at
 the coordinator. After a global replication all units are at the coordinator too. The coordinator is the first
@@ -96,19 +96,6 @@ def needs(old: StagePartition, new: StagePartition, held: HeldUnits) -> dict[str
     if lost:
         raise UnitsLostError(lost)
     return {device: _need(device, old, new, held) for device in new.devices}
-
-
-def take_over(old: StagePartition, lost: Collection[str]) -> StagePartition:
-    """Return ResPipe's partition: the next stage that is left takes all units of a lost one.
-
-    The last one's replica is at the coordinator, but a pipeline that ends where it begins would be no pipeline: its
-    units go to the stage before it, which fetches them there. Raises ValueError when no device is left.
-    """
-    left = tuple(device for device in old.devices if device not in lost)
-    if not left:
-        raise ValueError("no device is left to take over")
-    ends = [old.of(device).stop for device in left]
-    return StagePartition(left, (0, *ends[:-1], old.units))
 
 
 def _need(device: str, old: StagePartition, new: StagePartition, held: HeldUnits) -> Need:

@@ -46,57 +46,39 @@ def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: Tra
     clock = [0.0] * len(stages)
     arrived: dict[tuple[int, Action], float] = {}
     links: dict[tuple[int, int], float] = {}
+
+    def send(stage: int, action: Action, end: float) -> None:
+        """Make the result of an action arrive where it is needed."""
+        target = stage + {"forward": 1, "backward": -1, "update": -len(stages)}[action.kind]
+        if target == len(stages):
+            arrived[stage, Action("backward", action.micro)] = end
+        elif target >= 0:
+            busy, delay = transfer(stage, action)
+            links[stage, target] = sent = max(end, links.get((stage, target), 0.0)) + busy
+            arrived[target, action] = sent + delay
+
     moved = True
     while moved:
         moved = False
         for stage, actions in enumerate(stages):
             while done[stage] < len(actions):
                 action = actions[done[stage]]
-                ready = 0.0 if _independent(stage, action, len(stages)) else arrived.get((stage, action))
+                independent = action.kind == "update" or (action.kind == "forward" and stage == 0)
+                ready = 0.0 if independent else arrived.get((stage, action))
                 if ready is None:
                     break
                 start = max(clock[stage], ready)
                 clock[stage] = end = start + duration(stage, action)
                 slots.append(Slot(stage, action, start, end))
-                _send(stage, action, end, len(stages), transfer, links, arrived)
+                send(stage, action, end)
                 done[stage] += 1
                 moved = True
     stuck = [
-        f"stage {stage} waits for {actions[done[stage]]}"
-        for stage, actions in enumerate(stages)
-        if done[stage] < len(actions)
+        f"stage {stage} waits for {order[done[stage]]}" for stage, order in enumerate(stages) if order[done[stage] :]
     ]
     if stuck:
         raise ScheduleError("deadlock: " + ", ".join(stuck))
     return sorted(slots, key=lambda slot: (slot.start, slot.stage, slot.end))
-
-
-def _independent(stage: int, action: Action, stages: int) -> bool:
-    """Whether an action needs nothing but the stage's turn."""
-    return action.kind == "update" or (action.kind == "forward" and stage == 0)
-
-
-def _send(
-    stage: int,
-    action: Action,
-    end: float,
-    stages: int,
-    transfer: TransferTime,
-    links: dict[tuple[int, int], float],
-    arrived: dict[tuple[int, Action], float],
-) -> None:
-    """Make the result of an action arrive where it is needed."""
-    if action.kind == "update":
-        return
-    if action.kind == "forward" and stage == stages - 1:
-        arrived[stage, Action("backward", action.micro)] = end
-        return
-    target = stage + 1 if action.kind == "forward" else stage - 1
-    if target < 0:
-        return
-    busy, delay = transfer(stage, action)
-    links[stage, target] = sent = max(end, links.get((stage, target), 0.0)) + busy
-    arrived[target, action] = sent + delay
 
 
 def grid(schedule: Schedule, stages: int, micro_batches: int, backward: int = 1) -> str:

@@ -17,7 +17,7 @@ FLOORS = {
         ("testbed.validation",),
         ("testbed.deployment",),
         ("testbed.methods",),
-        ("testbed.kits.rounds", "testbed.kits.asynchronous", "testbed.kits.slots"),
+        ("testbed.kits.rounds", "testbed.kits.slots"),
         ("testbed.kits.pipeline",),
         ("testbed.kits.layers",),
         ("testbed.kits.messaging",),

@@ -1,7 +1,7 @@
 """What a method does about devices that are lost: the loop around its work, and the policies that it may choose.
 
 There are two `RecoveryPolicy`s: `testbed.kits.pipeline.checkpointing.FromCheckpoint` stops everything and
-goes on from the last checkpoint, `testbed.kits.asynchronous.recovery.FromReplicas` from what the devices keep for
+goes on from the last checkpoint, `testbed.kits.pipeline.recovery.FromReplicas` from what the devices keep for
 each other. A method that goes on without those who are gone, or with substitutes for what they would have sent, needs
 neither: it takes its messages with a deadline, and asks `Membership` who is there.
 """

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.kits.layers.shard import State
+from testbed.kits.layers.shard import State, weights_of
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.messaging.typed import Typed
+from testbed.kits.pipeline.messages import UnitState
 from testbed.plan import Piece
 
 if TYPE_CHECKING:
@@ -26,18 +27,7 @@ if TYPE_CHECKING:
 Partitioner = Callable[[Collection[str]], Sequence[Piece]]
 """Devices that can be had -> parts for them; raises `InputError` where there are none."""
 MakeConfigure = Callable[[Piece, State | None], Typed]
-"""(part, the checkpoint's state; None: the seed's) -> the message that tells a device to be that."""
-
-
-@dataclass(frozen=True)
-class UnitState(Typed, kind="state"):
-    """To the coordinator: one unit as it is after a step."""
-
-    configuration: int
-    step: int
-    """The next one."""
-    unit: int
-    state: State
+"""(part, the checkpoint's state; None: the seed's) -> the message that makes a device be that."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,10 @@ class Collector:
 
 
 class FromCheckpoint:
-    """A `testbed.kits.messaging.recovery.Recovery`."""
+    """A `testbed.kits.messaging.recovery.RecoveryPolicy`; the last checkpoint is what the device exposes."""
+
+    recovering = False
+    """A restarted coordinator begins anew, so no recovery is under way when the work begins."""
 
     def __init__(
         self,
@@ -91,6 +84,7 @@ class FromCheckpoint:
         self._configure = configure
         self._partitioner = partitioner
         self._collector = Collector(units)
+        self._device.expose(lambda: weights_of(self.checkpoint.state or {}))
         mailbox.on(UnitState, self._collect)
         mailbox.on_open(self._collector.clear)
 
@@ -98,7 +92,7 @@ class FromCheckpoint:
         self.checkpoint = self._collector.add(part.step, part.unit, part.state) or self.checkpoint
 
     async def establish(self) -> None:
-        """Tell every device what it is, from the last checkpoint on, and wait until all are ready."""
+        """Send every device what it is, from the last checkpoint on, and wait until all are ready."""
         self._supervisor.begin()
         for part in self._supervisor.layout:
             self._mailbox.post(part.device, self._configure(part, self.checkpoint.state))

@@ -1,102 +1,44 @@
-"""One stage of a pipeline in one configuration: loads its units, takes what arrives, computes, passes on."""
+"""One stage of a pipeline in one configuration: it takes what arrives, computes, hands on, by any schedule.
+
+What tells synchronous from asynchronous training apart is the `UpdatePolicy` that a stage is given.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from testbed.data.batches import micro_batches
 from testbed.device import Cost, Span
 from testbed.kits.layers import costs
 from testbed.kits.layers.shape_shard import ShapeShard, shard
 from testbed.kits.layers.shard import Shard, State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
+from testbed.kits.pipeline.messages import (
+    Activation,
+    Configure,
+    Gradient,
+    Labels,
+    Output,
+    Prepare,
+    Purpose,
+    Stages,
+    Times,
+)
 from testbed.method import Problem
+from testbed.schedule import Action
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 T = TypeVar("T")
 
-Purpose = Literal["train", "evaluate", "infer"]
 SPANS: dict[Purpose, str] = {"train": "forward", "evaluate": "evaluate", "infer": "forward"}
 """Name of the span in which a micro-batch goes forward, by what it is for."""
-
-
-@dataclass(frozen=True)
-class Configure(Typed, kind="configure", opens=True):
-    """From the coordinator: be this stage."""
-
-    configuration: int
-    stages: Sequence[tuple[str, int, int]]
-    """(device, first unit, one after its last), in their order."""
-    steps: int
-    """Training steps of the whole workload."""
-    given: bool
-    """Whether the state is here; else it comes from the seed."""
-    state: State
-
-
-@dataclass(frozen=True)
-class Activation(Typed, kind="activation", key=("work", "batch", "micro")):
-    """To the next stage, the first one's from the coordinator: inputs of a micro-batch."""
-
-    configuration: int
-    work: Purpose
-    batch: int
-    """The training step, or the batch of an evaluation or inference."""
-    micro: int
-    micros: int
-    """Micro-batches of the batch."""
-    samples: int
-    """Of the whole batch."""
-    tensor: torch.Tensor
-    """(samples of the micro-batch, ...)"""
-
-
-@dataclass(frozen=True)
-class Labels(Typed, kind="labels", key=("batch",)):
-    """From the coordinator to the last stage: labels of a whole batch, (samples,)."""
-
-    configuration: int
-    batch: int
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Gradient(Typed, kind="gradient", key=("batch", "micro")):
-    """To the stage before: the gradient of what it has sent."""
-
-    configuration: int
-    batch: int
-    micro: int
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Output(Typed, kind="output", key=("work", "batch")):
-    """From the last stage to the coordinator: outputs of a batch, (samples, ...)."""
-
-    configuration: int
-    work: Purpose
-    batch: int
-    tensor: torch.Tensor
-
-
-STAGE_KINDS: tuple[type[Typed], ...] = (Configure, Activation, Labels, Gradient, Output)
-
-
-class Placing(Protocol):
-    """A message that says which stages there are, such as `Configure`."""
-
-    @property
-    def configuration(self) -> int: ...  # noqa: D102
-    @property
-    def stages(self) -> Sequence[tuple[str, int, int]]: ...  # noqa: D102
-    @property
-    def steps(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -105,17 +47,16 @@ class StagePosition:
 
     configuration: int
     coordinator: str
-    stages: Sequence[tuple[str, int, int]]
-    """(device, first unit, one after its last), in their order."""
+    stages: Stages
     index: int
     steps: int
     """Training steps of the whole workload."""
 
     @staticmethod
-    def told(device: str, coordinator: str, told: Placing) -> StagePosition:
-        """Return where a device stands by what it was told."""
-        index = [name for name, _, _ in told.stages].index(device)
-        return StagePosition(told.configuration, coordinator, told.stages, index, told.steps)
+    def from_message(device: str, coordinator: str, message: Configure | Prepare) -> StagePosition:
+        """Return where a device stands by what the coordinator sent it."""
+        index = [name for name, _, _ in message.stages].index(device)
+        return StagePosition(message.configuration, coordinator, message.stages, index, message.steps)
 
     @property
     def units(self) -> tuple[int, int]:
@@ -137,11 +78,19 @@ class StagePosition:
 class Stage:
     """A `testbed.kits.messaging.roles.Role`; lives as long as its configuration.
 
-    It learns what to do from what arrives: a micro-batch of training begins a piece of training, which ``train`` is
-    called for with the first activation still in the mailbox; any other is forwarded in the order of arrival.
+    What arrives decides what it does: a micro-batch of training begins a piece of training, which ``train`` is called
+    for with the first activation still in the mailbox; any other is forwarded in the order of arrival.
     """
 
-    def __init__(self, mailbox: Mailbox, problem: Problem, position: StagePosition, state: State | None = None) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        problem: Problem,
+        position: StagePosition,
+        state: State | None = None,
+        updates: Callable[[Stage], UpdatePolicy] | None = None,
+    ) -> None:
+        """Without ``updates`` there is no training."""
         self.state = state
         """What it begins with; None: the seed's."""
         self.position = position
@@ -152,11 +101,10 @@ class Stage:
         self.actions = 0
         self.computing = False
         self.shard: Shard | ShapeShard
-        self.train: Callable[[Activation], Awaitable[None]] | None = None
+        self._updates = None if updates is None else updates(self)
 
     async def prepare(self) -> None:
         """Build the shard, from the state or from the seed."""
-        optimizer = self.problem.workload.optimizer
 
         def build() -> Shard | ShapeShard:
             made = shard(self.problem.model, *self.position.units, self.problem.seed, self.problem.workload)
@@ -164,15 +112,20 @@ class Stage:
                 made.load(self.state)
             return made
 
-        self.shard = await self.compute(build, costs.copy(self.units, optimizer), Span("load"))
+        self.shard = await self.compute(build, self.copy_cost, Span("load"))
+
+    @property
+    def copy_cost(self) -> Cost:
+        """What copying its whole state costs."""
+        return costs.copy(self.units, self.problem.workload.optimizer)
 
     async def serve(self) -> None:
         """Train and forward whatever arrives, until cancelled."""
         while True:
             first = await self.mailbox.peek(Activation)
             if first.work == "train":
-                assert self.train is not None
-                await self.train(first)
+                assert self._updates is not None
+                await self._updates.train(first)
             else:
                 await self._forward_only(await self.mailbox.take(Activation))
 
@@ -189,6 +142,11 @@ class Stage:
             self.computing = False
             self.actions += 1
 
+    async def timed(self, work: Callable[[], T], cost: Cost, span: Span) -> tuple[T, float]:
+        """Compute; return the result and the seconds that it took."""
+        begun = self.device.now()
+        return await self.compute(work, cost, span), self.device.now() - begun
+
     async def _forward_only(self, given: Activation) -> None:
         """Pass one micro-batch through; the last stage hands the outputs to the coordinator."""
         inputs, position = given.tensor, self.position
@@ -198,3 +156,131 @@ class Stage:
             self.post(position.coordinator, Output(position.configuration, given.work, given.batch, outputs))
         else:
             self.post(position.after, replace(given, tensor=outputs))
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One micro-batch that a stage has forwarded and not yet done backward."""
+
+    batch: int
+    micro: int
+    samples: int
+    """Of the micro-batch."""
+    loss: float
+    """Its part of the batch's loss; 0 on all stages but the last."""
+    seconds: float
+    """That its forward took."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Batch and micro-batch."""
+        return self.batch, self.micro
+
+
+BatchNews = tuple[Times, float]
+"""Mean seconds of a batch on each stage from one on, and the loss of the batch."""
+
+
+class UpdatePolicy(Protocol):
+    """When weights change, and which of them a micro-batch meets."""
+
+    recompute: bool
+    """Whether all stages but the last keep no activations, and forward a second time before backward."""
+    whole_batches: bool
+    """Whether a batch passes as one, so that spans need no number of a micro-batch."""
+
+    async def train(self, first: Activation) -> None:
+        """Do the piece of training that a first micro-batch begins, by handing `run_schedule` its schedule."""
+
+    async def arrival(self, number: int) -> Activation | None:
+        """Return the inputs of the ``number``-th forward; None where it does not come, nor any after it."""
+
+    def version(self, batch: int) -> int | None:
+        """Return which version of the weights a batch meets; None: the newest, there being no other."""
+
+    def forward_done(self, passage: Passage) -> None:
+        """Take note of a forward that is done and handed on."""
+
+    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> BatchNews | None:
+        """Take note of a backward that is done; return what travels with the gradient to the stage before.
+
+        ``given`` is the message of the stage after, if there is one.
+        """
+
+    async def update(self, number: int) -> None:
+        """Carry out the schedule's update of that number."""
+
+
+async def run_schedule(stage: Stage, policy: UpdatePolicy, actions: Iterable[Action]) -> None:
+    """Carry out all actions in their order; end earlier where forwards cease to come and all that came are updated."""
+    executor = _Executor(stage, policy)
+    ended = False
+    for action in actions:
+        if action.kind == "forward":
+            ended = ended or not await executor.forward(action.micro)
+        elif action.kind == "backward":
+            await executor.backward(action.micro)
+        else:
+            await policy.update(action.micro)
+        if ended and not executor.under_way and action.kind != "backward":
+            return
+
+
+class _Executor:
+    """Waits for what each action needs and hands on what it makes."""
+
+    def __init__(self, stage: Stage, policy: UpdatePolicy) -> None:
+        self._stage = stage
+        self._policy = policy
+        self.under_way: dict[int, Passage] = {}
+        self._labels: Labels | None = None
+
+    async def forward(self, number: int) -> bool:
+        """Do one forward; return whether there was one to do."""
+        stage, policy = self._stage, self._policy
+        given = await policy.arrival(number)
+        if given is None:
+            return False
+        key, inputs, version = (given.batch, given.micro), given.tensor, policy.version(given.batch)
+        shard, cost = stage.shard, costs.forward(stage.units, len(inputs))
+        span = self._span("forward", *key)
+        loss = 0.0
+        if stage.position.after is None:
+            labels = await self._labels_of(given)
+            work = partial(shard.forward_loss, key, inputs, labels, given.samples, version)
+            loss, seconds = await stage.timed(work, cost, span)
+        else:
+            forward = shard.forward_lightly if policy.recompute else partial(shard.forward, version=version)
+            outputs, seconds = await stage.timed(partial(forward, key, inputs), cost, span)
+            stage.post(stage.position.after, replace(given, tensor=outputs))
+        self.under_way[number] = passage = Passage(*key, len(inputs), loss, seconds)
+        policy.forward_done(passage)
+        return True
+
+    async def _labels_of(self, given: Activation) -> Any:
+        """Return the labels of a micro-batch, (samples,)."""
+        if self._labels is None or self._labels.batch != given.batch:
+            self._labels = await self._stage.mailbox.take(Labels, given.batch)
+        return self._labels.tensor[micro_batches(given.samples, given.micros)[given.micro]]
+
+    async def backward(self, number: int) -> None:
+        """Do one backward, with the gradient of the stage after or with that of the loss."""
+        stage, policy = self._stage, self._policy
+        passage = self.under_way[number]
+        given: Gradient | None = None
+        cost = costs.backward(stage.units, passage.samples)
+        if stage.position.after is not None:
+            given = await stage.mailbox.take(Gradient, passage.key)
+            if policy.recompute:
+                cost += costs.forward(stage.units, passage.samples)
+        del self.under_way[number]
+        work = partial(stage.shard.backward, passage.key, None if given is None else given.tensor)
+        gradient, seconds = await stage.timed(work, cost, self._span("backward", *passage.key))
+        times, loss = policy.backward_done(passage, seconds, given) or (None, None)
+        if stage.position.before is not None:
+            assert gradient is not None
+            handed_on = Gradient(stage.position.configuration, *passage.key, gradient, times, loss)
+            stage.post(stage.position.before, handed_on)
+
+    def _span(self, name: str, batch: int, micro: int) -> Span:
+        return Span(name, batch) if self._policy.whole_batches else Span(name, batch, micro)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from testbed.device import Device
-from testbed.kits.layers.shard import State, weights_of
+from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import MEMBERSHIP_KINDS
 from testbed.kits.messaging.recovery import persist
 from testbed.kits.messaging.roles import RoleHolder
 from testbed.kits.messaging.supervision import Supervisor, Timeouts
 from testbed.kits.pipeline.checkpointing import FromCheckpoint
-from testbed.kits.pipeline.serving import Serving
+from testbed.kits.pipeline.forwarding import Serving
 from testbed.method import Alternative, Job, Method, Problem
 from testbed.methods.distributed.dataflow import layers_stored
 from testbed.methods.distributed.figures import DECLARED
@@ -75,7 +75,6 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
                 len(problem.model.units),
                 job.weights,
             )
-            device.expose(lambda: weights_of(recovery.checkpoint.state or {}))
             supervisor.start(job.plan.pieces)
             serving = Serving(supervisor, job, options.in_flight, gives_up=options.on_loss == "fail")
             await persist(serving, recovery, supervisor)

@@ -13,7 +13,7 @@ from testbed.device import Cost, Span
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
-from testbed.kits.pipeline.stage import Activation
+from testbed.kits.pipeline.messages import Activation
 from testbed.method import Problem
 from testbed.methods.distributed.context import MemberContext
 from testbed.methods.distributed.dataflow import Dataflow, layers_stored, stored

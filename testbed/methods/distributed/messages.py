@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.typed import Typed
-from testbed.kits.pipeline.stage import Activation, Output
+from testbed.kits.pipeline.messages import Activation, Output
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from testbed.device import Cost, Span
-from testbed.kits.pipeline.stage import Output
+from testbed.kits.pipeline.messages import Output
 from testbed.methods.distributed.context import Ledger, MemberContext
 from testbed.methods.distributed.dataflow import LayerTask, Origin, as_range
 from testbed.methods.distributed.messages import OutputPiece, PartialSums

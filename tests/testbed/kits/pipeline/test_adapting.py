@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from testbed.kits.asynchronous.partitioners import pipeline_over
-from testbed.kits.asynchronous.replicas import Replicas
-from testbed.kits.asynchronous.store import ReplicaStore
 from testbed.kits.layers import costs
+from testbed.kits.pipeline.partitioners import pipeline_over
+from testbed.kits.pipeline.replicas import Replicas, ReplicaStore
 from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from testbed.scenario.schema import Scenario
 from tests.helpers.delayed import Reference, stretches
 from tests.helpers.runs import of, run, scenario
 from tests.helpers.schedules import DEVICES, METHOD, MODEL, STEPS, WORKERS, during, random_keys
@@ -273,3 +274,26 @@ def test_as_many_copies_as_neighbours_that_are_lost_at_once(copies, step):
     assert_right(outcome)
     (decided,) = recovered(outcome)
     assert decided["step"] == step
+
+
+def test_a_batch_that_ends_while_silent_devices_are_waited_for_is_recorded():
+    """Training goes on after a batch whose last gradient left just before the others were cut off: it has to count."""
+    names = ("source", "w0", "w1", "w2", "w3")
+    speeds = {"w2": {"speed": "300mflops"}, "w3": {"speed": "100mflops"}}
+    method = {"name": "ftpipehd", "patience": "200ms", "return_window": "3s", "chain_every": 1, "in_flight": 3}
+    planned = Scenario.model_validate(
+        {
+            "name": "test",
+            "devices": {name: speeds.get(name, {}) for name in names},
+            "workload": {
+                "model": {"name": "mlp", "hidden": [12, 10, 8, 8]},
+                "method": {**method, "evaluate_every": 5, "profile_runs": 1, "repartition_first": 1},
+                "steps": 23,
+            },
+            "faults": [{"partition": [["w1", "w3"]], "when": during("w3", "backward", 2), "for": "2.5s"}],
+        }
+    )
+    outcome = run(planned)
+    assert outcome.status == "finished", outcome.error
+    assert recovered(outcome)
+    assert {step["step"] for step in of(outcome, "step")} == set(range(23))

@@ -13,7 +13,7 @@ from controller.report import html, terminal
 from controller.report.timeline import interesting, shaded
 from controller.results import files
 from controller.results.run import Run
-from testbed.kits.asynchronous.figures import DECLARED
+from testbed.kits.pipeline.figures import DECLARED
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from tests.helpers import recorded

@@ -9,16 +9,14 @@ import torch
 from testbed.data.dataset import Dataset
 from testbed.kits.layers.feed import Requests
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.membership import MEMBERSHIP_KINDS, Presence, Status
+from testbed.kits.messaging.membership import Presence, Status
 from testbed.kits.messaging.supervision import Lost, Supervisor, Timeouts
-from testbed.kits.pipeline.forwarding import evaluate, forward_all
-from testbed.kits.pipeline.serving import Serving
-from testbed.kits.pipeline.stage import STAGE_KINDS, Activation, Output
-from testbed.kits.pipeline.stages import configure_stage
+from testbed.kits.pipeline.forwarding import Serving, evaluate, forward_all
+from testbed.kits.pipeline.messages import FORWARD_KINDS, Activation, Output
+from testbed.kits.pipeline.program import configure_stage
 from testbed.plan import Piece
 from tests.helpers.simulated import simulate
 
-KINDS = (*MEMBERSHIP_KINDS, *STAGE_KINDS)
 DEVICES = ("lead", "stage")
 DATA = Dataset(
     name="ten",
@@ -35,7 +33,7 @@ def forwarded(lead, faults=()):
     most = [0]
 
     async def coordinate(device):
-        async with Mailbox(device, {}, KINDS) as mailbox:
+        async with Mailbox(device, {}, FORWARD_KINDS) as mailbox:
             presence = Presence(mailbox, "lead", lambda: Status(mailbox.configuration))
             problem = SimpleNamespace(devices=[SimpleNamespace(name=name) for name in DEVICES])
             supervisor = Supervisor(mailbox, presence, problem, Timeouts(1, 2, 3, 1), lambda part: 0)
@@ -43,7 +41,7 @@ def forwarded(lead, faults=()):
             await lead(supervisor)
 
     async def answer(device):
-        async with Mailbox(device, {}, KINDS) as mailbox:
+        async with Mailbox(device, {}, FORWARD_KINDS) as mailbox:
             mailbox.open(1)
             while True:
                 given = await mailbox.take(Activation)

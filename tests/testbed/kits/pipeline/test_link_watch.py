@@ -2,7 +2,7 @@
 
 import pytest
 
-from testbed.kits.asynchronous.profiling import SMALL, LinkWatch, MeasuredLink
+from testbed.kits.pipeline.measuring import SMALL, LinkWatch, MeasuredLink
 from testbed.wire.framing import wire_bytes
 
 LATENCY = 0.04

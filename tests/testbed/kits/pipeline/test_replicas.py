@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.kits.asynchronous.replicas import BEGINNING, Lineage, Point, Replicas, dump, load
+from testbed.kits.pipeline.placement import BEGINNING, Lineage, Point
+from testbed.kits.pipeline.replicas import Replicas
 from testbed.wire.message import decode, encode
 
 
@@ -34,7 +35,7 @@ def test_keeping_frees_what_is_older_and_spares_what_is_under_way():
         replicas.put(point, state(0), [0])
     replicas.keep([Point(1, 20), Point(2, 40)])
     assert replicas.points() == [Point(1, 20), Point(2, 40), Point(2, 50)]
-    replicas.clear_but([Point(2, 40)])
+    replicas.keep([Point(2, 40)], later=False)
     assert replicas.points() == [Point(2, 40)]
 
 
@@ -42,7 +43,7 @@ def test_the_disk_gives_back_what_it_got():
     replicas, again = Replicas(), Replicas()
     replicas.put(Point(7, 10), state(0, 3), [0, 3])
     replicas.put(Point(9, 20), {}, [1])
-    load(again, decode(bytearray(encode(dump(replicas), "source"))).message)
+    again.load(decode(bytearray(encode(replicas.dump(), "source"))).message)
     assert again.inventory() == replicas.inventory()
     assert torch.equal(again.state(Point(7, 10), [3])["3.0.weight"], torch.full((2, 2), 3.0))
 

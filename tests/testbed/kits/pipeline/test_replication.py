@@ -1,12 +1,13 @@
 """When replicas are made, what training resumes from, which case a failure is, and what is learnt of the devices."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.kits.asynchronous.failure import FailureCase, classify_failure
-from testbed.kits.asynchronous.replication import Replication, held_at, resume_point
-from testbed.methods.ftpipehd.adaptation import Repartition, estimate, worthwhile
+from testbed.kits.pipeline.placement import FailureCase, classify_failure, held_at, resume_point
+from testbed.methods.ftpipehd import AdaptivePartitioner, FTPipeHDOptions, estimate, worthwhile
 from testbed.partition.redistribution import StagePartition, needs
 from tests.helpers.replicated import chained, gathered, without
 
@@ -14,13 +15,18 @@ ROW = StagePartition(("centre", "one", "two", "three"), (0, 2, 4, 6, 8))
 
 
 def test_the_papers_schedule() -> None:
-    schedule = Replication()
-    assert [done for done in range(301) if schedule.chain(done)] == [50, 100, 150, 200, 250, 300]
-    assert [done for done in range(301) if schedule.everything(done)] == [100, 200, 300]
-    assert not Replication(0, 0).chain(50)
-    repartition = Repartition()
-    assert [done for done in range(301) if repartition.due(done)] == [10, 100, 200, 300]
-    assert not any(Repartition(0, 0).due(done) for done in range(301))
+    options = FTPipeHDOptions()
+    assert [done for done in range(301) if options.chain_due(done)] == [50, 100, 150, 200, 250, 300]
+    assert [done for done in range(301) if options.global_due(done)] == [100, 200, 300]
+    assert not FTPipeHDOptions(chain_every=0, global_every=0).chain_due(50)
+    assert looked_for(options) == [10, 100, 200, 300]
+    assert looked_for(FTPipeHDOptions(repartition_first=0, repartition_every=0)) == []
+
+
+def looked_for(options: FTPipeHDOptions) -> list[int]:
+    """Return after how many batches a better partition is looked for."""
+    partitioner = AdaptivePartitioner(SimpleNamespace(options=options))  # type: ignore[arg-type]
+    return [done for done in range(301) if partitioner.due(done)]
 
 
 def inventory(states: dict[int, dict[str, set[int]]]) -> dict[str, dict[int, set[int]]]:

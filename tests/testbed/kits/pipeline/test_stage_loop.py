@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from testbed.device import Span
 from testbed.kits.layers.shard import Shard
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.pipeline.stage import STAGE_KINDS, Activation, Gradient, Labels, Stage, StagePosition
-from testbed.kits.pipeline.stage_loop import StageLoop
+from testbed.kits.pipeline.messages import SYNCHRONOUS_KINDS, Activation, Labels
+from testbed.kits.pipeline.stage import Stage, StagePosition, run_schedule
 from testbed.models import create
 from testbed.schedule import SCHEDULES, Action, asynchronous_1f1b
 from testbed.workload import OptimizerPart
@@ -29,6 +28,7 @@ class Plain:
     """Notes what happens, and updates with the gradients added up."""
 
     recompute = False
+    whole_batches = False
 
     def __init__(self, stage, ends_at=None):
         self.stage, self.ends_at, self.done, self.loss = stage, ends_at, [], 0.0
@@ -38,18 +38,12 @@ class Plain:
             return None
         return await self.stage.mailbox.take(Activation, ("train", 0, number))
 
-    def span(self, name, batch, micro):
-        return Span(name, batch, micro)
-
     def version(self, batch):
         return None
 
     def forward_done(self, passage):
         self.done.append(f"F{passage.micro}")
         self.loss += passage.loss
-
-    def gradient(self, passage, tensor, given):
-        return Gradient(0, *passage.key, tensor)
 
     def backward_done(self, passage, seconds, given):
         assert seconds > 0
@@ -67,7 +61,7 @@ def trained(actions, micros=4, recompute=False, ends_at=None):
 
     def program(index):
         async def run(device):
-            async with Mailbox(device, {}, STAGE_KINDS) as mailbox:
+            async with Mailbox(device, {}, SYNCHRONOUS_KINDS) as mailbox:
                 stage = Stage(mailbox, PROBLEM, StagePosition(0, "first", stages, index, 1))
                 policy = policies[index] = Plain(stage, ends_at)
                 policy.recompute = recompute
@@ -77,7 +71,7 @@ def trained(actions, micros=4, recompute=False, ends_at=None):
                     for micro in range(micros if ends_at is None else ends_at):
                         part = IMAGES[micro * 8 // micros : (micro + 1) * 8 // micros]
                         mailbox.post("first", Activation(0, "train", 0, micro, micros, 8, part))
-                await StageLoop(stage, policy).run(actions(index))
+                await run_schedule(stage, policy, actions(index))
                 states[index] = stage.shard.state()
                 await device.sleep(1 + index)  # what was posted is withdrawn when the mailbox closes
 

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import torch
 
-from testbed.kits.asynchronous.messages import KINDS, Fetch, FetchedUnit, Keep, Replica, Replicated
-from testbed.kits.asynchronous.points import KnownPoints
-from testbed.kits.asynchronous.replicas import BEGINNING, Point
-from testbed.kits.asynchronous.store import ReplicaStore
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Hello
+from testbed.kits.pipeline.messages import ASYNCHRONOUS_KINDS, Fetch, FetchedUnit, Keep, Replica, Replicated
+from testbed.kits.pipeline.placement import BEGINNING, Point
+from testbed.kits.pipeline.recovery import KnownPoints
+from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.plan import Piece
 from tests.helpers.simulated import simulate
 
@@ -25,12 +25,12 @@ def with_store(lead, also=lambda mailbox: None):
     stores = []
 
     async def ask(device):
-        async with Mailbox(device, {}, KINDS) as mailbox:
+        async with Mailbox(device, {}, ASYNCHRONOUS_KINDS) as mailbox:
             mailbox.open(1)
             await lead(mailbox)
 
     async def keep(device):
-        async with Mailbox(device, {}, KINDS) as mailbox:
+        async with Mailbox(device, {}, ASYNCHRONOUS_KINDS) as mailbox:
             mailbox.open(1)
             stores.append(ReplicaStore(mailbox))
             also(mailbox)

@@ -1,4 +1,4 @@
-"""What a device finds out by trying: how long each unit takes on it, and how fast its links are."""
+"""What is found out by trying: how long each unit takes, how fast links are, and who of those standing by is of use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from testbed.device import Cost, Device, Span
-from testbed.kits.asynchronous.messages import Packet
 from testbed.kits.layers import costs
+from testbed.kits.layers.feed import Training
 from testbed.kits.layers.shape_shard import shard as make
 from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.supervision import Supervisor
+from testbed.kits.pipeline.messages import Deviates, Measure, Measured, Packet
+from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
+from testbed.kits.pipeline.recovery import FromReplicas
 from testbed.method import Problem
+from testbed.network.link import Pair
 from testbed.partition.asynchronous import UnitTimes
 from testbed.wire.framing import wire_bytes
 
@@ -137,3 +143,80 @@ async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
         longer = await taken(size) - least
     rate = 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
     return MeasuredLink(rate, least)
+
+
+class Survey:
+    """Measures on the empty pipeline what is not known, and beside training what leads to devices that stand by."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        recovery: FromReplicas,
+        partitioner: Partitioner,
+        problem: Problem[AsynchronousOptions],
+        training: Training,
+    ) -> None:
+        self._supervisor = supervisor
+        self._mailbox = supervisor.mailbox
+        self._recovery = recovery
+        self._partitioner = partitioner
+        self._problem = problem
+        self._training = training
+        self._runs = partitioner.profile_runs
+        """How often each unit is still to be tried."""
+        self._awaited: set[Pair] = set()
+        """Links of which a measurement is under way."""
+        self._tried: set[str] = set()
+        """Devices standing by whose links are being measured, or were since the last look for a partition."""
+        self._mailbox.on(Measured, self._note)
+        self._mailbox.on(Deviates, lambda report: partitioner.forget(report.sender, report.target))
+        self._mailbox.on_open(self._start_over)
+
+    @property
+    def lacking(self) -> bool:
+        """Whether the choice needs something that is not known."""
+        return bool(self._runs or self._partitioner.unknown(self._recovery.partition))
+
+    async def learn(self) -> None:
+        """Measure, while nothing else goes on, what the choice needs: all links at once, as training uses them."""
+        if self._runs:
+            images, labels = self._training.batch(0)
+            found = await profile(self._supervisor.device, self._problem, images, labels, self._runs)
+            self._runs = 0
+            self._partitioner.profiled(found)
+            self._supervisor.device.record("profile", seconds=list(found.execution))
+        pairs = self._partitioner.unknown(self._recovery.partition)
+        self._measure(pairs)
+        await self._supervisor.until(lambda: self._awaited.isdisjoint(pairs))
+
+    def look(self, again: bool) -> None:
+        """Have the stages next to devices that stand by measure their links to them, once or ``again``.
+
+        Training goes on. Who was cut off, or too slow, and is reached now may become a stage again.
+        """
+        if again:
+            self._tried.clear()
+        stages = self._recovery.partition.devices
+        for device in self._recovery.standing_by() - self._tried - {target for _, target in self._awaited}:
+            self._tried.add(device)
+            row = pairwise(self._recovery.ordered({*stages, device}))
+            self._measure([(one if other == device else other, device) for one, other in row if device in (one, other)])
+
+    def _measure(self, pairs: list[Pair]) -> None:
+        for source, target in pairs:
+            if (source, target) not in self._awaited:
+                self._awaited.add((source, target))
+                self._mailbox.post(source, Measure(self._mailbox.configuration, target))
+
+    def _note(self, measured: Measured) -> None:
+        source, target = measured.sender, measured.target
+        self._awaited.discard((source, target))
+        rate = math.inf if measured.rate is None else measured.rate
+        self._supervisor.device.record("bandwidth", source=source, destination=target, rate=measured.rate)
+        self._partitioner.measured((source, target), rate)
+        if not any(awaited == target for _, awaited in self._awaited):
+            self._recovery.reached(target)
+
+    def _start_over(self) -> None:
+        self._awaited.clear()
+        self._tried.clear()

@@ -1,61 +1,109 @@
-"""Asynchronous training on one stage: an update after every batch, weight stashing and vertical sync."""
+"""When weights change: the two `testbed.kits.pipeline.stage.UpdatePolicy`s, once a step or after every batch."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from testbed.device import Cost, Span
-from testbed.kits.asynchronous.messages import (
-    BatchActivation,
-    BatchGradient,
-    BatchUpdated,
+from testbed.kits.layers import costs
+from testbed.kits.layers.shard import State, restrict
+from testbed.kits.pipeline.messages import (
+    Activation,
     Drained,
     End,
+    Gradient,
+    Loss,
     Replica,
     Replicated,
     Times,
+    UnitState,
+    Updated,
 )
-from testbed.kits.asynchronous.replicas import Point
-from testbed.kits.asynchronous.replication import Replication
-from testbed.kits.asynchronous.store import ReplicaStore
-from testbed.kits.layers import costs
-from testbed.kits.layers.shard import State, restrict
-from testbed.kits.pipeline import stage as stages
-from testbed.kits.pipeline.stage import Stage
-from testbed.kits.pipeline.stage_loop import Passage, StageLoop
-from testbed.schedule import asynchronous_1f1b, versions
-
-if TYPE_CHECKING:
-    import torch
+from testbed.kits.pipeline.partitioners import AsynchronousOptions
+from testbed.kits.pipeline.placement import Point
+from testbed.kits.pipeline.planning import SynchronousOptions
+from testbed.kits.pipeline.replicas import ReplicaStore
+from testbed.kits.pipeline.stage import BatchNews, Passage, Stage, run_schedule
+from testbed.schedule import Action, Schedule, asynchronous_1f1b, versions
 
 RECENT = 10
 """Batches over which a stage takes the mean of its execution time."""
 
 
-@dataclass(frozen=True)
-class Asynchrony:
-    """What a method wants of every stage in asynchronous training."""
+class SynchronousUpdates:
+    """The same weights for all micro-batches of a step, then one update with the gradient of the whole batch."""
 
-    replication: Replication
-    in_flight: int | None = None
-    """Batches in the pipeline at once, at most; None, and never more than: as many as there are stages."""
-    vertical_sync: bool = True
-    """Whether a batch meets the same version on every stage; else each stage's newest when it is forwarded."""
-    aggregate: int = 0
-    """At which multiple of n - i updates a stage averages its versions; 0 is never."""
+    whole_batches = False
 
-    def window(self, stages: int) -> int:
-        """Return how many batches are under way at once."""
-        return stages if self.in_flight is None else min(stages, self.in_flight)
+    def __init__(self, schedule: Schedule, options: SynchronousOptions, stage: Stage) -> None:
+        self.recompute = options.recompute
+        self._schedule = schedule
+        self._options = options
+        self._stage = stage
+        self._batch = 0
+        self._loss = 0.0
+        self._sending: asyncio.Task[None] | None = None
+        """The checkpoint that is being sent."""
+
+    async def train(self, first: Activation) -> None:
+        """Do the training step that a first micro-batch begins."""
+        self._batch, self._loss = first.batch, 0.0
+        position = self._stage.position
+        actions = self._schedule(len(position.stages), position.index, first.micros)
+        await run_schedule(self._stage, self, chain(actions, [Action("update", first.batch)]))
+
+    async def arrival(self, number: int) -> Activation:
+        """Return the inputs of a micro-batch of this step."""
+        return await self._stage.mailbox.take(Activation, ("train", self._batch, number))
+
+    def version(self, batch: int) -> None:
+        """All micro-batches meet the newest weights."""
+
+    def forward_done(self, passage: Passage) -> None:
+        """Add to the loss of the batch."""
+        self._loss += passage.loss
+
+    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> None:
+        """The gradient is added up in the shard; there is nothing else to do."""
+
+    async def update(self, number: int) -> None:
+        """Take an optimizer step, report it to the coordinator, and make a checkpoint when it is time."""
+        stage, position, batch = self._stage, self._stage.position, self._batch
+        if position.after is None:
+            stage.post(position.coordinator, Loss(position.configuration, batch, self._loss))
+        cost = costs.update(stage.units, stage.problem.workload.optimizer)
+        await stage.compute(stage.shard.update, cost, Span("update", batch))
+        if self._options.checkpoints(batch + 1, position.steps):
+            await self._checkpoint(batch)
+        if position.before is None:
+            stage.post(position.coordinator, Updated(position.configuration, batch))
+
+    async def _checkpoint(self, batch: int) -> None:
+        """Copy the state as it is after this step; send it while training goes on.
+
+        One that is still being sent is waited for first: a link too slow for the checkpoints slows training down
+        instead of filling the memory.
+        """
+        stage = self._stage
+        if self._sending is not None:
+            await self._sending
+        state = await stage.compute(stage.shard.state, stage.copy_cost, Span("checkpoint", batch))
+        self._sending = stage.mailbox.start_in_configuration(self._send(batch + 1, state))
+
+    async def _send(self, step: int, state: State) -> None:
+        """Send a state unit by unit, so that gradients to the same device find their way in between."""
+        position = self._stage.position
+        for unit in range(*position.units):
+            piece = restrict(state, unit, unit + 1)
+            await self._stage.post(position.coordinator, UnitState(position.configuration, step, unit, piece))
 
 
 class AsynchronousUpdates:
-    """An `testbed.kits.pipeline.stage_loop.UpdatePolicy`.
+    """An update after every batch, with weight stashing and vertical sync.
 
     Trains in stretches: from a batch that fills the empty pipeline to the end that drains it again. Within a stretch
     forwards and backwards alternate strictly, so which version a batch meets depends on its number alone and never on
@@ -63,16 +111,17 @@ class AsynchronousUpdates:
     """
 
     recompute = False
+    whole_batches = True
 
-    def __init__(self, stage: Stage, asynchrony: Asynchrony, store: ReplicaStore) -> None:
+    def __init__(self, options: AsynchronousOptions, store: ReplicaStore, stage: Stage) -> None:
         self._stage = stage
-        self._asynchrony = asynchrony
+        self._options = options
         self._store = store
         position = stage.position
         count = len(position.stages)
-        self._window = asynchrony.window(count)
+        self._window = options.window(count)
         self._depth = versions.in_flight(count, position.index, self._window)
-        self._span = self._window if asynchrony.vertical_sync else self._depth
+        self._span = self._window if options.vertical_sync else self._depth
         """A batch is forwarded with the weights as they were this many batches, less one, before it."""
         self._base = 0
         """The first batch of the stretch: all weights are of this version when it begins."""
@@ -88,30 +137,26 @@ class AsynchronousUpdates:
         self._in_use = 0
         """Versions that batches under way have met, at most."""
 
-    async def train(self, first: stages.Activation) -> None:
+    async def train(self, first: Activation) -> None:
         """Go through the stretch that a batch begins."""
         position = self._stage.position
         self._base = first.batch
         self._stage.shard.versions.restart(self._base)
         self._kept, self._in_use = 1, 0
         actions = asynchronous_1f1b(len(position.stages), position.index, window=self._window)
-        await StageLoop(self._stage, self).run(actions)
+        await run_schedule(self._stage, self, actions)
         await self._drained()
 
-    async def arrival(self, number: int) -> BatchActivation | None:
+    async def arrival(self, number: int) -> Activation | None:
         """Return a batch of this stretch; None, and hand that on, where its end comes instead."""
         batch, position = self._base + number, self._stage.position
-        arrived = await self._stage.mailbox.take((BatchActivation, End), ("train", batch, 0))
-        if isinstance(arrived, BatchActivation):
+        arrived = await self._stage.mailbox.take((Activation, End), ("train", batch, 0))
+        if isinstance(arrived, Activation):
             return arrived
         self._end = batch
         if position.after is not None:
             self._stage.post(position.after, End(position.configuration, batch))
         return None
-
-    def span(self, name: str, batch: int, micro: int) -> Span:
-        """Return how a piece of work on a batch is recorded."""
-        return Span(name, batch)
 
     def version(self, batch: int) -> int:
         """Return the version that a batch is forwarded and done backward with."""
@@ -122,27 +167,24 @@ class AsynchronousUpdates:
         self._under_way.add(passage.batch)
         self._in_use = max(self._in_use, len(set(map(self.version, self._under_way))))
 
-    def gradient(self, passage: Passage, tensor: torch.Tensor, given: stages.Gradient | None) -> BatchGradient:
-        """Return the message to the stage before."""
-        later, loss = _known(passage, given)
-        times = [self._mean(), *later]
-        return BatchGradient(self._stage.position.configuration, *passage.key, tensor, times=times, loss=loss)
-
-    def backward_done(self, passage: Passage, seconds: float, given: stages.Gradient | None) -> None:
-        """Take note of what the update is to tell."""
+    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> BatchNews:
+        """Take note of what the update is to report; return what this stage and later ones know of the batch."""
         self._under_way.remove(passage.batch)
-        self._last = (passage.seconds + seconds, *_known(passage, given))
+        later, loss = ([], passage.loss) if given is None else (given.times or [], given.loss or 0.0)
+        self._last = (passage.seconds + seconds, later, loss)
+        return [self._mean(), *later], loss
 
     async def update(self, number: int) -> None:
-        """Make the next version, replicate when it is time, and tell the coordinator."""
+        """Make the next version, replicate when it is time, and report to the coordinator."""
         batch, position = self._base + number, self._stage.position
         spent, later, loss = self._last
         self._spent.append(spent + await self._advance(batch))
         if self._targets(batch + 1):
             await self._replicate(batch + 1)
         if position.before is None:
-            # The loss came with the gradients: an update that may be gone on from is one that the coordinator knows of.
-            updated = BatchUpdated(position.configuration, batch, [self._mean(), *later], loss)
+            # The loss came with the gradients. A state that may be gone on from is here since this very instant, and no
+            # replica of it has left: so the coordinator has recorded every batch that such a state contains.
+            updated = Updated(position.configuration, batch, [self._mean(), *later], loss)
             self._stage.post(position.coordinator, updated)
 
     async def _advance(self, batch: int) -> float:
@@ -150,14 +192,13 @@ class AsynchronousUpdates:
         stage, done = self._stage, batch + 1
         cost = costs.update(stage.units, stage.problem.workload.optimizer)
         aggregated = 0
-        if versions.aggregates(done - self._base, self._depth, self._asynchrony.aggregate):
+        if versions.aggregates(done - self._base, self._depth, self._options.aggregate):
             aggregated = self._depth
             cost += Cost(aggregated * costs.parameters(stage.units))
         advance = partial(stage.shard.advance, (batch, 0), self.version(batch), self.version(done), aggregated)
-        begun = stage.device.now()
-        await stage.compute(advance, cost, Span("update", batch))
+        _, seconds = await stage.timed(advance, cost, Span("update", batch))
         self._kept = max(self._kept, len(stage.shard.versions))
-        return stage.device.now() - begun
+        return seconds
 
     def _mean(self) -> float | None:
         """Return the mean seconds of the last batches; None before the first is done."""
@@ -165,11 +206,11 @@ class AsynchronousUpdates:
 
     def _targets(self, done: int) -> set[str]:
         """Return the devices that keep this stage's units of a step; the device itself is one, if there are any."""
-        replication, position, keepers = self._asynchrony.replication, self._stage.position, set()
-        if replication.chain(done):
-            next_ones = replication.keepers(position.index, len(position.stages))
+        options, position, keepers = self._options, self._stage.position, set()
+        if options.chain_due(done):
+            next_ones = options.keepers(position.index, len(position.stages))
             keepers |= {self._stage.device.name, *(position.stages[stage][0] for stage in next_ones)}
-        if replication.everything(done) or done == position.steps:
+        if options.global_due(done) or done == position.steps:
             keepers |= {self._stage.device.name, position.coordinator}
         return keepers
 
@@ -187,8 +228,7 @@ class AsynchronousUpdates:
     async def _snapshot(self, done: int, name: str) -> State:
         """Keep a copy of the state here."""
         stage = self._stage
-        cost = costs.copy(stage.units, stage.problem.workload.optimizer)
-        state = await stage.compute(stage.shard.state, cost, Span(name, done - 1))
+        state = await stage.compute(stage.shard.state, stage.copy_cost, Span(name, done - 1))
         self._store.replicas.put(Point(stage.position.configuration, done), state, range(*stage.position.units))
         return state
 
@@ -201,7 +241,7 @@ class AsynchronousUpdates:
         stage.post(stage.position.coordinator, Replicated(configuration, done))
 
     async def _drained(self) -> None:
-        """Say that nothing is under way, and keep the state for the device that is to have these units next."""
+        """Report that nothing is under way, and keep the state for the device that is to have these units next."""
         stage, position = self._stage, self._stage.position
         if self._end > self._base:
             await self._snapshot(self._end, "keep")
@@ -216,8 +256,3 @@ class AsynchronousUpdates:
                 replicas=self._store.replicas.bytes(),
             )
         stage.post(position.coordinator, Drained(position.configuration, self._end))
-
-
-def _known(passage: Passage, given: stages.Gradient | None) -> tuple[Times, float]:
-    """Return the times of the later stages for a batch, and its loss."""
-    return (given.times, given.loss) if isinstance(given, BatchGradient) else ([], passage.loss)

@@ -1,19 +1,94 @@
-"""What the coordinator of an asynchronous pipeline does: feeds it, measures, evaluates, changes the partition."""
+"""What the coordinator of a training does: feeds the pipeline, records what is done, evaluates, changes the partition.
+
+A step is recorded at the instant at which the first stage, on the same device, reports its update: before any state
+that contains it can leave that device, so that nothing is gone on from that was not recorded.
+"""
 
 from __future__ import annotations
 
-from testbed.data.dataset import Dataset
-from testbed.kits.asynchronous.messages import BatchActivation, BatchUpdated, Drained, End
-from testbed.kits.asynchronous.partitioners import AsynchronousOptions, HomogeneousPartitioner
-from testbed.kits.asynchronous.recovery import FromReplicas
-from testbed.kits.asynchronous.survey import Survey
+from testbed.data.batches import micro_batches
 from testbed.kits.layers.feed import Requests, Training
 from testbed.kits.layers.score import told
 from testbed.kits.messaging.supervision import Lost, Supervisor
+from testbed.kits.pipeline.checkpointing import FromCheckpoint
 from testbed.kits.pipeline.forwarding import evaluate
-from testbed.kits.pipeline.stage import Labels
-from testbed.method import Problem
+from testbed.kits.pipeline.measuring import Survey
+from testbed.kits.pipeline.messages import Activation, Drained, End, Labels, Loss, Updated
+from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
+from testbed.kits.pipeline.planning import SynchronousOptions
+from testbed.kits.pipeline.recovery import FromReplicas
+from testbed.method import Job, Problem
 from testbed.partition.redistribution import StagePartition
+
+
+class SynchronousTrainer:
+    """A `testbed.kits.messaging.recovery.ResumableWork`: one step after the other, checkpoints in between."""
+
+    def __init__(self, supervisor: Supervisor, recovery: FromCheckpoint, job: Job[SynchronousOptions]) -> None:
+        assert job.dataset is not None
+        self._supervisor = supervisor
+        self._recovery = recovery
+        self._options = job.problem.options
+        self._training = Training(job.dataset, job.problem.workload, job.problem.seed)
+        self._tests = Requests(job.dataset, job.problem.workload.batch_size)
+        self._loss: Loss | None = None
+        """That of the present step, once it is known."""
+        self._updated: Updated | None = None
+        """The present step's, once it is there."""
+        supervisor.mailbox.on(Loss, self._take_loss)
+        supervisor.mailbox.on(Updated, self._take_update)
+
+    @property
+    def start(self) -> int:
+        """The step to go on with."""
+        return self._recovery.checkpoint.step
+
+    async def run(self) -> None:
+        """Train from the last checkpoint to the end, gather the weights, evaluate. Raises `Lost`."""
+        steps, every = self._training.steps, self._options.evaluate_every
+        for step in range(self.start, steps):
+            await self._step(step)
+            done = step + 1
+            if self._supervisor.membership.joiners and self._options.checkpoints(done, steps):
+                await self._kept(done)
+                await self._recovery.let_join()
+            if every is not None and done % every == 0 and done < steps:
+                await evaluate(self._supervisor, done, self._tests)
+        await self._kept(steps)
+        await evaluate(self._supervisor, steps, self._tests)
+
+    async def _kept(self, step: int) -> None:
+        """Wait until the checkpoint of this step is complete."""
+        await self._supervisor.until(lambda: self._recovery.checkpoint.step == step)
+
+    async def _step(self, step: int) -> None:
+        """Feed one batch in, wait for its loss and for the first stage's update, which is the last of all."""
+        supervisor, mailbox = self._supervisor, self._supervisor.mailbox
+        images, labels = self._training.batch(step)
+        samples = len(labels)
+        parts = micro_batches(samples, min(self._options.micro_batch_count, samples))
+        number = mailbox.configuration
+        self._loss = self._updated = None
+        mailbox.post(supervisor.layout[-1].device, Labels(number, step, labels))
+        for micro, part in enumerate(parts):
+            activation = Activation(number, "train", step, micro, len(parts), samples, images[part])
+            mailbox.post(supervisor.layout[0].device, activation)
+        await supervisor.until(lambda: self._loss is not None and self._updated is not None)
+
+    def _take_loss(self, loss: Loss) -> None:
+        self._loss = loss
+        self._record()
+
+    def _take_update(self, updated: Updated) -> None:
+        self._updated = updated
+        self._record()
+
+    def _record(self) -> None:
+        """Record the present step once both its loss and its update are there."""
+        if self._loss is not None and self._updated is not None:
+            fields = {"step": self._loss.batch, "samples": self._training.samples, **told(self._loss.loss)}
+            self._supervisor.device.record("step", **fields)
+            self._supervisor.progress += 1
 
 
 class AsynchronousTrainer:
@@ -23,25 +98,29 @@ class AsynchronousTrainer:
         self,
         supervisor: Supervisor,
         recovery: FromReplicas,
-        partitioner: HomogeneousPartitioner,
-        problem: Problem[AsynchronousOptions],
-        dataset: Dataset,
+        partitioner: Partitioner,
+        job: Job[AsynchronousOptions],
     ) -> None:
+        assert job.dataset is not None
+        problem: Problem[AsynchronousOptions] = job.problem
         self._supervisor = supervisor
         self._mailbox = supervisor.mailbox
         self._device = supervisor.device
         self._recovery = recovery
         self._partitioner = partitioner
-        self._problem = problem
-        self._training = Training(dataset, problem.workload, problem.seed)
-        self._tests = Requests(dataset, problem.workload.batch_size)
+        self._options = problem.options
+        self._training = Training(job.dataset, problem.workload, problem.seed)
+        self._tests = Requests(job.dataset, problem.workload.batch_size)
         self._steps = self._training.steps
         self._survey = Survey(supervisor, recovery, partitioner, problem, self._training)
+        self._done = 0
+        """The batch after the last one that is done on all stages."""
         self._evaluated = 0
         self._ended = 0.0
-        """When it was last told to run empty."""
+        """When the pipeline was last made to run empty."""
         self._draining = 0.0
         """Seconds that it then took to be empty."""
+        self._mailbox.on(Updated, self._record)
 
     @property
     def start(self) -> int:
@@ -49,7 +128,7 @@ class AsynchronousTrainer:
         return self._recovery.start
 
     async def run(self) -> None:
-        """Train in stretches to the last batch, evaluate in between and at the end."""
+        """Train in stretches to the last batch, evaluate in between and at the end. Raises `Lost`."""
         step = self.start
         while step < self._steps:
             step, wanted = await self._stretch(step)
@@ -72,7 +151,7 @@ class AsynchronousTrainer:
             await self._survey.learn()
             if (better := self._better()) is not None:
                 return first, better
-        window = self._problem.options.asynchrony.window(len(supervisor.layout))
+        window = self._options.window(len(supervisor.layout))
         self._device.record(
             "stretch",
             step=first,
@@ -80,7 +159,7 @@ class AsynchronousTrainer:
             partition=supervisor.stages,
             configuration=self._mailbox.configuration,
         )
-        fed = done = first
+        fed = done = self._done = first
         ending = False
         wanted: StagePartition | None = None
         while not ending or done < fed:
@@ -91,7 +170,7 @@ class AsynchronousTrainer:
                     self._feed(fed, fed == first)
                     fed += 1
             if done < fed:
-                await self._done(done)
+                await self._until_done(done)
                 done += 1
                 # Also while the pipeline runs empty for an evaluation: this batch does not come again.
                 due = self._partitioner.due(done)
@@ -109,7 +188,7 @@ class AsynchronousTrainer:
         layout, number = self._supervisor.layout, self._mailbox.configuration
         images, labels = self._training.batch(batch)
         self._mailbox.post(layout[-1].device, Labels(number, batch, labels))
-        activation = BatchActivation(number, "train", batch, 0, 1, len(labels), images, first)
+        activation = Activation(number, "train", batch, 0, 1, len(labels), images, first)
         self._mailbox.post(layout[0].device, activation)
 
     def _end(self, batch: int) -> bool:
@@ -118,28 +197,30 @@ class AsynchronousTrainer:
         self._mailbox.post(self._supervisor.layout[0].device, End(self._mailbox.configuration, batch))
         return True
 
-    async def _done(self, batch: int) -> None:
-        """Wait until a batch is done on all stages, the first one's update being the last of all."""
-        supervisor = self._supervisor
-        updated = await self._updated(batch)
+    def _record(self, updated: Updated) -> None:
+        """Record a batch that is done on all stages, the first one's update being the last of all."""
+        assert updated.times is not None
+        assert updated.loss is not None
+        batch = updated.batch
         self._partitioner.observe(self._recovery.partition, updated.times)
         self._device.record("step", step=batch, samples=self._training.samples, **told(updated.loss))
-        supervisor.progress = max(supervisor.progress, batch + 1)
+        self._done = batch + 1
+        self._supervisor.progress = max(self._supervisor.progress, self._done)
         if self._recovery.recovering:
             self._recovery.recovering = False
             self._device.record("recovery", phase="trained", step=batch)
 
-    async def _updated(self, batch: int) -> BatchUpdated:
-        """Return the word that a batch is done, waited for as long as nobody is really lost."""
+    async def _until_done(self, batch: int) -> None:
+        """Wait until a batch is done, for as long as nobody is really lost. Raises `Lost`."""
         while True:
             try:
-                return await self._supervisor.take(BatchUpdated, batch)
+                return await self._supervisor.until(lambda: self._done > batch)
             except Lost as lost:
                 if not await self._recovery.returned(lost):
                     raise
 
     def _evaluates(self, step: int) -> bool:
-        every = self._problem.options.evaluate_every
+        every = self._options.evaluate_every
         return every is not None and step % every == 0 and step not in (self._evaluated, self._steps)
 
     def _better(self) -> StagePartition | None:

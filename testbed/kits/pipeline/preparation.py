@@ -9,21 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from testbed.kits.asynchronous.messages import (
-    Commit,
-    Deviates,
-    Fetch,
-    FetchedUnit,
-    Measure,
-    Measured,
-    Packet,
-    Prepare,
-)
-from testbed.kits.asynchronous.profiling import LinkWatch, bandwidth
-from testbed.kits.asynchronous.replicas import BEGINNING, Point
-from testbed.kits.asynchronous.store import ReplicaStore
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.roles import RoleHolder
+from testbed.kits.pipeline.measuring import LinkWatch, bandwidth
+from testbed.kits.pipeline.messages import Commit, Deviates, Fetch, FetchedUnit, Measure, Measured, Packet, Prepare
+from testbed.kits.pipeline.placement import BEGINNING, Point
+from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.kits.pipeline.stage import Stage
 
 
@@ -89,7 +80,7 @@ class Preparation:
         self._report()
 
     def _report(self) -> None:
-        """Say that all that the new configuration needs is here, once it is."""
+        """Report that all that the new configuration needs is here, once it is."""
         if not self._awaited:
             self._holder.ready()
 
@@ -99,7 +90,7 @@ class Preparation:
         replicas = self._store.replicas
         units = range(*self._stage.position.units)
         self._stage.state = None if self._seeded else replicas.state(self._point, units)
-        replicas.clear_but([Point(*point) for point in commit.keep])
+        replicas.keep([Point(*point) for point in commit.keep], later=False)
         self._holder.begin()
 
     def _measure(self, measure: Measure) -> None:
@@ -107,7 +98,7 @@ class Preparation:
             self._mailbox.start_in_configuration(self._measure_link(measure))
 
     async def _measure_link(self, measure: Measure) -> None:
-        """Measure the link to another device and tell the coordinator."""
+        """Measure the link to another device for the coordinator."""
         await self._store.spread()
         found = await bandwidth(self._mailbox, measure.target)
         self._watches[measure.target] = LinkWatch(found)
@@ -115,7 +106,7 @@ class Preparation:
         self._mailbox.post(self._coordinator, Measured(measure.configuration, measure.target, finite))
 
     def _acknowledged(self, peer: str, size: float, posted: float) -> None:
-        """Say so, once, when a link does not do any more what was measured."""
+        """Report, once, that a link does not do any more what was measured."""
         watch = self._watches.get(peer)
         if watch is not None and watch.deviates(size, posted, self._mailbox.device.now()):
             del self._watches[peer]

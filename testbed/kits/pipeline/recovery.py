@@ -2,7 +2,7 @@
 
 A new configuration is opened and all devices say which units they have of which state. The newest state of which every
 unit is somewhere is gone on from; after a drain that is the present one, after a failure that of the last replication.
-Each stage is told which units it lacks and who has them, fetches them and says so; once all have, the coordinator
+Each stage learns which units it lacks and who has them, fetches them and says so; once all have, the coordinator
 commits, and training begins again with the first batch that this state does not contain. Until then all keep what they
 have, so a failure in between only means another try.
 """
@@ -11,38 +11,120 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.kits.asynchronous.failure import classify_failure
-from testbed.kits.asynchronous.messages import Commit, Prepare
-from testbed.kits.asynchronous.partitioners import AsynchronousDetails, AsynchronousOptions, HomogeneousPartitioner
-from testbed.kits.asynchronous.placement import RestorePlan, place
-from testbed.kits.asynchronous.points import KnownPoints
-from testbed.kits.asynchronous.replicas import BEGINNING
-from testbed.kits.asynchronous.store import ReplicaStore
+from testbed.kits.layers.shard import weights_of
 from testbed.kits.messaging.membership import Held, Presence
 from testbed.kits.messaging.supervision import Lost, Supervisor
+from testbed.kits.pipeline.messages import Commit, Keep, Prepare, Replicated
+from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
+from testbed.kits.pipeline.placement import BEGINNING, Lineage, Point, RestorePlan, classify_failure, place
+from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.method import Job
 from testbed.partition.redistribution import StagePartition
+from testbed.wire.message import Message
+
+if TYPE_CHECKING:
+    import torch
+
+
+class KnownPoints:
+    """Follows the replications: which points count, are safe, or are here as a whole; has all others freed."""
+
+    def __init__(self, supervisor: Supervisor, store: ReplicaStore, units: int) -> None:
+        self.lineage = Lineage()
+        self.safe = BEGINNING
+        """The newest point of which every unit is on two devices, or here."""
+        self.whole = BEGINNING
+        """The newest point of which every unit is here."""
+        self._supervisor = supervisor
+        self._mailbox = supervisor.mailbox
+        self._device = supervisor.device
+        self._replicas = store.replicas
+        self._units = units
+        self._replicated: dict[int, set[str]] = {}
+        """Which devices have had their units of a step replicated."""
+        self._mailbox.on(Replicated, self._note)
+
+    def branch(self, step: int) -> None:
+        """Go on from a step in the present configuration: what came after it counts no more."""
+        self.lineage = self.lineage.branch(step, self._mailbox.configuration)
+        self.safe, self.whole = (point if point in self.lineage else BEGINNING for point in (self.safe, self.whole))
+        self._replicated.clear()
+
+    def needed(self, device: str, points: Collection[Point]) -> list[tuple[int, int]]:
+        """Return what a device is to keep, as it travels: these, and here the newest whole one."""
+        kept = {*points, self.whole} if device == self._device.name else {*points}
+        return [(point.configuration, point.step) for point in sorted(kept)]
+
+    def has_all(self, step: int) -> bool:
+        """Return whether every unit as it is after a step is here."""
+        return self._is_whole(self.lineage.point(step))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the newest weights that are here as a whole; none before any are."""
+        point = self._newest_whole()
+        return {} if point is None else weights_of(self._replicas.state(point, range(self._units)))
+
+    async def save(self, partition: StagePartition) -> None:
+        """Write to the disk how training stands, beside the replicas."""
+        fields = {"begun": self.lineage.begun, "devices": partition.devices, "cuts": partition.cuts}
+        await self._device.save("training", Message("training", fields))
+
+    def remember(self) -> StagePartition | None:
+        """Read what a former program of this device has left on the disk; return the partition, if there is any."""
+        training, replicas = self._device.saved("training"), self._device.saved("replicas")
+        if training is None:
+            return None
+        self.lineage = Lineage(tuple((made, begin) for made, begin in training["begun"]))
+        if replicas is not None:
+            self._replicas.load(replicas)
+            self.whole = self._newest_whole() or BEGINNING
+        return StagePartition(tuple(training["devices"]), tuple(training["cuts"]))
+
+    def _note(self, replicated: Replicated) -> None:
+        """Once all stages have their units replicated, older points are needed no more."""
+        point = Point(self._mailbox.configuration, replicated.step)
+        having = self._replicated.setdefault(replicated.step, set())
+        having.add(replicated.sender)
+        if having < self._supervisor.membership.assigned or point < self.safe:
+            return
+        self.safe = point
+        if self._is_whole(point):
+            self.whole = point
+        for part in self._supervisor.layout:
+            keep = Keep(self._mailbox.configuration, self.needed(part.device, {point}))
+            self._mailbox.post(part.device, keep)
+        self._mailbox.start(self._device.save("replicas", self._replicas.dump()))
+
+    def _is_whole(self, point: Point) -> bool:
+        return len(self._replicas.units(point)) == self._units
+
+    def _newest_whole(self) -> Point | None:
+        """Return the newest point that still counts of which every unit is here."""
+        whole = [point for point in self._replicas.points() if self._is_whole(point)]
+        return max((point for point in whole if point in self.lineage), key=lambda point: point.step, default=None)
 
 
 class FromReplicas:
-    """A `testbed.kits.messaging.recovery.Recovery`."""
+    """A `testbed.kits.messaging.recovery.RecoveryPolicy`."""
 
     def __init__(
         self,
         supervisor: Supervisor,
         presence: Presence,
         store: ReplicaStore,
-        partitioner: HomogeneousPartitioner,
-        job: Job[AsynchronousOptions, AsynchronousDetails],
+        partitioner: Partitioner,
+        job: Job[AsynchronousOptions],
         steps: int,
     ) -> None:
-        """``steps`` are those of the whole training."""
+        """``steps`` are those of the whole training. The device exposes the newest state that it has as a whole."""
         problem, pieces = job.problem, job.plan.pieces
         units = len(problem.model.units)
         self.partition = StagePartition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
         self.points = KnownPoints(supervisor, store, units)
+        supervisor.device.expose(self.points.weights)
         self.recovering = False
         """Whether the next batch done is the first one after a recovery."""
         self._supervisor = supervisor
@@ -61,9 +143,9 @@ class FromReplicas:
         self._placement = RestorePlan(BEGINNING, {})
         """Where the present configuration goes on from."""
         self._configured: dict[str, float] = {}
-        """The stages' incarnations when they were told what to be."""
+        """The stages' incarnations when they were configured."""
         self._left: dict[str, float] = {}
-        """Devices that were lost in silence, with their incarnations: what is as it was did not die."""
+        """Devices that were lost in silence, with their incarnations: one that has the same again did not die."""
         self._reachable: set[str] = set()
         """Those to which the links of all their neighbours were measured since."""
         self._waited: Lost | None = None
@@ -96,7 +178,7 @@ class FromReplicas:
         supervisor, point, number = self._supervisor, self._placement.point, self._mailbox.configuration
         supervisor.begin()
         for part in supervisor.layout:
-            need = self._placement.need(part.device)
+            need = self._placement.needs.get(part.device)
             fetch = {} if need is None else {owner: list(units) for owner, units in need.fetch.items()}
             prepare = Prepare(
                 number, supervisor.stages, self._steps, point.configuration, point.step, need is None, fetch
@@ -175,7 +257,7 @@ class FromReplicas:
             self._device.record("recovery", phase="detected", step=progress, missing=lost.missing)
 
     def _survived(self, name: str) -> bool:
-        """Say whether a device is what it was when it was lost: it has not died, so it is slow, or was cut off."""
+        """Return whether a device is what it was when it was lost: it has not died, so it is slow, or was cut off."""
         return name in self._left and self._members.present.get(name) == self._left[name]
 
     def _doubted(self, names: Collection[str]) -> set[str]:
@@ -228,7 +310,7 @@ class FromReplicas:
         """Choose the state to go on from and the stages to go on with, among the devices that have answered."""
         partition, there = self._after_loss()
         present = self._present(there)
-        # What no configuration has told yet has nothing to lose: it counts as it is.
+        # A device that no configuration has reached yet has nothing to lose: it counts as it is.
         configured = {name: self._configured.get(name, present.get(name, 0.0)) for name in self.partition.devices}
         case = classify_failure(configured, present).case
         self.take_up(partition)

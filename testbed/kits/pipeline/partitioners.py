@@ -1,22 +1,21 @@
-"""Partitions of an asynchronous pipeline as the methods choose them; what each knows of the devices by then."""
+"""Partitions of asynchronous pipelines: options, what is known of the devices, and what is chosen by it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Generic
 
 from pydantic import ConfigDict, Field
+from typing_extensions import TypeVar
 
 from testbed.common.quantities import Duration
-from testbed.kits.asynchronous.replication import Replication
-from testbed.kits.asynchronous.updates import Asynchrony
 from testbed.kits.layers import costs
-from testbed.kits.pipeline.arrangement import StagesOptions, all_devices, pieces
+from testbed.kits.pipeline.planning import StagesOptions, all_devices, stage_pieces
 from testbed.method import Problem
 from testbed.network.link import Pair
-from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, divisible_limit
-from testbed.partition.asynchronous import capacities as given
-from testbed.partition.redistribution import StagePartition, take_over
+from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities, divisible_limit
+from testbed.partition.redistribution import StagePartition
 from testbed.plan import Details, Piece, Plan
 
 
@@ -37,15 +36,30 @@ class AsynchronousOptions(StagesOptions):
     global_every: int = Field(100, ge=0, description="batches after which all weights go to the first device; 0: never")
     copies: int = Field(1, ge=1, description="of the next devices, that keep each stage's weights: i lost neighbours")
 
-    @property
-    def replication(self) -> Replication:
-        """When weights are replicated."""
-        return Replication(self.chain_every, self.global_every, self.copies)
+    def window(self, stages: int) -> int:
+        """Return how many batches are under way at once."""
+        return stages if self.in_flight is None else min(stages, self.in_flight)
 
-    @property
-    def asynchrony(self) -> Asynchrony:
-        """What every stage has to know."""
-        return Asynchrony(self.replication, self.in_flight, self.vertical_sync, self.aggregate)
+    def chain_due(self, done: int) -> bool:
+        """Return whether each stage's units go to the next stages after ``done`` batches."""
+        return is_due(done, self.chain_every)
+
+    def global_due(self, done: int) -> bool:
+        """Return whether all units go to the coordinator after ``done`` batches."""
+        return is_due(done, self.global_every)
+
+    def keepers(self, stage: int, stages: int) -> list[int]:
+        """Return the stages that a stage's chain replica goes to; where fewer follow, the coordinator's is one."""
+        following = list(range(stage + 1, min(stages, stage + 1 + self.copies)))
+        return following if len(following) == self.copies or stage == 0 else [*following, 0]
+
+
+def is_due(done: int, every: int) -> bool:
+    """Return whether ``done`` batches are a multiple of ``every`` of them; 0 is never."""
+    return every > 0 and done > 0 and done % every == 0
+
+
+Known = TypeVar("Known", bound=AsynchronousOptions, default=AsynchronousOptions)
 
 
 def pipeline_over(
@@ -78,7 +92,7 @@ def pipeline_over(
         """Return the bytes of a stage's own units that go to the next stage and to the first, a batch's share."""
         state, sent = costs.state_bytes(units[start:end], workload.optimizer), dict.fromkeys(range(len(names)), 0.0)
         if chain:
-            for keeper in options.replication.keepers(stage, len(names)):
+            for keeper in options.keepers(stage, len(names)):
                 sent[keeper] += state / options.chain_every
         if options.global_every:
             sent[0] += state / options.global_every
@@ -99,55 +113,46 @@ def pipeline_over(
     )
 
 
-class HomogeneousPartitioner:
-    """PipeDream's choice: all devices count as equal, and nothing that the run shows changes that."""
+class Partitioner(Generic[Known]):
+    """PipeDream's choice, and the hooks of every other: all devices count as equal, whatever the run shows."""
 
     admits = True
+    """Whether a device that comes back, or stood by, may become a stage."""
     profile_runs = 0
     """How often each unit is tried before training; 0: nothing is measured."""
 
-    def __init__(self, problem: Problem[AsynchronousOptions]) -> None:
+    def __init__(self, problem: Problem[Known]) -> None:
         self.problem = problem
 
     def initial(self) -> StagePartition:
-        """Return the partition to begin with."""
-        names = [device.name for device in all_devices(self.problem)]
-        return self.over(names)
+        """Return the partition to begin with; raises `InputError` where there is none."""
+        return self.over([device.name for device in all_devices(self.problem)])
 
     def over(self, names: Sequence[str]) -> StagePartition:
-        """Return the partition over these devices; raises `InputError` where none fits."""
-        names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
-        return StagePartition(tuple(names), self.pipeline(names).least_bottleneck())
+        """Return the partition over the first of these devices; raises `InputError` where none fits."""
+        count = min(self.problem.options.stages or len(names), len(self.problem.model.units))
+        return StagePartition(tuple(names[:count]), self.cut(self.pipeline(names[:count])))
+
+    def cut(self, pipeline: AsynchronousPipeline) -> tuple[int, ...]:
+        """Return where to cut the model; raises `InputError` where nothing fits."""
+        return pipeline.least_bottleneck()
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return what is known of the pipeline over these devices."""
         return pipeline_over(self.problem, names)
+
+    def pieces(self, partition: StagePartition) -> tuple[Piece, ...]:
+        """Return the partition with the memory that each stage needs."""
+        return stage_pieces(self.pipeline(partition.devices), partition.cuts)
 
     def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
         """Return the partition over the devices that are there; raises `InputError` where there is none."""
         return self.over(there)
 
     def due(self, done: int) -> bool:
-        """Say whether a better partition is looked for after ``done`` batches."""
+        """Return whether a better partition is looked for after ``done`` batches."""
         options = self.problem.options
-        every = options.chain_every or options.global_every
-        return bool(every) and done % every == 0
-
-    def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
-        """Take in the mean seconds of a batch of each stage."""
-
-    def unknown(self, partition: StagePartition) -> list[Pair]:
-        """Return the neighbours, both ways, whose link is yet to be measured."""
-        return []
-
-    def profiled(self, profile: UnitTimes) -> None:
-        """Take in the seconds of each unit on the first device."""
-
-    def measured(self, pair: Pair, rate: float) -> None:
-        """Take in the bit/s of a link."""
-
-    def forget(self, one: str, other: str) -> None:
-        """Take back what was measured between two devices: it is so no more."""
+        return is_due(done, options.chain_every or options.global_every)
 
     def better(self, old: StagePartition, there: Sequence[str]) -> StagePartition | None:
         """Return a partition that is worth changing to, or None: only for devices that have come."""
@@ -156,36 +161,25 @@ class HomogeneousPartitioner:
         found = self.over(there)
         return None if len(found.devices) <= len(old.devices) else found
 
-    def pieces(self, partition: StagePartition) -> tuple[Piece, ...]:
-        """Return the partition with the memory that each stage needs."""
-        return pieces(self.pipeline(partition.devices), partition.cuts)
+    def unknown(self, partition: StagePartition) -> list[Pair]:
+        """Return the neighbours, both ways, whose link is yet to be measured."""
+        return []
 
+    def profiled(self, profile: UnitTimes) -> None:
+        """Take in the seconds of each unit on the first device."""
 
-class TakeOverPartitioner(HomogeneousPartitioner):
-    """ResPipe's choice: the device that has a lost stage's replica takes its units; none joins again."""
+    def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
+        """Take in the mean seconds of a batch of each stage."""
 
-    admits = False
+    def measured(self, pair: Pair, rate: float) -> None:
+        """Take in the bit/s of a link."""
 
-    def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
-        """Return the partition over the devices that are left."""
-        return take_over(old, set(old.devices).difference(there))
-
-    def due(self, done: int) -> bool:
-        """Say that no better partition is ever looked for."""
-        return False
-
-
-class EvenPartitioner(HomogeneousPartitioner):
-    """Parts of as many units each, whatever they cost."""
-
-    def over(self, names: Sequence[str]) -> StagePartition:
-        """Return even cuts over these devices; raises `InputError` where they do not fit."""
-        names = names[: min(self.problem.options.stages or len(names), len(self.problem.model.units))]
-        return StagePartition(tuple(names), self.pipeline(names).even())
+    def forget(self, one: str, other: str) -> None:
+        """Take back what was measured between two devices: it is so no more."""
 
 
 class AsynchronousDetails(Details):
-    """What the plan of an asynchronous pipeline tells, with the devices as they are; in seconds of a batch."""
+    """What the plan of an asynchronous pipeline shows, with the devices as they are; in seconds of a batch."""
 
     model_config = ConfigDict(extra="forbid")
     in_flight: int
@@ -203,13 +197,11 @@ class AsynchronousDetails(Details):
 
 
 def plan(
-    method: str, problem: Problem[AsynchronousOptions], partitioner: HomogeneousPartitioner
+    method: str, problem: Problem[AsynchronousOptions], partitioner: Partitioner[Known]
 ) -> Plan[AsynchronousDetails]:
     """Plan for all devices. Raises `InputError` for too many stages, missing links and too little memory."""
     partition = partitioner.initial()
-    devices = [problem.device(name) for name in partition.devices]
-    capacities = given(devices, problem.model.units, problem.workload.batch_size)
-    true = pipeline_over(problem, partition.devices, capacities=capacities)
+    true = as_given(problem, partition.devices)
     alone = true.without_links()
     return Plan(
         method=method,
@@ -217,7 +209,7 @@ def plan(
         pieces=partitioner.pieces(partition),
         step_time=true.batch_time(partition.cuts),
         details=AsynchronousDetails(
-            in_flight=problem.options.asynchrony.window(len(devices)),
+            in_flight=problem.options.window(len(partition.devices)),
             bottleneck=true.bottleneck(partition.cuts),
             slowest_stage=true.slowest_stage(partition.cuts),
             least_bottleneck=true.bottleneck(true.least_bottleneck()),
@@ -226,3 +218,10 @@ def plan(
             stage_times=tuple(true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))),
         ),
     )
+
+
+def as_given(problem: Problem[AsynchronousOptions], names: Sequence[str]) -> AsynchronousPipeline:
+    """Return the pipeline over these devices with the speeds that the scenario gives them."""
+    devices = [problem.device(name) for name in names]
+    known = capacities(devices, problem.model.units, problem.workload.batch_size)
+    return pipeline_over(problem, names, capacities=known)

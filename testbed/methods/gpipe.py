@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.methods.pipeline import Pipeline
-from testbed.methods.pipeline.options import PipelineOptions
+from testbed.kits.pipeline.method import SynchronousMethod
+from testbed.kits.pipeline.planning import SynchronousOptions
 
 
-class GPipeOptions(PipelineOptions):
+class GPipeOptions(SynchronousOptions):
     """Options of `GPipe`: those of the pipeline, but for the schedule."""
 
     schedule: Literal["gpipe"] = Field("gpipe", description="the only one")
@@ -19,7 +19,7 @@ class GPipeOptions(PipelineOptions):
     )
 
 
-class GPipe(Pipeline):
+class GPipe(SynchronousMethod):
     """All forwards of a batch's micro-batches, then all backwards, then one update (Huang et al., 2019)."""
 
     name = "gpipe"

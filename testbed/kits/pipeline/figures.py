@@ -1,15 +1,17 @@
-"""What asynchronous training tells of its runs: how it recovered, how it changed its partition, what it kept."""
+"""The figures of asynchronous training: how it recovered, how it changed its partition, what it kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from testbed.kits.asynchronous.messages import FetchedUnit
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Column, Declared, Figure, Item, Metrics, Row, Table
 from testbed.trace.record import Record
+
+MOVED = "unit"
+"""The kind of message in which weights and optimizer state of a unit move to the device that needs them."""
 
 # How it recovers: the phases "repartitioned", "redistributed" and "trained" of its recovery events.
 
@@ -17,7 +19,7 @@ from testbed.trace.record import Record
 def _received(record: Record, begun: float, ended: float) -> float:
     """Return the bytes of weights and optimizer state that devices received in this time, as messages."""
     got = (event for event in record.of("receive") if begun <= event.time <= ended)
-    return float(sum(event.fields["bytes"] for event in got if event.fields["message"] == FetchedUnit.kind))
+    return float(sum(event.fields["bytes"] for event in got if event.fields["message"] == MOVED))
 
 
 def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
@@ -45,11 +47,6 @@ def _outage(record: Record, recovery: Item) -> float | None:
     return next((step.time - struck for step in steps if step.time > detected and step.fields["step"] > before), None)
 
 
-def _longest_outage(record: Record) -> float | None:
-    found = [_outage(record, recovery) for recovery in record.cached(_recoveries)]
-    return max((seconds for seconds in found if seconds is not None), default=None)
-
-
 def _rest(record: Record) -> float | None:
     """Return the seconds from the last resumption to the last batch: none where that one was trained before it."""
     resumed = [item.resumed for item in record.recoveries if item.resumed is not None]
@@ -62,9 +59,15 @@ def _span(item: Item, begun: str, ended: str) -> float | None:
     return None if first is None or last is None else last - first
 
 
-def _longest(record: Record, begun: str, ended: str) -> float | None:
-    spans = [_span(item, begun, ended) for item in record.cached(_recoveries)]
-    return max((span for span in spans if span is not None), default=None)
+def _longest(seconds: Iterable[float | None]) -> float | None:
+    return max((each for each in seconds if each is not None), default=None)
+
+
+def _phase(name: str, begun: str, ended: str, meaning: str) -> Figure:
+    def compute(record: Record) -> float | None:
+        return _longest(_span(item, begun, ended) for item in record.cached(_recoveries))
+
+    return Figure(name, "seconds", f"longest, {meaning}", compute)
 
 
 def _moved(record: Record) -> float | None:
@@ -72,39 +75,26 @@ def _moved(record: Record) -> float | None:
     return sum(moved) if moved else None
 
 
-def _told(metrics: Metrics) -> list[Item]:
+def _decided(metrics: Metrics) -> list[Item]:
     """Return the recoveries that came as far as a decision."""
-    return [
-        item
-        for item in metrics["recovery_list"]
-        if item.get("repartitioned") is not None or item.get("trained") is not None
-    ]
+    phases = ("repartitioned", "trained")
+    return [item for item in metrics["recovery_list"] if any(item.get(phase) is not None for phase in phases)]
 
 
 RECOVERY = (
-    Figure(
-        "repartition_time",
-        "seconds",
-        "longest, from the detection to the decision who goes on with what",
-        lambda record: _longest(record, "detected", "repartitioned"),
-    ),
-    Figure(
+    _phase("repartition_time", "detected", "repartitioned", "from the detection to the decision who goes on with what"),
+    _phase(
         "redistribution_time",
-        "seconds",
-        "longest, from that decision until all devices have what they need",
-        lambda record: _longest(record, "repartitioned", "redistributed"),
+        "repartitioned",
+        "redistributed",
+        "from that decision until all devices have what they need",
     ),
-    Figure(
-        "first_batch_time",
-        "seconds",
-        "longest, from the detection until the first batch after it was trained",
-        lambda record: _longest(record, "detected", "trained"),
-    ),
+    _phase("first_batch_time", "detected", "trained", "from the detection until the first batch after it was trained"),
     Figure(
         "outage",
         "seconds",
         "longest, from the strike until a batch was trained that had not been before: with all that is done again",
-        _longest_outage,
+        lambda record: _longest(_outage(record, each) for each in record.cached(_recoveries)),
     ),
     Figure("rest", "seconds", "from the last resumption after a fault until the last batch was trained", _rest),
     Figure("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved),
@@ -115,7 +105,7 @@ RECOVERIES = Table(
     "How the method went on after a fault. Detection: from the strike. Repartition: from then until it is decided who "
     "goes on with what. Redistribution: until all devices have what they need for it. First batch: from the detection "
     "until a batch is trained again.",
-    _told,
+    _decided,
     (
         Column("Missing", "text", lambda item: ", ".join(item["missing"])),
         Column("Case", "text", "case", wide=True),
@@ -132,30 +122,22 @@ RECOVERIES = Table(
 # Changes of the partition in a run that goes on: its events "repartition".
 
 
-def _changes(record: Record) -> Sequence[Event]:
-    return record.of("repartition")
-
-
-def _of_longest(record: Record, key: str) -> float | None:
-    changes = [event.fields for event in _changes(record)]
-    return max(changes, key=lambda fields: float(fields["seconds"]))[key] if changes else None
-
-
-def _moving(record: Record) -> float | None:
-    return max((event.fields["seconds"] - event.fields["draining"] for event in _changes(record)), default=None)
-
-
-def _changed_bytes(record: Record) -> float | None:
-    changes = _changes(record)
-    return sum(_moved_by(event, record) for event in changes) if changes else None
+def _repartitions(record: Record) -> list[dict[str, Any]]:
+    changes = record.of("repartition")
+    return [{"time": event.time, **event.fields, "bytes": _moved_by(event, record)} for event in changes]
 
 
 def _moved_by(change: Event, record: Record) -> float:
     return _received(record, change.time - change.fields["seconds"] + change.fields["draining"], change.time)
 
 
-def _repartition_list(record: Record) -> list[dict[str, Any]]:
-    return [{"time": event.time, **event.fields, "bytes": _moved_by(event, record)} for event in _changes(record)]
+def _of_longest(record: Record, key: str) -> float | None:
+    return max(record.cached(_repartitions), key=lambda item: float(item["seconds"]), default={}).get(key)
+
+
+def _changed_bytes(record: Record) -> float | None:
+    changes = record.cached(_repartitions)
+    return sum(item["bytes"] for item in changes) if changes else None
 
 
 def _partition(item: Item) -> str:
@@ -172,7 +154,7 @@ CHANGES = (
         "repartitions",
         "number",
         "changes of the partition in a run that goes on, without those of recoveries",
-        lambda record: len(_changes(record)) if record.of("versions") else None,
+        lambda record: len(record.of("repartition")) if record.of("versions") else None,
     ),
     Figure(
         "repartition_pause",
@@ -190,7 +172,7 @@ CHANGES = (
         "repartition_moving",
         "seconds",
         "longest that such a change took from then on: agreeing and moving",
-        _moving,
+        lambda record: _longest(item["seconds"] - item["draining"] for item in record.cached(_repartitions)),
     ),
     Figure(
         "repartition_bytes",
@@ -261,7 +243,7 @@ def _pause_note(metrics: Metrics) -> str:
 
 DECLARED = Declared(
     figures=(*RECOVERY, *CHANGES, VERSIONS_KEPT),
-    lists={"version_list": _version_list, "repartition_list": _repartition_list},
+    lists={"version_list": _version_list, "repartition_list": _repartitions},
     recovery=_recovery,
     events=(
         EventType(

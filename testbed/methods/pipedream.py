@@ -6,9 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.kits.asynchronous.method import AsynchronousMethod
-from testbed.kits.asynchronous.partitioners import AsynchronousOptions, EvenPartitioner, HomogeneousPartitioner
-from testbed.method import Problem
+from testbed.kits.pipeline.method import AsynchronousMethod
+from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
+from testbed.partition import Cuts
+from testbed.partition.asynchronous import AsynchronousPipeline
 
 
 class PipeDreamOptions(AsynchronousOptions):
@@ -20,13 +21,18 @@ class PipeDreamOptions(AsynchronousOptions):
     chain_every: int = Field(0, ge=0, description="batches after which each stage's weights go to the next; 0: never")
 
 
+class PipeDreamPartitioner(Partitioner[PipeDreamOptions]):
+    """Counts all devices as equal, or even all units."""
+
+    def cut(self, pipeline: AsynchronousPipeline) -> Cuts:
+        """Return the cuts that the options ask for; raises `InputError` where they do not fit."""
+        return pipeline.even() if self.problem.options.partition == "even" else super().cut(pipeline)
+
+
 class PipeDream(AsynchronousMethod[PipeDreamOptions]):
     """Never adapts. Checkpoints at the first device are what it goes on from after a failure, on a new partition."""
 
     name = "pipedream"
     summary = "asynchronous 1F1B with weight stashing on the partition for equal devices; recovery from checkpoints"
     Options = PipeDreamOptions
-
-    def partitioner(self, problem: Problem[PipeDreamOptions]) -> HomogeneousPartitioner:
-        """Return what chooses the partitions."""
-        return EvenPartitioner(problem) if problem.options.partition == "even" else HomogeneousPartitioner(problem)
+    Partitioner = PipeDreamPartitioner

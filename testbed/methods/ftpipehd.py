@@ -1,4 +1,4 @@
-"""FTPipeHD's choice of partitions: by the profile, the bandwidths and the capacities that were measured."""
+"""FTPipeHD: asynchronous 1F1B that adapts its partition to the devices as they are, and survives losing them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from statistics import fmean
 from pydantic import Field
 
 from testbed.common.errors import InputError
-from testbed.kits.asynchronous.partitioners import AsynchronousOptions, HomogeneousPartitioner, pipeline_over
+from testbed.kits.pipeline.method import AsynchronousMethod
+from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner, is_due, pipeline_over
 from testbed.method import Problem
-from testbed.methods.ftpipehd.adaptation import Repartition, estimate, worthwhile
 from testbed.network.link import Link, Pair
+from testbed.partition import Cuts
 from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, measured
 from testbed.partition.redistribution import StagePartition
 
@@ -31,17 +32,15 @@ class FTPipeHDOptions(AsynchronousOptions):
     least_gain: float = Field(0.02, ge=0, lt=1, description="of the bottleneck, for which the partition is changed")
 
 
-class AdaptivePartitioner(HomogeneousPartitioner):
+class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
     """Knows of the devices what the run has shown: all count as equal only until it has."""
 
     def __init__(self, problem: Problem[FTPipeHDOptions]) -> None:
         super().__init__(problem)
-        self._options = problem.options
-        self._when = Repartition(self._options.repartition_first, self._options.repartition_every)
         self._profile: UnitTimes | None = None
         self._rates: dict[Pair, float] = {}
         self._capacities: dict[str, float] = {}
-        self.profile_runs = self._options.profile_runs
+        self.profile_runs = problem.options.profile_runs
 
     def profiled(self, profile: UnitTimes) -> None:
         """Take in the seconds of each unit on the first device."""
@@ -58,8 +57,7 @@ class AdaptivePartitioner(HomogeneousPartitioner):
 
     def unknown(self, partition: StagePartition) -> list[Pair]:
         """Return the neighbours, both ways, whose link was not measured."""
-        pairs = [pair for one, other in pairwise(partition.devices) for pair in ((one, other), (other, one))]
-        return [pair for pair in pairs if pair not in self._rates]
+        return [pair for pair in _both_ways(partition.devices) if pair not in self._rates]
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return what is known of the pipeline over these devices."""
@@ -73,15 +71,15 @@ class AdaptivePartitioner(HomogeneousPartitioner):
             return self.problem.links
         finite = [rate for rate in self._rates.values() if not math.isinf(rate)]
         unknown = fmean(finite) if finite else math.inf
-        pairs = [pair for one, other in pairwise(names) for pair in ((one, other), (other, one))]
-        pairs += [(name, names[0]) for name in names[2:]]
+        pairs = [*_both_ways(names), *((name, names[0]) for name in names[2:])]
         back = {(target, source): rate for (source, target), rate in self._rates.items()}
         rates = {**back, **self._rates}
         return measured({pair: rates.get(pair, unknown) for pair in pairs if pair in self.problem.links})
 
     def due(self, done: int) -> bool:
-        """Say whether a better partition is looked for after ``done`` batches."""
-        return self._when.due(done)
+        """Return whether a better partition is looked for after ``done`` batches: after the first, then regularly."""
+        options = self.problem.options
+        return 0 < done == options.repartition_first or is_due(done, options.repartition_every)
 
     def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
         """Estimate capacities from the mean seconds of a batch of each stage."""
@@ -99,4 +97,43 @@ class AdaptivePartitioner(HomogeneousPartitioner):
             return None
         before = self.pipeline(old.devices).bottleneck(old.cuts)
         after = self.pipeline(new.devices).bottleneck(new.cuts)
-        return new if new != old and worthwhile(before, after, self._options.least_gain) else None
+        return new if new != old and worthwhile(before, after, self.problem.options.least_gain) else None
+
+
+def _both_ways(names: Sequence[str]) -> list[Pair]:
+    return [pair for one, other in pairwise(names) for pair in ((one, other), (other, one))]
+
+
+def estimate(execution: Sequence[float], cuts: Cuts, observed: Sequence[float | None]) -> tuple[float, ...]:
+    """Return the capacities by equations (1) and (2): observed over profiled seconds of each stage's units.
+
+    ``execution`` are the coordinator's profiled seconds of each unit for one batch, ``observed`` the mean seconds of
+    each stage for one batch; None, nothing observed yet, gives 1. The paper sets the coordinator's to 1; where its
+    time is observed, it is estimated like any other, and is 1 as long as nothing slows it.
+    """
+    return tuple(
+        1.0 if seconds is None else seconds / sum(execution[first:last])
+        for seconds, (first, last) in zip(observed, pairwise(cuts), strict=True)
+    )
+
+
+def worthwhile(current: float, best: float, least_gain: float = 0.02) -> bool:
+    """Return whether a partition of bottleneck ``best`` is worth leaving one of ``current`` for.
+
+    Measurements scatter: without a least gain the cuts would flutter between neighbours that are as good as each other.
+    """
+    return best < current * (1 - least_gain)
+
+
+class FTPipeHD(AsynchronousMethod[FTPipeHDOptions]):
+    """Begins as PipeDream does, all devices counting as equal; what the run shows decides from then on.
+
+    Normalisation by batch statistics uses those of the batch; its running averages, which only evaluation uses, follow
+    the batches in the order of their updates, and are replicated and moved with the weights. Dropout draws by seed,
+    unit and batch, so a batch that is done again is the same batch.
+    """
+
+    name = "ftpipehd"
+    summary = "asynchronous 1F1B, repartitioned to the devices' measured capacities, recovering from replicas"
+    Options = FTPipeHDOptions
+    Partitioner = AdaptivePartitioner

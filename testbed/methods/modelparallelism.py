@@ -6,17 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.methods.pipeline import Pipeline
-from testbed.methods.pipeline.options import PipelineOptions
+from testbed.kits.pipeline.method import SynchronousMethod
+from testbed.kits.pipeline.planning import SynchronousOptions
 
 
-class ModelParallelismOptions(PipelineOptions):
+class ModelParallelismOptions(SynchronousOptions):
     """Options of `ModelParallelism`: those of the pipeline, but for the schedule."""
 
     schedule: Literal["model-parallelism"] = Field("model-parallelism", description="the only one")
 
 
-class ModelParallelism(Pipeline):
+class ModelParallelism(SynchronousMethod):
     """A batch goes forward through all stages and back before the next one begins."""
 
     name = "model-parallelism"

@@ -1,1 +1,0 @@
-"""What the methods that train asynchronously share."""

@@ -1,0 +1,262 @@
+"""What the devices of a pipeline send each other, in synchronous and asynchronous training and in inference.
+
+With recovery from checkpoints, `Configure` makes a device a stage. With recovery from replicas a configuration is
+prepared, then committed: each stage learns where training goes on from and which units it lacks, fetches them, and
+begins once all stages have theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from testbed.kits.layers.shard import State
+from testbed.kits.messaging.membership import MEMBERSHIP_KINDS
+from testbed.kits.messaging.typed import Fixed, Typed
+from testbed.kits.pipeline.figures import MOVED
+
+if TYPE_CHECKING:
+    import torch
+
+Purpose = Literal["train", "evaluate", "infer"]
+Stages = Sequence[tuple[str, int, int]]
+"""(device, first unit, one after its last), in their order."""
+Times = Sequence[float | None]
+"""Mean seconds of a batch on each stage from one on; None before a stage has done its first."""
+Points = Sequence[tuple[int, int]]
+"""(configuration that made it, step) of states; see `testbed.kits.pipeline.placement.Point`."""
+
+
+@dataclass(frozen=True)
+class Configure(Typed, kind="configure", opens=True):
+    """From the coordinator: be this stage."""
+
+    configuration: int
+    stages: Stages
+    steps: int
+    """Training steps of the whole workload."""
+    given: bool
+    """Whether the state is in this message; else it comes from the seed."""
+    state: State
+
+
+@dataclass(frozen=True)
+class Prepare(Typed, kind="configure", opens=True):
+    """From the coordinator: get what this stage needs."""
+
+    configuration: int
+    stages: Stages
+    steps: int
+    """Training steps of the whole workload."""
+    made: int
+    step: int
+    """The point to go on from."""
+    seeded: bool
+    """Whether its units come from the seed, and nothing is fetched."""
+    fetch: Mapping[str, Sequence[int]]
+    """Units that it lacks, by who has them."""
+
+
+@dataclass(frozen=True)
+class Activation(Typed, kind="activation", key=("work", "batch", "micro")):
+    """To the next stage, the first one's from the coordinator: inputs of a micro-batch."""
+
+    configuration: int
+    work: Purpose
+    batch: int
+    """The training step, or the batch of an evaluation or inference."""
+    micro: int
+    micros: int
+    """Micro-batches of the batch."""
+    samples: int
+    """Of the whole batch."""
+    tensor: torch.Tensor
+    """(samples of the micro-batch, ...)"""
+    first: bool | None = None
+    """Whether it begins a stretch of asynchronous training; left out of other work."""
+
+
+@dataclass(frozen=True)
+class Labels(Typed, kind="labels", key=("batch",)):
+    """From the coordinator to the last stage: labels of a whole batch, (samples,)."""
+
+    configuration: int
+    batch: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Gradient(Typed, kind="gradient", key=("batch", "micro")):
+    """To the stage before: the gradient of its outputs, and in asynchronous training what is known of the batch."""
+
+    configuration: int
+    batch: int
+    micro: int
+    tensor: torch.Tensor
+    """(samples of the micro-batch, ...)"""
+    times: Times | None = None
+    """Of the sender's stage and those after it."""
+    loss: Fixed | None = None
+    """Of the batch."""
+
+
+@dataclass(frozen=True)
+class Output(Typed, kind="output", key=("work", "batch")):
+    """From the last stage to the coordinator: outputs of a batch, (samples, ...)."""
+
+    configuration: int
+    work: Purpose
+    batch: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Loss(Typed, kind="loss", key=("batch",)):
+    """From the last stage to the coordinator, in synchronous training: mean loss of a batch."""
+
+    configuration: int
+    batch: int
+    loss: Fixed
+
+
+@dataclass(frozen=True)
+class Updated(Typed, kind="updated", key=("batch",)):
+    """From the first stage, whose update is the last of all, to the coordinator on the same device."""
+
+    configuration: int
+    batch: int
+    times: Times | None = None
+    """Of all stages, in asynchronous training."""
+    loss: Fixed | None = None
+    """Of the batch, in asynchronous training."""
+
+
+@dataclass(frozen=True)
+class UnitState(Typed, kind="state"):
+    """To the coordinator, for a checkpoint: one unit as it is after a step."""
+
+    configuration: int
+    step: int
+    """The next one."""
+    unit: int
+    state: State
+
+
+@dataclass(frozen=True)
+class End(Typed, kind="end", key=("batch",)):
+    """To the next stage: this batch and later ones do not come for now. Comes where its activation would."""
+
+    configuration: int
+    batch: int
+
+    @property
+    def identity(self) -> Hashable:
+        """The key of the activation that does not come."""
+        return ("train", self.batch, 0)
+
+
+@dataclass(frozen=True)
+class Drained(Typed, kind="drained", key=("sender",)):
+    """To the coordinator: all updates before this step are done, and none after it."""
+
+    configuration: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Commit(Typed, kind="commit"):
+    """From the coordinator: all stages have what they need. Begin, and free all points but these."""
+
+    configuration: int
+    keep: Points
+
+
+@dataclass(frozen=True)
+class Keep(Typed, kind="keep"):
+    """From the coordinator: free all points but these and later ones."""
+
+    configuration: int
+    keep: Points
+
+
+@dataclass(frozen=True)
+class Fetch(Typed, kind="fetch", opens=True):
+    """To any device: send me these units of a point."""
+
+    configuration: int
+    made: int
+    step: int
+    units: Sequence[int]
+
+
+@dataclass(frozen=True)
+class FetchedUnit(Typed, kind=MOVED):
+    """The answer to a fetch, a message a unit."""
+
+    configuration: int
+    made: int
+    step: int
+    unit: int
+    state: State
+
+
+@dataclass(frozen=True)
+class Replica(Typed, kind="replica"):
+    """To the next stage, or to the coordinator: keep this for me."""
+
+    configuration: int
+    step: int
+    unit: int
+    state: State
+
+
+@dataclass(frozen=True)
+class Replicated(Typed, kind="replicated"):
+    """To the coordinator: the units that I have of this step are where they are to be kept."""
+
+    configuration: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Measure(Typed, kind="measure"):
+    """From the coordinator: measure your link to another stage."""
+
+    configuration: int
+    target: str
+
+
+@dataclass(frozen=True)
+class Deviates(Typed, kind="deviates"):
+    """To the coordinator: my link to another stage carries more or less than was measured."""
+
+    configuration: int
+    target: str
+
+
+@dataclass(frozen=True)
+class Packet(Typed, kind="packet"):
+    """To the stage that the link is measured to; only its size matters."""
+
+    configuration: int
+
+
+@dataclass(frozen=True)
+class Measured(Typed, kind="measured"):
+    """To the coordinator: what was measured."""
+
+    configuration: int
+    target: str
+    rate: float | None
+    """Bit/s on the wire; None: sending takes no time."""
+
+
+FORWARD_KINDS: tuple[type[Typed], ...] = (*MEMBERSHIP_KINDS, Configure, Activation, Output)
+SYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (*FORWARD_KINDS, Labels, Gradient, UnitState, Loss, Updated)
+ASYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (
+    *MEMBERSHIP_KINDS,
+    *(Prepare, Commit, Keep, Fetch, FetchedUnit, Replica, Replicated),
+    *(Activation, Labels, Gradient, End, Updated, Output, Drained),
+    *(Measure, Deviates, Packet, Measured),
+)
