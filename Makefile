@@ -6,6 +6,13 @@ RUNTIME ?=
 ARGS ?=
 
 VENV := .venv
+# A Python that is named gets an environment of its own where .venv is of another version.
+ifneq ($(origin PYTHON),file)
+NAMED := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifneq ($(filter-out .venv/bin/python$(NAMED),$(wildcard .venv/bin/python3.*)),)
+VENV := .venv-$(NAMED)
+endif
+endif
 # Named after the lock's content, so that it is redone when that changes and only then.
 READY := $(VENV)/ready-$(firstword $(shell sha256sum requirements.lock))
 TESTBED := $(VENV)/bin/testbed
@@ -24,7 +31,7 @@ scenario: $(READY) ## run one: NAME=quickstart or a path; RUNTIME=simulate witho
 	@test -n "$(NAME)" || { echo "say which scenario: make scenario NAME=quickstart" >&2; exit 2; }
 	@$(TESTBED) run "$(SCENARIO)" $(if $(RUNTIME),--runtime $(RUNTIME)) $(ARGS)
 
-test: lint ## lint, then every test, with real containers; ARGS="-k pattern"
+test: lint ## lint, then every test, with real containers; ARGS="-k pattern"; PYTHON=python3.13 on that one
 	@$(TESTBED) images
 	@test "$$(id -u)" -ne 0 || { command -v ip && command -v iptables; } >/dev/null || \
 		images/install "tests of links make their own networks" iproute2 iptables
@@ -63,7 +70,7 @@ format: $(READY) ## let ruff set the files right
 images: $(READY) ## build the container images that the present files ask for
 	@$(TESTBED) images
 
-environment: $(READY) ## the Python environment in .venv, from requirements.lock
+environment: $(READY) ## the Python environment in .venv, from requirements.lock; PYTHON=python3.13 makes one of that
 
 $(READY): requirements.lock
 	@images/environment $(PYTHON) $(VENV) $@
@@ -76,9 +83,9 @@ lock: $(READY) ## write requirements.lock from what is installed in .venv
 clean: ## remove all runs, the build folder and caches; environment, images and results stay
 	-@test ! -x $(TESTBED) || $(TESTBED) down --all
 	rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: ## clean, and remove images and environment too
 	-@test ! -x $(TESTBED) || { $(TESTBED) down --all && $(TESTBED) images --remove; }
 	@$(MAKE) --no-print-directory clean
-	rm -rf $(VENV) *.egg-info
+	rm -rf .venv .venv-* *.egg-info

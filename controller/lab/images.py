@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import io
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -31,7 +32,9 @@ from controller.lab.engine import Say, install_packages
 from controller.lab.paths import BUILD, CHECKOUT
 from testbed.common.errors import HostError
 
-REGISTRY_BASE = "python:3.11-slim-bookworm"
+PYTHON = "3.11"
+"""Of every image, whichever the controller runs on: that of Debian 12."""
+REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
 PULL_PATIENCE = 60.0
 LABEL = "testbed.image"
 
@@ -292,7 +295,7 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
                 "'sudo apt-get install mmdebstrap' and try again"
             )
         install_packages(["mmdebstrap"], say, why="the base image is made with mmdebstrap")
-    say(f"making {tag} with mmdebstrap: Debian 12, Python 3.11, {len(_base_packages())} packages")
+    say(f"making {tag} with mmdebstrap: Debian 12, Python {PYTHON}, {len(_base_packages())} packages")
     with tempfile.TemporaryDirectory(prefix="testbed-base-") as folder:
         archive = Path(folder) / "base.tar"
         command = _bootstrap_command(str(archive))
@@ -333,17 +336,31 @@ def fetch_wheels(versions: Mapping[str, str]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {**versions, "pip": metadata.version("pip")}
     missing = [f"{name}=={version}" for name, version in wanted.items() if _wheel(folder, name, version) is None]
-    if missing:
-        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), *missing]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr[-200:]]
-            raise HostError(f"pip cannot fetch the wheels for the images: {lines[0]}; check pip's configuration")
+    if missing and (complaint := pip_wheels(folder, "--no-deps", *missing)):
+        raise HostError(f"pip cannot fetch the wheels for the images: {complaint}; check pip's configuration")
     found = {name: _wheel(folder, name, version) for name, version in wanted.items()}
     lost = [name for name, path in found.items() if path is None]
     if lost:
         raise HostError(f"pip made no wheel of {', '.join(lost)}: remove {folder} and try again")
     return [path for path in found.values() if path is not None]
+
+
+def pip_wheels(folder: Path, *arguments: str) -> str:
+    """Let the host's pip write wheels for the images' Python into a folder; return its complaint, empty if none.
+
+    Packages that come as source alone can be built only where the host has that Python, too.
+    """
+    command = ["wheel", "--wheel-dir", str(folder)]
+    if platform.python_version_tuple()[:2] != tuple(PYTHON.split(".")):
+        command = ["download", "--only-binary", ":all:", "--python-version", PYTHON, "--dest", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--quiet", *command, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr[-200:]]
+    return lines[0] if done.returncode else ""
 
 
 def _wheel(folder: Path, name: str, version: str) -> Path | None:

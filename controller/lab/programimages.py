@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +10,17 @@ import docker
 from docker.errors import ImageNotFound
 
 from controller.lab.engine import Say
-from controller.lab.images import LABEL, ImageTags, build, digest, ensure_agent, exists, one_at_a_time, recipe
+from controller.lab.images import (
+    LABEL,
+    ImageTags,
+    build,
+    digest,
+    ensure_agent,
+    exists,
+    one_at_a_time,
+    pip_wheels,
+    recipe,
+)
 from controller.lab.paths import BUILD
 from testbed.common.errors import HostError, InputError
 from testbed.experiment import Experiment
@@ -68,10 +76,6 @@ def _with_packages(client: docker.DockerClient, packages: Sequence[str], ours: I
 def _wheels(packages: Sequence[str]) -> list[Path]:
     """Return wheels of packages, of what they need, and of pip itself, fetched by the host's pip."""
     folder = BUILD / "packages" / digest(dict.fromkeys(packages, b""))
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(folder)]
-    command += [*packages, f"pip=={metadata.version('pip')}"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr[-200:]]
-        raise HostError(f"pip cannot fetch {', '.join(packages)}: {lines[0]}; check the names and pip's configuration")
+    if complaint := pip_wheels(folder, *packages, f"pip=={metadata.version('pip')}"):
+        raise HostError(f"pip cannot fetch {', '.join(packages)}: {complaint}; check the names and pip's configuration")
     return sorted(folder.glob("*.whl"))
