@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def explain(console: Console, error: TestbedError) -> None:
     """Print the links that were measured, where a run was refused for them."""
-    from controller.report.measurements import measurements_table
+    from controller.report.terminal import measurements_table
     from controller.running.verification import LinksError
 
     if isinstance(error, LinksError):
@@ -61,7 +61,7 @@ def reproduce(folder: Path, part: PaperPart, runs: list[Run], console: Console) 
 
 def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
     """Raise what decides the exit status: a run that failed, or an expectation that does not hold."""
-    from controller.report.terminal import found_text
+    from controller.report.sections import found_text
 
     for finished in runs:
         if finished.outcome.status != "finished":

@@ -63,13 +63,12 @@ class Written:
     """A cell a column."""
 
 
-def tables(run: Run, *, wide: bool = True) -> Iterator[Written]:
-    """Yield the declared tables that have a row; without wide columns where there is no room."""
+def tables(run: Run) -> Iterator[Written]:
+    """Yield the declared tables that have a row."""
     for table in tables_of(run.declared):
-        columns = tuple(column for column in table.columns if wide or not column.wide)
-        rows = [[_cell(column, item) for column in columns] for item in table.listed(run.metrics)]
+        rows = [[_cell(column, item) for column in table.columns] for item in table.listed(run.metrics)]
         if rows:
-            yield Written(table.title, table.note, columns, rows)
+            yield Written(table.title, table.note, table.columns, rows)
 
 
 @dataclass(frozen=True)

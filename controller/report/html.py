@@ -12,15 +12,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from controller.report import radiomap
 from controller.report.curves import FEW
-from controller.report.declared import Drawn, curves, head, tables
+from controller.report.declared import Drawn, curves, head
 from controller.report.grouping import describe, group_links, measured
 from controller.report.plots import SERIES, Axis, Draw, Line, Window, inline, line_plot, stacked_plot
-from controller.report.terminal import VERDICTS, found_text, object_rows, recovery_from
+from controller.report.sections import expected, holdings, sections
+from controller.report.terminal import VERDICTS
 from controller.report.timeline import shaded, timeline
 from controller.results.recorder import scenario_yaml
 from controller.results.run import Run, value_text
 from testbed.common import formats
-from testbed.plan import Piece
 
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
@@ -61,8 +61,6 @@ def write(run: Run) -> None:
 def render(run: Run) -> str:
     """Return the report of a run as HTML."""
     metrics, scenario = run.metrics, run.trial.scenario
-    devices = metrics["devices"]
-    fell = any(row["down"] for row in devices.values())
     return (
         environment()
         .get_template("report.html")
@@ -73,23 +71,17 @@ def render(run: Run) -> str:
             sign=VERDICTS[metrics["verdict"]["kind"]][0],
             explained=_explained(metrics["verdict"]),
             figures=list(head(run)),
-            expectations=[(one, found_text(one, run)) for one in run.expectations],
+            expected=expected(run),
             charts=[(title, note, inline(plot, title)) for title, note, plot in charts(run)],
             timeline=timeline(run),
-            devices=devices,
-            kinds=["compute", "send", "receive", *(["down"] if fell else []), "idle"],
-            fell=fell,
-            held=_held(run),
+            sections=list(sections(run)),
+            fell=any(row["down"] for row in metrics["devices"].values()),
             emulated=metrics["runtime"] == "emulate",
             links=metrics["links"],
-            groups=group_links(metrics["links"]),
-            objects=list(object_rows(metrics)),
-            tables=list(tables(run)),
-            faults=[(fault, recovery_from(fault, metrics)) for fault in metrics["fault_list"]],
+            groups=len(group_links(metrics["links"])),
             reproduce=_reproduce(run),
             scenario_text=scenario_yaml(scenario),
             plan_text=json.dumps(run.plan.model_dump(mode="json"), indent=2),
-            backend=run.outcome.fidelity.get("backend"),
             manifest=list(_flat(run.manifest)),
             version=run.manifest["versions"]["testbed"],
             date=run.manifest["date"],
@@ -119,21 +111,6 @@ def _chips(run: Run) -> Iterator[str]:
 def _explained(judged: Mapping[str, Any]) -> str:
     text = EXPLAINED[judged["kind"]]
     return f"{text} {'; '.join(judged['reasons'])}." if judged["reasons"] else text
-
-
-def _held(run: Run) -> dict[str, str]:
-    """Return which units of the model each device of the plan holds, counted from 0, and the memory they take."""
-    return {
-        name: f"{', '.join(texts)}, {formats.size(run.plan.memory(name))}"
-        for name in run.plan.devices
-        if (texts := [_units(piece) for piece in run.plan.of(name) if piece.last > piece.first])
-    }
-
-
-def _units(piece: Piece) -> str:
-    units = f"unit {piece.first}" if piece.last - piece.first == 1 else f"units {piece.first}–{piece.last - 1}"
-    part = f"{piece.part} of " if piece.part is not None else ""
-    return part + units + (f" for {piece.copy_for}" if piece.copy_for is not None else "")
 
 
 def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:
@@ -176,7 +153,7 @@ def _map(run: Run) -> tuple[str, str, Draw]:
     part, radio = run.trial.scenario.network.radio, run.experiment.radio
     assert part is not None
     assert radio is not None
-    plot = partial(radiomap.draw, radio.positions, radiomap.reception(run.experiment.links), _held(run), part.area)
+    plot = partial(radiomap.draw, radio.positions, radiomap.reception(run.experiment.links), holdings(run), part.area)
     note = "The half of a line at a device is which share of its casts the other receives (PRR), before any fault."
     return "Map", note, plot
 

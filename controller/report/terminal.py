@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,17 @@ from rich.text import Text
 
 from controller.report import declared, tables
 from controller.report.grouping import group_links
+from controller.report.sections import BARS, Cell, Column, Section, expected, figures, sections
 from controller.results.reproduction import ReproducedRow
 from controller.results.run import Run, short_keys, value_text
 from testbed.common import formats
 from testbed.common.formats import FigureKind
-from testbed.scenario.expect import Expectation
-from testbed.trace.registry import kind_of
+from testbed.trace.outcome import LinkMeasurement
 
 WIDE = 100
 """Columns from which a table has room for what is only nice to know."""
 WIDEST_KEY = 24
 """Columns that a swept value keeps beside the figures."""
-MOST_DEVICES = 24
-MOST_OBJECTS = 20
-MOST_ROWS = 12
 BAR = 16
 VERDICTS = {"trusted": ("✔", "green"), "not trusted": ("✘", "red"), "prediction": ("◌", "cyan")}
 
@@ -49,20 +46,11 @@ def show_briefly(console: Console, run: Run) -> None:
 
 def render(run: Run, width: int) -> RenderableType:
     """Return what `show` prints, laid out for a width."""
-    metrics = run.metrics
     parts: list[RenderableType] = [Text(), _title(run), Text(), _figures(run), Text()]
-    parts.append(_devices(metrics["devices"], width))
-    if metrics["links"]:
-        backend = run.outcome.fidelity.get("backend") if run.outcome.runtime == "emulate" else None
-        parts.append(_links(metrics["links"], width, backend, measured=run.outcome.runtime == "emulate"))
-    if metrics["series"]["objects"]:
-        parts.append(_objects(metrics))
-    if metrics["fault_list"]:
-        parts.append(_faults(metrics))
-    parts += [_declared(written) for written in declared.tables(run, wide=width >= WIDE)]
+    parts += [_section(section, width) for section in sections(run)]
     if run.expectations:
-        parts.append(_expectations(run))
-    parts += [_verdict(metrics["verdict"]), _where(run.path)]
+        parts.append(_section(expected(run), width))
+    parts += [_verdict(run.metrics["verdict"]), _where(run.path)]
     return Group(*parts)
 
 
@@ -103,22 +91,43 @@ def _runs(point: Mapping[str, Any]) -> Text:
 
 def show_reproduction(console: Console, source: str, rows: Sequence[ReproducedRow], folder: Path) -> None:
     """Print a publication's figures beside ours."""
-    figures = ("Paper", "Ours", "Ours / paper", "Runs")
-    table = tables.table("", *figures, "Expected", bold=[""], right=figures)
+    found = []
     for row in rows:
-        ours = Text(formats.of_kind(row.kind, row.ours))
-        if row.half_width is not None:
-            ours.append(f" ± {formats.of_kind(row.kind, row.half_width)}", style="dim")
+        half = "" if row.half_width is None else f"± {formats.of_kind(row.kind, row.half_width)}"
+        ours = Cell(formats.of_kind(row.kind, row.ours), half)
         runs = f"{row.runs}" + (f" ({row.untrusted} not trusted)" if row.untrusted else "")
-        expected = Text()
+        condition = Cell("")
         if row.holds is not None:
-            expected.append(f"{'✔' if row.holds else '✘'} {row.condition}", style="green" if row.holds else "red")
-        paper = formats.of_kind(row.kind, row.paper)
-        table.add_row(Text(row.name), paper, ours, formats.ratio(row.ratio), runs, expected)
-    notes = [Text(f" {row.name}: {row.note}", style="dim") for row in rows if row.note]
+            condition = Cell(f"{'✔' if row.holds else '✘'} {row.condition}", tone="yes" if row.holds else "no")
+        paper = Cell(formats.of_kind(row.kind, row.paper))
+        found.append([Cell(row.name), paper, ours, Cell(formats.ratio(row.ratio)), Cell(runs), condition])
+    columns = (Column("", "name"), *figures("Paper", "Ours", "Ours / paper", "Runs"), Column("Expected"))
     note = "mean ± half width of the 95% confidence interval (Student)"
-    console.print(Text(), _titled(source, note, table, *notes))
+    notes = [Text(f" {row.name}: {row.note}", style="dim") for row in rows if row.note]
+    console.print(Text(), _section(Section(source, note, note, columns, found), console.width), *notes)
     console.print(_where(folder, "paper.html"))
+
+
+def measurements_table(measurements: Sequence[LinkMeasurement]) -> RenderableType:
+    """Return what was asked of each kind of link and what was found, those outside their tolerance first."""
+    rows = [
+        {
+            "source": each.source,
+            "destination": each.destination,
+            "requested": each.requested.to_json(),
+            "measured": each.figures(),
+            "problem": each.problem,
+            "bytes": 0,
+            "used_share": None,
+        }
+        for each in measurements
+    ]
+    shown = tables.table("Link", "Requested", "Measured", "What is wrong", bold=["Link"])
+    for group in group_links(rows):
+        tone = "red" if group.problem else ""
+        texts = (group.name, group.requested, Text(group.measured, tone), Text(group.problem or "", "red"))
+        shown.add_row(*(Text(each) if isinstance(each, str) else each for each in texts))
+    return shown
 
 
 def _mean(kind: FigureKind, found: Mapping[str, Any] | None) -> Text:
@@ -167,148 +176,58 @@ def _figures(run: Run) -> RenderableType:
     return Padding(grid, (0, 0, 0, 1))
 
 
-def _devices(devices: Mapping[str, Mapping[str, Any]], width: int) -> RenderableType:
-    wide = width >= WIDE
-    kinds = ["compute", "send", "receive"]
-    if any(row["down"] for row in devices.values()):
-        kinds.append("down")
-    kinds.append("idle")
-    heads = [kind.capitalize() for kind in kinds]
+def _section(section: Section, width: int) -> RenderableType:
+    """Draw a section as a table; notes go below their cells where beside them there is no room."""
+    shown = [
+        place
+        for place, column in enumerate(section.columns)
+        if not column.where or (column.where == "wide" and width >= WIDE)
+    ]
+    rows = section.rows[section.most :] if section.most < 0 else section.rows[: section.most]
 
     def made(between: str) -> Table:
-        table = tables.table("Device", *(["Profile", ""] if wide else []), *heads, bold=["Device"], right=heads)
-        for name, row in list(devices.items())[:MOST_DEVICES]:
-            extra: list[RenderableType] = [row["profile"], _bar(row)] if wide else []
-            table.add_row(name, *extra, *(_spent(kind, row, between) for kind in kinds))
+        columns = [section.columns[place] for place in shown]
+        of_kind = {kind: [each.heading for each in columns if each.kind == kind] for kind in ("name", "figure")}
+        table = tables.table(
+            *("" if each.heading == "Share" else each.heading for each in columns),
+            bold=of_kind["name"],
+            right=of_kind["figure"],
+        )
+        for row in rows:
+            table.add_row(*(_cell(row[place], section.columns[place], between) for place in shown))
         return table
 
     table = made(" ")
-    if Console(width=2 * width).measure(table).maximum > width:
+    if any(cell.note for row in rows for cell in row) and Console(width=2 * width).measure(table).maximum > width:
         table = made("\n")
     parts: list[RenderableType] = [table]
-    if len(devices) > MOST_DEVICES:
-        parts.append(Text(f"  and {len(devices) - MOST_DEVICES} more in the report", style="dim"))
-    return _titled("Devices", "time and share of the run; what overlaps counts in both", *parts)
+    if left := len(section.rows) - len(rows):
+        before = " before them" if section.most < 0 else ""
+        parts.append(Text(f"  and {left} more{before} in the report", style="dim"))
+    return _titled(section.title, section.brief, *parts)
 
 
-def _spent(kind: str, row: Mapping[str, Any], between: str) -> Text:
-    if not row[kind]:
-        return Text(formats.NONE, style="dim")
-    text = Text(formats.seconds(row[kind]), style="red" if kind == "down" else "")
-    return text.append(f"{between}{formats.whole_share(row[f'{kind}_share']):>3}", style="dim")
+def _cell(cell: Cell, column: Column, between: str) -> Text:
+    if cell.shares is not None:
+        return _bar(cell.shares)
+    text = Text(cell.text, style={"": "", "yes": "green", "no": "red"}[cell.tone])
+    if cell.text == formats.NONE and column.kind == "figure":
+        return Text(cell.text, style="dim")
+    if not cell.note or column.where:  # columns that only wide terminals have say the least
+        return text
+    return text.append(f"{between if column.kind == 'figure' else chr(10)}{cell.note}", style="dim")
 
 
-def _bar(row: Mapping[str, Any]) -> Text:
+def _bar(shares: Mapping[str, float]) -> Text:
     """Draw how a device spent its time, idle being what is left."""
     text = Text()
     left, filled = BAR, 0.0
-    for kind, style in (("compute", "blue"), ("communicate", "yellow"), ("down", "red")):
-        filled += row[f"{kind}_share"] * BAR
+    for kind, style in zip(BARS, ("blue", "yellow", "red"), strict=True):
+        filled += shares[kind] * BAR
         cells = min(left, round(filled) - (BAR - left))
         text.append("█" * cells, style=style)
         left -= cells
     return text.append("░" * left, style="dim")
-
-
-def _links(rows: Sequence[Mapping[str, Any]], width: int, backend: str | None, *, measured: bool) -> RenderableType:
-    heads = ["Link", "Requested", *(["Measured"] if measured else []), "Carried", *(["Used"] if width >= WIDE else [])]
-    table = tables.table(*heads, bold=["Link"], right=["Carried", "Used"])
-    for group in group_links(rows):
-        cells: list[RenderableType] = [Text(group.name), group.requested]
-        if measured:
-            found = Text(group.measured, style="red" if group.problem else "")
-            cells.append(found.append(f"\n{group.problem}") if group.problem else found)
-        cells.append(group.traffic)
-        if width >= WIDE:
-            cells.append(group.used)
-        table.add_row(*cells)
-    shaped = f"; shaped by {backend}" if backend else ""
-    return _titled("Links", f"rate, one-way delay{shaped}", table)
-
-
-def _objects(metrics: Mapping[str, Any]) -> RenderableType:
-    figures = ("Score", "Left", "Top", "Right", "Bottom")
-    table = tables.table("Picture", "Object", *figures, bold=["Picture", "Object"], right=figures)
-    rows = list(object_rows(metrics))
-    for row in rows[:MOST_OBJECTS]:
-        table.add_row(*row)
-    parts: list[RenderableType] = [table]
-    if len(rows) > MOST_OBJECTS:
-        parts.append(Text(f"  and {len(rows) - MOST_OBJECTS} more in the report", style="dim"))
-    return _titled("Objects", "in each picture, as first answered; sides as shares of the input", *parts)
-
-
-def object_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield (picture, label, score, left, top, right, bottom) of the objects in the first answer about each picture."""
-    first: dict[int, Any] = {}
-    for answer in metrics["series"]["objects"]:
-        first.setdefault(answer["sample"], answer["boxes"])
-    for sample, boxes in first.items():
-        if not boxes:
-            yield (str(sample), "none", *(formats.NONE,) * 5)
-        for found in boxes:
-            sides = (formats.share(found[side]) for side in ("left", "top", "right", "bottom"))
-            yield (str(sample), found["label"], formats.share(found["score"]), *sides)
-
-
-def _faults(metrics: Mapping[str, Any]) -> RenderableType:
-    moments = ("Struck", "Noticed", "Undone", "Resumed", "Recovery")
-    table = tables.table("Fault", *moments, bold=["Fault"], right=moments)
-    for fault in metrics["fault_list"]:
-        recovery = recovery_from(fault, metrics)
-        table.add_row(
-            Text(f"{fault['action']} {fault['target']}"),
-            formats.moment(fault["struck"]),
-            formats.moment(recovery["detected"]),
-            formats.moment(fault["undone"]),
-            formats.moment(recovery["resumed"]),
-            formats.seconds(recovery["seconds"]),
-        )
-    return _titled("Faults", "time since the start of the workload", table)
-
-
-def _declared(written: declared.Written) -> RenderableType:
-    """Return a table of the run's method: of its note the first sentence, of many rows the last."""
-    words = [column.heading for column in written.columns if column.kind == "text"]
-    figures = [column.heading for column in written.columns if column.kind != "text"]
-    table = tables.table(*(column.heading for column in written.columns), bold=words[:1], right=figures)
-    for row in written.rows[-MOST_ROWS:]:
-        table.add_row(*(Text(cell) for cell in row))
-    parts: list[RenderableType] = [table]
-    if len(written.rows) > MOST_ROWS:
-        parts.append(Text(f"  and {len(written.rows) - MOST_ROWS} before them in the report", style="dim"))
-    return _titled(written.title, written.note.partition(". ")[0].rstrip("."), *parts)
-
-
-def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recovery that a fault led to, its seconds from this fault; all None when the method noticed none."""
-    for item in metrics["recovery_list"]:
-        if fault["recovered"] is not None and item["resumed"] == fault["recovered"]:
-            return {**item, "seconds": fault["recovered"] - fault["struck"]}
-        if item["resumed"] is None and item["struck"] == fault["struck"]:
-            return dict(item)
-    return {"detected": None, "resumed": None, "seconds": None}
-
-
-def _expectations(run: Run) -> RenderableType:
-    table = tables.table("", "Figure", "Condition", "Found", bold=["Figure"], right=["Found"])
-    for expectation in run.expectations:
-        mark = Text("✔", style="green") if expectation.holds else Text("✘", style="bold red")
-        found = found_text(expectation, run)
-        table.add_row(
-            mark, Text(expectation.key), Text(expectation.condition), Text(found, "" if expectation.holds else "red")
-        )
-    return _titled("Expected", "", table)
-
-
-def found_text(expectation: Expectation, run: Run) -> str:
-    """Write what became of an expectation, exactly enough to see why it holds or not."""
-    value = expectation.value
-    if value is None:
-        return "no such figure"
-    if isinstance(value, float) and kind_of(expectation.key, run.figures) in ("share", "number"):
-        return f"{value:.4g}"
-    return declared.figure(expectation.key, value, run.figures)
 
 
 def _verdict(judged: Mapping[str, Any]) -> Panel:

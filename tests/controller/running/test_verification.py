@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from controller.report.measurements import measurements_table
+from controller.report.terminal import measurements_table
 from controller.running.verification import LinksError, nearest_rate, verified
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement

@@ -1,0 +1,232 @@
+"""The sections of a report as plain facts, which the terminal and the page draw each in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from controller.report import declared
+from controller.report.grouping import group_links
+from controller.results.run import Run
+from testbed.common import formats
+from testbed.plan import Piece
+from testbed.scenario.expect import Expectation
+from testbed.trace.registry import kind_of
+
+BARS = ("compute", "communicate", "down")
+"""Shares of its time that are drawn of a device."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in one cell."""
+
+    text: str
+    note: str = ""
+    """Smaller, beside or below it."""
+    tone: Literal["", "yes", "no"] = ""
+    """Whether it says that something is right or wrong."""
+    shares: Mapping[str, float] | None = None
+    """Drawn as a bar instead: shares of `BARS`."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its heading, and what its cells are."""
+
+    heading: str
+    kind: Literal["name", "text", "figure"] = "text"
+    """Figures stand on the right and are never wrapped."""
+    where: Literal["", "wide", "page"] = ""
+    """Shown only on wide terminals and on the page, or on the page alone."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with its title."""
+
+    title: str
+    note: str
+    """For the page: what its figures are."""
+    brief: str
+    """The same for the terminal, half a sentence."""
+    columns: tuple[Column, ...]
+    rows: list[list[Cell]]
+    most: int = 1000
+    """Rows on the terminal: the first ones, or the last where it is negative."""
+
+
+def sections(run: Run) -> Iterator[Section]:
+    """Yield the tables of a run, those that have a row."""
+    for section in (_devices(run), _links(run), _objects(run.metrics), _faults(run.metrics), *_of_method(run)):
+        if section.rows:
+            yield section
+
+
+def figures(*headings: str, where: Literal["", "wide", "page"] = "") -> tuple[Column, ...]:
+    """Return columns of figures."""
+    return tuple(Column(heading, "figure", where) for heading in headings)
+
+
+def _devices(run: Run) -> Section:
+    devices, emulated = run.metrics["devices"], run.outcome.runtime == "emulate"
+    kinds = ["compute", "send", "receive", *(["down"] if any(row["down"] for row in devices.values()) else []), "idle"]
+    held = holdings(run)
+
+    def spent(kind: str, row: Mapping[str, Any]) -> Cell:
+        if not row[kind]:
+            return Cell(formats.NONE)
+        share = f"{formats.whole_share(row[f'{kind}_share']):>3}"
+        return Cell(formats.seconds(row[kind]), share, "no" if kind == "down" else "")
+
+    rows = [
+        [
+            Cell(name),
+            Cell(row["profile"], formats.speed(row["speed"])),
+            *([Cell(held.get(name, formats.NONE))] if held else []),
+            Cell("", shares={kind: row[f"{kind}_share"] for kind in BARS}),
+            *(spent(kind, row) for kind in kinds),
+            Cell(formats.size(row["bytes_sent"])),
+            Cell(formats.size(row["bytes_received"])),
+            *([Cell(formats.share(row["deficit_share"]))] if emulated else []),
+        ]
+        for name, row in devices.items()
+    ]
+    columns = (
+        Column("Device", "name"),
+        Column("Profile", where="wide"),
+        *([Column("Holds", where="page")] if held else []),
+        Column("Share", where="wide"),
+        *figures(*map(str.capitalize, kinds)),
+        *figures("Sent", "Received", *(["Deficit"] if emulated else []), where="page"),
+    )
+    note = (
+        "Time and share of the run. A send lasts until the receiver has acknowledged. Sending, receiving and computing "
+        "may overlap, and then count in each; idle is what none of them covers."
+    )
+    note += " Deficit: share of the undisturbed steps that the host was too slow by." if emulated else ""
+    return Section("Devices", note, "time and share of the run; what overlaps counts in both", columns, rows, most=24)
+
+
+def holdings(run: Run) -> dict[str, str]:
+    """Return which units of the model each device of the plan holds, counted from 0, and the memory they take."""
+    return {
+        name: f"{', '.join(texts)}, {formats.size(run.plan.memory(name))}"
+        for name in run.plan.devices
+        if (texts := [_units(piece) for piece in run.plan.of(name) if piece.last > piece.first])
+    }
+
+
+def _units(piece: Piece) -> str:
+    units = f"unit {piece.first}" if piece.last - piece.first == 1 else f"units {piece.first}–{piece.last - 1}"
+    part = f"{piece.part} of " if piece.part is not None else ""
+    return part + units + (f" for {piece.copy_for}" if piece.copy_for is not None else "")
+
+
+def _links(run: Run) -> Section:
+    emulated = run.outcome.runtime == "emulate"
+    backend = run.outcome.fidelity.get("backend") if emulated else None
+    shaped = f"; shaped by {backend}" if backend else ""
+    rows = []
+    for group in group_links(run.metrics["links"]):
+        measured = Cell(group.measured, group.problem or "", "no" if group.problem else "")
+        cells = [Cell(group.name), Cell(group.requested), *([measured] if emulated else [])]
+        rows.append([*cells, Cell(group.traffic), Cell(group.used)])
+    found = f", and as measured before the run{shaped}" if emulated else "; a simulation measures nothing"
+    note = (
+        f"Rate and one-way delay as the scenario asks for them{found}. "
+        '"Used" is the busiest direction\'s share of what its rate could have carried.'
+    )
+    columns = (Column("Link", "name"), Column("Requested"), *([Column("Measured")] if emulated else []))
+    columns += (*figures("Carried"), *figures("Used", where="wide"))
+    return Section("Links", note, f"rate, one-way delay{shaped}", columns, rows)
+
+
+def _objects(metrics: Mapping[str, Any]) -> Section:
+    first: dict[int, Any] = {}
+    for answer in metrics["series"]["objects"]:
+        first.setdefault(answer["sample"], answer["boxes"])
+    rows = []
+    for sample, boxes in first.items():
+        for found in boxes:
+            shares = (found[side] for side in ("score", "left", "top", "right", "bottom"))
+            rows.append([Cell(str(sample)), Cell(found["label"]), *(Cell(formats.share(share)) for share in shares)])
+        if not boxes:
+            rows.append([Cell(str(sample)), Cell("none"), *[Cell(formats.NONE)] * 5])
+    note = (
+        "In the first answer about each picture, sides as shares of the network's input from its upper left corner. "
+        "boxes.json beside this file has every answer, boxes-….png the pictures."
+    )
+    brief = "in each picture, as first answered; sides as shares of the input"
+    columns = (Column("Picture", "name"), Column("Object", "name"), *figures("Score", "Left", "Top", "Right", "Bottom"))
+    return Section("Objects", note, brief, columns, rows, most=20)
+
+
+def _faults(metrics: Mapping[str, Any]) -> Section:
+    rows = []
+    for fault in metrics["fault_list"]:
+        recovery = recovery_from(fault, metrics)
+        moments = (fault["struck"], recovery["detected"], fault["undone"], recovery["resumed"])
+        rows.append(
+            [
+                Cell(f"{fault['action']} {fault['target']}"),
+                Cell(formats.moment(fault["intended"])),
+                Cell(formats.seconds(fault["late"])),
+                *(Cell(formats.moment(moment)) for moment in moments),
+                Cell(formats.seconds(recovery["seconds"])),
+            ]
+        )
+    note = 'Instants since the start of the workload. "Late" is how long after its intended instant a fault struck.'
+    columns = (Column("Fault", "name"), *figures("Intended", "Late", where="page"))
+    columns += figures("Struck", "Noticed", "Undone", "Resumed", "Recovery")
+    return Section("Faults", note, "time since the start of the workload", columns, rows)
+
+
+def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the recovery that a fault led to, its seconds from this fault; all None when the method noticed none."""
+    for item in metrics["recovery_list"]:
+        if fault["recovered"] is not None and item["resumed"] == fault["recovered"]:
+            return {**item, "seconds": fault["recovered"] - fault["struck"]}
+        if item["resumed"] is None and item["struck"] == fault["struck"]:
+            return dict(item)
+    return {"detected": None, "resumed": None, "seconds": None}
+
+
+def _of_method(run: Run) -> Iterator[Section]:
+    """Yield the declared tables: on the terminal with the first sentence of the note, and the last rows."""
+    for table in declared.tables(run):
+        columns = tuple(
+            Column(
+                column.heading,
+                "figure" if column.kind != "text" else "name" if number == 0 else "text",
+                "wide" if column.wide else "",
+            )
+            for number, column in enumerate(table.columns)
+        )
+        rows = [[Cell(text) for text in row] for row in table.rows]
+        brief = table.note.partition(". ")[0].rstrip(".")
+        yield Section(table.title, table.note, brief, columns, rows, most=-12)
+
+
+def expected(run: Run) -> Section:
+    """Return what the scenario expects, and what came about."""
+    rows = []
+    for one in run.expectations:
+        tone: Literal["yes", "no"] = "yes" if one.holds else "no"
+        mark = Cell("✔" if one.holds else "✘", tone=tone)
+        found = Cell(found_text(one, run), tone="" if one.holds else "no")
+        rows.append([mark, Cell(one.key), Cell(one.condition), found])
+    columns = (Column(""), Column("Figure", "name"), Column("Condition"), *figures("Found"))
+    note = "What the scenario demands; one that does not hold makes the command fail."
+    return Section("Expected", note, "", columns, rows)
+
+
+def found_text(expectation: Expectation, run: Run) -> str:
+    """Write what became of an expectation, exactly enough to see why it holds or not."""
+    value = expectation.value
+    if value is None:
+        return "no such figure"
+    if isinstance(value, float) and kind_of(expectation.key, run.figures) in ("share", "number"):
+        return f"{value:.4g}"
+    return declared.figure(expectation.key, value, run.figures)
