@@ -99,10 +99,7 @@ DECLARED = Declared(
             lambda record: len(_training_casts(record)),
         ),
         Figure(
-            "transmissions_rate",
-            "number",
-            "a second and device while training, one for each receiver of a cast",
-            _rate,
+            "transmissions_rate", "number", "a second and device while training, one for each receiver of a cast", _rate
         ),
         Figure("timeslots", "number", "until the last backward, those of tests between steps among them", _timeslots),
         Figure(

@@ -17,14 +17,7 @@ from testbed.kits.slots.arrangement import Arrangement
 from testbed.kits.slots.casts import Acknowledged, CastExchange, Losses, Notes, Outputs, Repeated, Transmit
 from testbed.kits.slots.missing import OnMissing, Usable, Work
 from testbed.kits.slots.neurons import Neurons
-from testbed.kits.slots.planner import (
-    SlotDetails,
-    SlotOptions,
-    answering_time,
-    neuron_values,
-    test_batch,
-    timetable_of,
-)
+from testbed.kits.slots.planner import SlotDetails, SlotOptions, answering_time, neuron_values, test_batch, timetable_of
 from testbed.kits.slots.samples import MicroBatches, TestRuns
 from testbed.kits.slots.timeslots import LayerAction, SlotSegment, segments, slots
 from testbed.method import Job
