@@ -32,8 +32,8 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return the pipeline over these devices as the options ask for.
 
-        With ``capacities`` it is the one that FTPipeHD comes to, so that after a loss the take-over alone tells them
-        apart.
+        With ``capacities`` it is the one that FTPipeHD comes to, so that after a loss the take-over is the only
+        difference.
         """
         given = self.problem.options.partition == "capacities"
         return as_given(self.problem, names) if given else super().pipeline(names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -143,14 +144,8 @@ class Chain:
 
     def _largest_batch(self) -> int:
         """Return the largest batch size that fits; 0 where none does."""
-        fits, too_large = 0, self.batch_size
-        while too_large - fits > 1:
-            middle = (fits + too_large) // 2
-            if self._with_batch(middle).fullness[0] <= 1:
-                fits = middle
-            else:
-                too_large = middle
-        return fits
+        smaller = range(1, self.batch_size)
+        return bisect(smaller, False, key=lambda size: self._with_batch(size).fullness[0] > 1)
 
     def _enough_devices(self) -> int:
         """Return how many devices would hold the model, more like the last one added; 0 where no number does."""

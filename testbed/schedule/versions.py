@@ -36,7 +36,7 @@ def kept(stages: int, stage: int, vertical_sync: bool = True) -> int:
 
 
 def aggregates(done: int, trainings: int, multiple: int = 1) -> bool:
-    """Say whether a stage aggregates after the updates of ``done`` batches, its weights being those of one before.
+    """Return whether a stage aggregates after the updates of ``done`` batches, its weights being those of one before.
 
     At an interval that is a multiple of the n - i trainings that go on side by side; 0 is never. A single one has
     nothing to aggregate.

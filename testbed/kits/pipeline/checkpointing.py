@@ -124,7 +124,7 @@ class FromCheckpoint:
         await self.establish()
 
     async def _gather(self, names: Collection[str], seconds: float) -> None:
-        """Open a configuration; wait until all of these have been heard of in it, at most so long."""
+        """Open a configuration; wait until all of these have answered in it, at most so long."""
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._members.gather(dict.fromkeys(names, self._device.now() + seconds), greeted=True)
 

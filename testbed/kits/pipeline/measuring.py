@@ -39,7 +39,7 @@ ENOUGH = 0.1
 RECENT = 10
 """Messages in a row that show whether a link has changed."""
 NOTICEABLE = 0.01
-"""Seconds below which the time of a message tells nothing."""
+"""Seconds below which the time of a message says nothing of its link."""
 DEVIATION = 1.5
 """How many times as long, or as short, as it should a message takes on a link that has changed."""
 
@@ -127,8 +127,8 @@ async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
 
     The messages are posted, so that a peer that is not reached is overdue as with any other message.
 
-    The delay is in both and cancels. Messages grow until one takes long enough to be told apart, so that neither a slow
-    link is kept busy for long nor a fast one measured by its jitter; the first one opens the connection.
+    The delay is in both and cancels. Messages grow until one takes long enough to be distinguished, so that neither a
+    slow link is kept busy for long nor a fast one measured by its jitter; the first one opens the connection.
     """
 
     async def taken(size: int) -> float:

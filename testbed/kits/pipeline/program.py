@@ -1,4 +1,4 @@
-"""The program of every device of a pipeline: one executor, and what tells methods apart as its arguments."""
+"""The program of every device of a pipeline: one executor, with what distinguishes methods as its arguments."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ R = TypeVar("R", bound=PipelineRecovery)
 
 @dataclass(frozen=True)
 class PipelineHooks(Generic[OptionsT, M, R]):
-    """What tells one pipeline from another; `synchronous`, `asynchronous` and `inference` return those there are."""
+    """What distinguishes pipelines; `synchronous`, `asynchronous` and `inference` return those there are."""
 
     kinds: tuple[type[Typed], ...]
     """The messages that its devices send."""

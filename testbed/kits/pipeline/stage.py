@@ -1,6 +1,6 @@
 """One stage of a pipeline in one configuration: it takes what arrives, computes, hands on, by any schedule.
 
-What tells synchronous from asynchronous training apart is the `UpdatePolicy` that a stage is given.
+What distinguishes synchronous from asynchronous training is the `UpdatePolicy` that a stage is given.
 """
 
 from __future__ import annotations

@@ -31,12 +31,10 @@ class SynchronousTrainer:
         self._options = job.problem.options
         self._training = Training(job.dataset, job.problem.workload, job.problem.seed)
         self._tests = Requests(job.dataset, job.problem.workload.batch_size)
-        self._loss: Loss | None = None
-        """That of the present step, once it is known."""
-        self._updated: Updated | None = None
-        """The present step's, once it is there."""
-        supervisor.mailbox.on(Loss, self._take_loss)
-        supervisor.mailbox.on(Updated, self._take_update)
+        self._reports: dict[str, Loss | Updated] = {}
+        """What has been reported of the present step, by kind."""
+        supervisor.mailbox.on(Loss, self._report)
+        supervisor.mailbox.on(Updated, self._report)
 
     @property
     def start(self) -> int:
@@ -68,25 +66,19 @@ class SynchronousTrainer:
         samples = len(labels)
         parts = micro_batches(samples, min(self._options.micro_batch_count, samples))
         number = mailbox.configuration
-        self._loss = self._updated = None
+        self._reports.clear()
         mailbox.post(supervisor.layout[-1].device, Labels(number, step, labels))
         for micro, part in enumerate(parts):
             activation = Activation(number, "train", step, micro, len(parts), samples, images[part])
             mailbox.post(supervisor.layout[0].device, activation)
-        await supervisor.until(lambda: self._loss is not None and self._updated is not None)
+        await supervisor.until(lambda: len(self._reports) == 2)
 
-    def _take_loss(self, loss: Loss) -> None:
-        self._loss = loss
-        self._record()
-
-    def _take_update(self, updated: Updated) -> None:
-        self._updated = updated
-        self._record()
-
-    def _record(self) -> None:
+    def _report(self, report: Loss | Updated) -> None:
         """Record the present step once both its loss and its update are there."""
-        if self._loss is not None and self._updated is not None:
-            fields = {"step": self._loss.batch, "samples": self._training.samples, **told(self._loss.loss)}
+        self._reports[report.kind] = report
+        loss = self._reports.get(Loss.kind)
+        if loss is not None and loss.loss is not None and len(self._reports) == 2:
+            fields = {"step": loss.batch, "samples": self._training.samples, **told(loss.loss)}
             self._supervisor.device.record("step", **fields)
             self._supervisor.progress += 1
 
