@@ -16,7 +16,7 @@ import termios
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from agent.receiving import Arrival, Inbox
@@ -39,14 +39,31 @@ _SO_TIMESTAMPING = 37
 _REPORT = struct.pack("I", 1 << 4 | 1 << 11)
 _NOTE = [(socket.SOL_SOCKET, _SO_TIMESTAMPING, struct.pack("I", 1 << 1))]
 _STAMP = struct.Struct("@qq")
+_IP_PKTINFO = 8
+"""linux/in.h; Python has it from 3.12 on."""
+_PACKET_INFORMATION = struct.Struct("=I4s4s")
+"""Interface, or 0 for whichever; source; destination."""
 
 Hears = Callable[[Message, int, int], Message | None]
 """What this device hears of a cast, by the bytes of its header and its number; None: nothing."""
 
 
-def mark(token: str) -> bytes:
-    """Return what tells the run's datagrams from others without telling its token."""
-    return hashlib.sha256(b"cast " + token.encode()).digest()[:4]
+def mark(run: str) -> bytes:
+    """Return what tells the run's datagrams from others."""
+    return hashlib.sha256(b"cast " + run.encode()).digest()[:4]
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where casts come from and go to."""
+
+    listen: Address
+    broadcast: Address | None
+    """None: nothing can be cast."""
+    own: str
+    """What casts of this device come from; 0.0.0.0: as the kernel has it."""
+    sources: Mapping[str, str]
+    """What those of each peer come from. No device may send from another's address, so none can speak as another."""
 
 
 @dataclass
@@ -59,19 +76,19 @@ class _Partial:
 class Caster:
     """Sends and receives casts; the receiving side is a thread."""
 
-    def __init__(
-        self, form: CastForm, listen: Address, broadcast: Address | None, token: str, limit: int, hears: Hears
-    ) -> None:
+    def __init__(self, form: CastForm, addresses: Addresses, run: str, limit: int, hears: Hears) -> None:
         self._form = form
         self._hears = hears
-        self._broadcast = broadcast
-        self._mark = mark(token)
+        self._broadcast = addresses.broadcast
+        self._sources = addresses.sources
+        self._from = _PACKET_INFORMATION.pack(0, socket.inet_aton(addresses.own), bytes(4))
+        self._mark = mark(run)
         self._limit = limit
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPING, _REPORT)
-        self._socket.bind(listen)
+        self._socket.bind(addresses.listen)
         self._partial: OrderedDict[tuple[str, int, int], _Partial] = OrderedDict()
         self._closed = False
 
@@ -103,7 +120,8 @@ class Caster:
         for index in range(count):
             prefix = _PREFIX.pack(self._mark, incarnation, number, index, count)
             chunk = view[index * CAST_CHUNK : (index + 1) * CAST_CHUNK]
-            self._socket.sendmsg([prefix, chunk], _NOTE if index == count - 1 else [], 0, self._broadcast)
+            notes = [(socket.IPPROTO_IP, _IP_PKTINFO, self._from), *(_NOTE if index == count - 1 else ())]
+            self._socket.sendmsg([prefix, chunk], notes, 0, self._broadcast)
         return len(whole), self._left()
 
     def _left(self) -> float:
@@ -157,15 +175,16 @@ class Caster:
                 self._partial.popitem(last=False)
             return
         del self._partial[key]
-        self._complete(b"".join(partial.chunks[part] for part in range(count)), (incarnation, number), partial, inbox)
+        self._complete(b"".join(partial.chunks[part] for part in range(count)), key, partial, inbox)
 
-    def _complete(self, whole: bytes, numbers: tuple[int, int], partial: _Partial, inbox: Inbox) -> None:
+    def _complete(self, whole: bytes, key: tuple[str, int, int], partial: _Partial, inbox: Inbox) -> None:
+        source, *numbers = key
         there = time.monotonic()
         try:
             read = self._form.decode(whole)
         except WireError:
             return
-        if read is None or read[0].sender == self._form.name:
+        if read is None or self._sources.get(read[0].sender) != source:
             return
         message, size, start = self._hears(*read, numbers[1]), len(whole), partial.start
         if message is None or not inbox.reserve(size):

@@ -52,7 +52,7 @@ class ControlApplication:
         if environ["PATH_INFO"] == "/health" and environ["REQUEST_METHOD"] == "GET":
             return respond(environ, start_response, 200, health(self._runner))
         if not authorised(environ, self._runner.settings.token):
-            error = {"error": "send the run's token as 'Authorization: Bearer <token>'"}
+            error = {"error": "send the device's token as 'Authorization: Bearer <token>'"}
             return respond(environ, start_response, 401, error)
         if self._flask is None:
             self._flask = application(self._runner, self._renew)

@@ -27,6 +27,10 @@ class Peer:
     address: Address
     slowness: float
     """Seconds that a few full packets there and back take as the scenario has the links."""
+    sent: str
+    """Token of the messages to it."""
+    received: str
+    """Token of those from it."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,12 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
             raise InputError(f"device: '{name}' is none of its devices")
         method, problem = found.problem()
         peers = {}
-        for peer, at in found.peers.items():
+        for peer, given in found.peers.items():
             ways = [pair for pair in ((name, peer), (peer, name)) if pair in problem.links]
             if len(ways) < 2:
                 raise InputError(f"peers: there are no links with '{peer}' both ways")
-            peers[peer] = Peer(address(at, DATA_PORT), _slowness([problem.links[pair] for pair in ways]))
+            slowness = _slowness([problem.links[pair] for pair in ways])
+            peers[peer] = Peer(address(given.address, DATA_PORT), slowness, given.sent, given.received)
         message_loss = {peer: problem.links[peer, name].message_loss for peer in peers}
         broadcast = None if found.broadcast is None else address(found.broadcast, CAST_PORT)
         plan = found.plan.with_details(method.Details)

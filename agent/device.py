@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent.casting import Caster, Hears
+from agent.casting import Addresses, Caster, Hears
 from agent.disk import Disk
 from agent.events import EventLog
 from agent.pacing import Charge, DeviceTime, Pace, Processors, WorkTimes, fixed, slowed
@@ -55,12 +55,11 @@ class RealDevice:
         self.processors = Processors(spec.processors, pace)
         self.lanes: dict[str, Lane] = {}
         self.totals = Totals()
-        self.inbox = Inbox(peers, settings.inbox_limit, self._arrived)
+        self.inbox = Inbox({name: peer.received for name, peer in peers.items()}, settings.inbox_limit, self._arrived)
         self._loop = asyncio.get_running_loop()
         self._spec = spec
         self._peers = peers
         self._computes = deployment.problem.workload.numerics == "full"
-        self._token = settings.token
         self._message_limit = settings.message_limit
         self._origin = origin
         self._time = DeviceTime(max(origin, time.monotonic()))
@@ -74,9 +73,9 @@ class RealDevice:
         self._casts = asyncio.Lock()
         self._cast_number = count()
         self._form = CastForm(self.name, (each.name for each in deployment.problem.devices))
-        self._caster = Caster(
-            self._form, settings.cast, deployment.broadcast, self._token, settings.message_limit, hears
-        )
+        sources = {name: peer.address[0] for name, peer in peers.items()}
+        addresses = Addresses(settings.cast, deployment.broadcast, settings.data[0], sources)
+        self._caster = Caster(self._form, addresses, settings.run, settings.message_limit, hears)
         self._caster.start(self.inbox)
         self._closed = False
 
@@ -188,7 +187,7 @@ class RealDevice:
             )
         if peer not in self.lanes:
             known = self._peers[peer]
-            self.lanes[peer] = Lane(peer, known.address, self._token, known.slowness)
+            self.lanes[peer] = Lane(peer, known.address, known.sent, known.slowness)
         delivery = await self.lanes[peer].deliver(body, not_before=called)
         self._time.hear(delivery.ended)
         self.totals.sent(len(body))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from agent.http import (
@@ -18,7 +18,6 @@ from agent.http import (
 )
 from agent.settings import Settings
 from testbed.wire.message import Envelope, WireError, decode
-from testbed.wire.token import authorised
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,24 @@ class Arrival:
 class Inbox:
     """Decides what is new, and how much may wait; hands arrivals over in order."""
 
-    def __init__(self, peers: Collection[str], limit: int, deliver: Callable[[Arrival], None]) -> None:
-        self._peers = frozenset(peers)
+    def __init__(self, peers: Mapping[str, str], limit: int, deliver: Callable[[Arrival], None]) -> None:
+        """``peers`` are the tokens of the messages from each."""
+        self._peers = peers
+        self._senders = {f"Bearer {token}": name for name, token in peers.items()}
         self._limit = limit
         self._deliver = deliver
         self._lock = threading.RLock()  # whoever a message is delivered to may release its room at once
         self._latest: dict[tuple[str, bool], tuple[int, int]] = {}
         self.bytes = 0
         """Reserved by messages that arrive or wait."""
+
+    def sender(self, environ: Environ) -> str:
+        """Return whose token a request bears; raises Refused (401) where that is no peer's."""
+        # Found by its hash, so that how long it takes says nothing of how much of a token is right.
+        try:
+            return self._senders[environ.get("HTTP_AUTHORIZATION", "")]
+        except KeyError:
+            raise Refused(401, "send the token of this way as 'Authorization: Bearer <token>'") from None
 
     def reserve(self, size: int) -> bool:
         """Set room aside for a message about to be read; a single one always fits into an empty inbox."""
@@ -102,33 +111,34 @@ class DataApplication:
 
     def _take(self, environ: Environ) -> None:
         start = time.monotonic()
-        if not authorised(environ, self._settings.token):
-            raise Refused(401, "send the run's token as 'Authorization: Bearer <token>'")
         if environ["PATH_INFO"] != "/messages":
             raise Refused(404, "this port takes POST /messages only")
         if environ["REQUEST_METHOD"] != "POST":
             raise Refused(405, "this port takes POST /messages only")
-        size = announced_length(environ, self._settings.message_limit)
         inbox = self.inbox
         if inbox is None:
             raise Refused(503, "no program runs here yet")
+        sender = inbox.sender(environ)
+        size = announced_length(environ, self._settings.message_limit)
         if not inbox.reserve(size):
             raise Refused(503, "the inbox is full")
         new = False
         try:
-            new = _receive(environ, size, start, inbox)
+            new = _receive(environ, size, start, inbox, sender)
         finally:
             if not new:
                 inbox.release(size)
 
 
-def _receive(environ: Environ, size: int, start: float, inbox: Inbox) -> bool:
+def _receive(environ: Environ, size: int, start: float, inbox: Inbox, sender: str) -> bool:
     body = read_body(environ, size)
     there = time.monotonic()
     try:
         envelope = decode(body)
     except WireError as error:
         raise Refused(400, str(error)) from error
+    if envelope.message.sender != sender:
+        raise Refused(403, f"'{sender}' may not speak as '{envelope.message.sender}'")
     try:
         return inbox.put(Arrival(envelope, size, start, there - start, time.monotonic() - there))
     except PermissionError as error:

@@ -53,6 +53,7 @@ GUIDE = {
     "Writing a method": "docs/method.md",
     "What a method says of its runs": "docs/figures.md",
     "How true the links are": "docs/fidelity.md",
+    "Who gets in": "docs/security.md",
     "Troubleshooting": "docs/troubleshooting.md",
     "How it hangs together": "ARCHITECTURE.md",
     "Changes": "CHANGELOG.md",

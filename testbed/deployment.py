@@ -26,10 +26,22 @@ from testbed.models.chain import Model
 from testbed.models.own import create_own
 from testbed.network.link import Link
 from testbed.plan import Plan
+from testbed.wire.token import data_token
 from testbed.workload import WorkloadPart
 
 VERSION = 1
 """Of the schema; another one is refused."""
+
+
+class Peer(BaseModel):
+    """Where another device takes messages, and what shows on either side who has sent one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    address: str
+    sent: str
+    """Token of the messages to it."""
+    received: str
+    """Token of those from it."""
 
 
 class Deployment(BaseModel):
@@ -62,8 +74,8 @@ class Deployment(BaseModel):
     """The different links there are."""
     links: tuple[tuple[str, str, int], ...] = ()
     """Source, destination and number of the kind, of the links that the device's program needs."""
-    peers: dict[str, str] = {}
-    """Data address of each device that this one can send to and be answered by."""
+    peers: dict[str, Peer] = {}
+    """Each device that this one can send to and be answered by."""
     broadcast: str | None = None
     """Address of the data network."""
 
@@ -122,6 +134,8 @@ class Deployments:
     problem: Problem
     plan: Plan
     run: str
+    token: str
+    """Of the run; it does not travel."""
     addresses: Mapping[str, str]
     """By device, on the data network."""
     broadcast: str | None = None
@@ -144,11 +158,15 @@ class Deployments:
             "device": device,
             "kinds": [link.to_json() for link in numbers],
             "links": links,
-            "peers": {name: self.addresses[name] for name in peers},
+            "peers": {name: self._peer(device, name) for name in peers},
             "files": _FILES.dump_python(dict(problem.files), mode="json"),
         }
         plan_text = self._plan if plan is self.plan else plan.model_dump_json()
         return f'{self._common[:-1]},"plan":{plan_text},{_json(own)[1:]}'.encode()
+
+    def _peer(self, device: str, peer: str) -> dict[str, str]:
+        sent, received = data_token(self.token, device, peer), data_token(self.token, peer, device)
+        return {"address": self.addresses[peer], "sent": sent, "received": received}
 
     @cached_property
     def _plan(self) -> str:

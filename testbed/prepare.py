@@ -66,13 +66,13 @@ class Prepared:
         """The same as a runtime needs it."""
         return self.trial.experiment
 
-    def deployments(self, run: str, addresses: Mapping[str, str], broadcast: str | None) -> Deployments:
+    def deployments(self, run: str, token: str, addresses: Mapping[str, str], broadcast: str | None) -> Deployments:
         """Return what each device is given to know; raises `InputError` where a file of the user's is no text.
 
         ``addresses`` are the devices' on the data network.
         """
         codes = code_of(self.method), model_code(self.scenario)
-        return Deployments(self.method, self.problem, self.plan, run, addresses, broadcast, *codes)
+        return Deployments(self.method, self.problem, self.plan, run, token, addresses, broadcast, *codes)
 
     def share(self, dataset: Dataset, device: str) -> Dataset | None:
         """Return what a device is given: the training samples that it owns, and the test samples if it is the lead.

@@ -82,7 +82,9 @@ def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
         "control": {"driver_opts": dict(CLOSED)},
         "data": {"internal": True, "ipam": {"config": [{"subnet": str(subnet)}]}},
     }
-    endpoints = [Endpoint(spec.name, 0, addresses[spec.name], spec.uplink, spec.downlink) for spec in specs]
+    endpoints = [
+        Endpoint(spec.name, 0, addresses[spec.name], spec.uplink, spec.downlink, str(subnet)) for spec in specs
+    ]
     told = attachment(endpoints, trial.experiment.links, trial.experiment.seed, trial.experiment.cells)
     for endpoint in told["endpoints"]:
         endpoint["pid"] = f"pid of {endpoint['name']}"
@@ -104,6 +106,8 @@ def service(settings: Mapping[str, Any], port: int, networks: Mapping[str, Any])
     """
     rest = {key: value for key, value in settings.items() if key not in ("host_config", "ports", "labels")}
     # Compose has the runs' label for its own: what bears it would be removed as what a run has left.
+    # Nobody is there to make a token for each: all have the one of the project.
+    rest["environment"] = {**rest["environment"], "TESTBED_TOKEN": TOKEN}
     found = {**rest, "labels": {key: value for key, value in settings["labels"].items() if key != "testbed.run"}}
     for key, value in settings["host_config"].items():
         if key not in _ELSEWHERE:

@@ -18,10 +18,13 @@ from testbed.common.errors import HostError, InputError
 from testbed.hardware import DeviceSpec
 from testbed.network.checks import SHAPER
 from testbed.wire.lease import LEASE
-from testbed.wire.ports import CONTROL_PORT
+from testbed.wire.ports import CONTROL_PORT, DATA_PORT
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
 """To configure networks, to enter the devices' namespaces (two of them), and to be scheduled in time."""
+
+SHAPER_MEMORY = 2 << 30
+"""Bytes; packets that wait in its queues are most of it."""
 
 _SYSCTLS = {
     # A link that idles between two batches would else start slowly again, which is no property of the link.
@@ -134,7 +137,12 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
         state,
         image,
         {DEVICE: spec.name},
-        {"TESTBED_DEVICE": spec.name, "OMP_NUM_THREADS": "1"},
+        {
+            "TESTBED_DEVICE": spec.name,
+            "TESTBED_TOKEN": state.token_of(spec.name),
+            "TESTBED_DATA_ADDRESS": f"{addresses[spec.name]}:{DATA_PORT}",
+            "OMP_NUM_THREADS": "1",
+        },
         tmpfs={"/tmp": "size=64m,mode=1777"},
         mounts=[Mount("/state", None, type="volume", labels={RUN: state.run, DEVICE: spec.name})],
         mem_limit=memory,
@@ -159,8 +167,11 @@ def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
         state,
         image,
         {ROLE: SHAPER},
-        {"TESTBED_LINKS": links},
+        {"TESTBED_TOKEN": state.token_of(SHAPER), "TESTBED_LINKS": links},
         tmpfs={"/tmp": "size=64m,mode=1777", "/run": "size=16m,mode=755"},
+        mem_limit=SHAPER_MEMORY,
+        memswap_limit=SHAPER_MEMORY,
+        pids_limit=1024,
         cap_add=SHAPER_CAPABILITIES,
         pid_mode="host",
     )
@@ -179,7 +190,6 @@ def _settings(
         "labels": {RUN: state.run, **labels},
         "environment": {
             "TESTBED_RUN": state.run,
-            "TESTBED_TOKEN": state.token,
             **({} if state.lease is None else {LEASE: f"{state.lease:g}"}),
             **environment,
         },

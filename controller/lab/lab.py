@@ -168,7 +168,7 @@ class Lab:
 
     @property
     def token(self) -> str:
-        """The secret that agents and shaper of this run ask for."""
+        """The secret of this run, of which those that agents and shaper ask for are made; no container has it."""
         return self._state.token
 
     @property
@@ -202,7 +202,7 @@ class Lab:
     @cached_property
     def shaper(self) -> Shaper:
         """The client of the run's shaper."""
-        return Shaper(self._shaper_url, self.token)
+        return Shaper(self._shaper_url, self._state.token_of(SHAPER))
 
     def agent(self, name: str) -> Agent:
         """Return the client of a device's agent at the port that it has now."""
@@ -211,7 +211,7 @@ class Lab:
             raise TestbedError(f"{name} is {self.devices[name].state}: nothing answers for it")
         known = self._agents.get(name)
         if known is None or known.url != url:
-            known = self._agents[name] = Agent(url, self.token, name)
+            known = self._agents[name] = Agent(url, self._state.token_of(name), name)
         return known
 
     def changes(self, on_return: Callable[[float], None]) -> ContainerChanges:
@@ -255,13 +255,15 @@ class Lab:
         """Write down where the devices' metrics are now: a device that booted again has another port."""
         urls = {name: device.control_url for name, device in self.devices.items() if device.control_url}
         addresses = {name: url.removeprefix("http://") for name, url in urls.items()}
-        runstate.write_targets(self.run_id, self.token, addresses)
+        runstate.write_targets(self._state, addresses)
 
     def _attach(self, devices: Iterable[DeviceContainer], links: Mapping[Pair, Link]) -> None:
         """Have these devices' interfaces shaped."""
         specs = {spec.name: spec for spec in self.experiment.devices}
         endpoints = [
-            Endpoint(each.name, each.pid, each.address, specs[each.name].uplink, specs[each.name].downlink)
+            Endpoint(
+                each.name, each.pid, each.address, specs[each.name].uplink, specs[each.name].downlink, str(self.subnet)
+            )
             for each in devices
         ]
         self.shaper.attach(endpoints, links, self.experiment.seed, self.experiment.cells)

@@ -31,7 +31,7 @@ def make_networks(client: docker.DockerClient, run: str, within: str, devices: i
     try:
         _make_network(client, run, "control", DEFAULT_RANGE, devices + 1, options=CLOSED)
     except HostError:
-        # Without br_netfilter the engine cannot keep containers of one bridge apart.
+        # Without br_netfilter the engine cannot keep containers of one bridge apart; the devices' walls do.
         _make_network(client, run, "control", DEFAULT_RANGE, devices + 1)
     return subnet
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from controller.lab.paths import state_folder
 from testbed.common.errors import InputError
+from testbed.wire.token import derived
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class RunState:
     lease: float | None = None
     """Seconds after which its containers end when nobody renews that; None of a lab that outlives its controller."""
 
+    def token_of(self, name: str) -> str:
+        """Return what the control API of a device, or of the shaper, asks for: none of them knows another's."""
+        return derived(self.token, "control", name)
+
 
 def path_of(run: str) -> Path:
     """Return where a run's state file is, whether or not it exists."""
@@ -38,15 +43,18 @@ def write(state: RunState) -> None:
     _write(path_of(state.run), asdict(state))
 
 
-def write_targets(run: str, token: str, addresses: Mapping[str, str]) -> None:
-    """Say to Prometheus where the metrics of a run's devices (name -> host:port) are, and with which token.
+def write_targets(state: RunState, addresses: Mapping[str, str]) -> None:
+    """Say to Prometheus where the metrics of a run's devices (name -> host:port) are, and with which tokens.
 
     A file of targets as its ``file_sd_configs`` reads and follows them; JSON is YAML, too.
     """
     _write(
-        state_folder() / f"{run}.targets.yml",
+        state_folder() / f"{state.run}.targets.yml",
         [
-            {"targets": [address], "labels": {"run": run, "device": name, "__param_token": token}}
+            {
+                "targets": [address],
+                "labels": {"run": state.run, "device": name, "__param_token": state.token_of(name)},
+            }
             for name, address in addresses.items()
         ],
     )

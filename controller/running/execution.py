@@ -70,7 +70,7 @@ class Execution:
         self._prepared = prepared
         self._lead = prepared.plan.lead
         addresses = {name: found.address for name, found in lab.devices.items()}
-        self._deployments = prepared.deployments(lab.run_id, addresses, lab.broadcast)
+        self._deployments = prepared.deployments(lab.run_id, lab.token, addresses, lab.broadcast)
         self._dataset = dataset
         self._weights = weights
         self._on_event = on_event

@@ -280,6 +280,11 @@ def queueing_iptables() -> str:
     return _try(iptables_for_queues)
 
 
+def walling_iptables() -> str:
+    """Return the iptables program that a device's wall can be built with; raises HostError when there is none."""
+    return _try(lambda: modules.iptables("-A OUTPUT -p tcp -m tcp --sport 1 ! --tcp-flags FIN,SYN,RST,ACK SYN -j DROP"))
+
+
 def _try(work: Callable[[], str]) -> str:
     scratch = Namespace.scratch()
     try:

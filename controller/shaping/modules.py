@@ -36,12 +36,15 @@ _NETEM: dict[str, Callable[[], object]] = {
 }
 
 
-def iptables() -> str:
-    """Return the program that can lead packets into a queue here; raises HostError when none can."""
+def iptables(rule: str = _QUEUE) -> str:
+    """Return the program with which the kernel takes a rule, by default of a queue; raises HostError when none does.
+
+    The rule is left in the calling thread's namespace.
+    """
     problems = []
     for program in _IPTABLES:
         try:
-            command([f"{program}-restore", "-w", "--noflush"], f"*filter\n{_QUEUE}\nCOMMIT\n")
+            command([f"{program}-restore", "-w", "--noflush"], f"*filter\n{rule}\nCOMMIT\n")
         except HostError as error:
             problems.append(str(error))
         else:

@@ -42,6 +42,9 @@ class Endpoint:
     """bit/s that it sends to all others together, None without a limit."""
     downlink: float | None = None
     """bit/s that it receives from all others together."""
+    network: str | None = None
+    """The data network, such as ``10.0.0.0/24``, over which the device is to reach other devices and neither the host
+    nor anything beyond; None: it is not walled in."""
 
 
 @dataclass(frozen=True)

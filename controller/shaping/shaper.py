@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from ipaddress import IPv4Network
 from typing import Any
 
 from controller.shaping import gating, sender, tc
 from controller.shaping import plan as planning
-from controller.shaping.backends import Userspace, choose, kernel_queues, queueing_iptables
+from controller.shaping.backends import Userspace, choose, kernel_queues, queueing_iptables, walling_iptables
+from controller.shaping.chain import RuleChain, wall
 from controller.shaping.ends import Site
 from controller.shaping.gate import Gate
 from controller.shaping.interfaces import (
@@ -76,6 +78,12 @@ class Shaping:
         self._gate: Gate | None = None
         self._ungated = ""
         """Why there can be no gate."""
+        self._iptables, self._unwalled = "", ""
+        """What devices' walls are built with, or why there can be none."""
+        try:
+            self._iptables = walling_iptables()
+        except HostError as error:
+            self._unwalled = str(error)
         self._pool = ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape")
 
     def facts(self) -> dict[str, Any]:
@@ -85,6 +93,7 @@ class Shaping:
             "refused": self._refused,
             "priority": self._backend.priority,
             "gate": self._gate.priority if self._gate else self._ungated or "not needed",
+            "wall": self._unwalled or self._iptables,
             "kernel": os.uname().release,
             "hostname": socket.gethostname(),
             "monotonic": time.monotonic(),
@@ -234,6 +243,10 @@ class Shaping:
             if old is None or old.segments != wanted.segments:
                 bound_segments(wanted.interface, wanted.segments)
             self._backend.apply(name, old, wanted)
+            if old is None:
+                # After all other chains, so that it stands before them: what they let pass is not asked again.
+                for each in self._wall(attached):
+                    each.apply(self._iptables, None)
             lines = sender.build(wanted) if old is None else sender.change(old, wanted)
             return self._differences(attached, wanted, [*lines, *self._backend.lines(old, wanted)])
 
@@ -241,15 +254,24 @@ class Shaping:
             raise HostError(f"links of {name} did not take: {'; '.join(problems)}")
         attached.plan = wanted
 
+    def _wall(self, attached: Attached) -> tuple[RuleChain, ...]:
+        network = attached.endpoint.network
+        if network is None or self._unwalled:
+            return ()
+        return wall(attached.interface.name, IPv4Network(network))
+
     def _differences(self, attached: Attached, plan: InterfacePlan, lines: Sequence[str] = ()) -> list[str]:
         """Carry out lines of ``tc``, and say where the kernel then holds something else than the plan."""
         classes, filters = self._backend.reads(plan)
         shown = tc.run(lines, [plan.interface, *classes], [(plan.interface, "1:"), *filters], self._backend.tables)
         segments = segments_of(plan.interface)
+        chains = self._wall(attached)
+        rules = command([self._iptables, "-w", "-S"]) if chains else ""
         return [
             *([] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]),
             *sender.differences(plan, shown.classes, shown.qdiscs, shown.filters[0]),
             *self._backend.differences(plan, shown),
+            *(problem for chain in chains for problem in chain.differences(rules)),
             *(self._gate.differences(plan.interface, attached.routes) if self._gate and attached.routes else []),
         ]
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from agent.casting import Caster, mark
+from agent.casting import Addresses, Caster, mark
 from agent.receiving import Arrival, Inbox
 from testbed.network.broadcast import heard, received
 from testbed.wire.cast import CastForm
@@ -29,14 +29,15 @@ def pair():
     arrivals: list[Arrival] = []
     fraction = {"a": 0.0}
     address = ("127.0.0.1", _free_port())
-    inbox = Inbox(["a"], 1 << 20, arrivals.append)
+    inbox = Inbox({"a": "token"}, 1 << 20, arrivals.append)
 
     def hears(message: Message, header: int, number: int) -> Message | None:
         return message if heard(3, message.sender, "b", number, fraction["a"]) else None
 
-    receiver = Caster(FORMS["b"], address, None, "token", 1 << 20, hears)
+    sources = {"a": "127.0.0.1", "c": "127.0.0.3"}
+    receiver = Caster(FORMS["b"], Addresses(address, None, "0.0.0.0", sources), "run", 1 << 20, hears)
     receiver.start(inbox)
-    sender = Caster(FORMS["a"], ("127.0.0.1", 0), address, "token", 1 << 20, everything)
+    sender = Caster(FORMS["a"], Addresses(("0.0.0.0", 0), address, "127.0.0.1", {}), "run", 1 << 20, everything)
     yield sender, arrivals, fraction
     sender.close()
     receiver.close()
@@ -89,7 +90,7 @@ def test_casts_for_others_and_foreign_datagrams_are_not_heard(pair):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as foreign:
         address = sender._broadcast
         assert address is not None
-        prefix = struct.pack("<4sQIHH", mark("token"), 1, 1, 0, 1)
+        prefix = struct.pack("<4sQIHH", mark("run"), 1, 1, 0, 1)
         for junk in (b"", b"CAST", bytes(200), struct.pack("<4sQIHH", bytes(4), 1, 1, 0, 1), prefix + b"\1"):
             foreign.sendto(junk, address)
     cast(sender, 1)
@@ -97,11 +98,24 @@ def test_casts_for_others_and_foreign_datagrams_are_not_heard(pair):
     assert [arrival.envelope.message["number"] for arrival in arrivals] == [1]
 
 
+def test_no_device_is_heard_that_speaks_as_another(pair):
+    sender, arrivals, _ = pair
+    sender.send(FORMS["c"].encode(Message("m", {"number": 0}), ["b"]), 1, 0)
+    cast(sender, 1)
+    elsewhere = Addresses(("0.0.0.0", 0), sender._broadcast, "127.0.0.3", {})
+    other = Caster(FORMS["a"], elsewhere, "run", 1 << 20, everything)
+    cast(other, 2)
+    other.close()
+    cast(sender, 3)
+    wait_for(arrivals, 2)
+    assert [arrival.envelope.message["number"] for arrival in arrivals] == [1, 3]
+
+
 def test_what_is_too_large_or_has_no_address_is_refused(pair):
     sender, _, _ = pair
     with pytest.raises(ValueError, match="too large"):
         sender.send(bytes(0x10000 * CAST_CHUNK), 1, 0)
-    lonely = Caster(FORMS["a"], ("127.0.0.1", 0), None, "token", 1 << 20, everything)
+    lonely = Caster(FORMS["a"], Addresses(("127.0.0.1", 0), None, "0.0.0.0", {}), "run", 1 << 20, everything)
     with pytest.raises(ValueError, match="no broadcast address"):
         lonely.send(b"", 1, 0)
     lonely.close()

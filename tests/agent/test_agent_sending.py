@@ -32,7 +32,7 @@ class Receiver:
         self.numbers: list[int] = []
         self._holds = holds
         self.application = DataApplication(settings)
-        self.inbox = self.application.inbox = Inbox(["a"], limit, self._arrived)
+        self.inbox = self.application.inbox = Inbox({"a": TOKEN}, limit, self._arrived)
         self._server = serve(settings.data, self.application, threads=8, linger=True)
         self.address: Address = self._server.bind_addr
         threading.Thread(target=self._server.serve, daemon=True).start()

@@ -26,6 +26,7 @@ from testbed.workload import WorkloadPart
 from tests.helpers.agent_programs import Scripted
 
 TOKEN = "a-token-of-the-tests"
+RUN_TOKEN = "a-token-of-the-run"
 HERE = Path(__file__).parent
 _BASE = 20000 + os.getpid() % 2000 * 20
 
@@ -90,6 +91,7 @@ def deployment(device: LoopbackDevice, devices: list[LoopbackDevice], do: str, *
         problem=problem,
         plan=Plan(method="scripted", lead="a", pieces=()),
         run="test-run",
+        token=RUN_TOKEN,
         addresses={each.name: each.data for each in devices},
         broadcast=f"127.255.255.255:{_BASE}",
     ).of(device.name)

@@ -11,7 +11,7 @@ from testbed.prepare import Prepared
 def bodies(prepared: Prepared) -> dict[str, bytes]:
     """Return what each device of an experiment is given."""
     addresses = {each.name: f"10.0.0.{number}" for number, each in enumerate(prepared.problem.devices)}
-    deployments = prepared.deployments("run-00000000", addresses, "10.0.255.255")
+    deployments = prepared.deployments("run-00000000", "token", addresses, "10.0.255.255")
     return {name: deployments.of(name) for name in addresses}
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ from controller.lab.agents import AgentError, AgentGone
 from testbed.data.dataset import Dataset
 from testbed.trace.events import Event
 from testbed.wire.message import Message, encode
-from tests.helpers.agents import TOKEN, LoopbackDevice, changed, deployment
+from testbed.wire.token import data_token
+from tests.helpers.agents import RUN_TOKEN, TOKEN, LoopbackDevice, changed, deployment
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +339,8 @@ def test_more_peers_than_threads_are_served_at_once(pair: list[LoopbackDevice]) 
         for number in range(20):
             link = links.enter_context(socket.create_connection((pair[1].host, 8701), timeout=2))
             body = encode(Message("hello", padding=10_000), f"p{number}", 1)
-            request = head("POST", "/messages", f"Content-Length: {len(body)}") + body
+            way = data_token(RUN_TOKEN, f"p{number}", "b")
+            request = head("POST", "/messages", f"Content-Length: {len(body)}", token=way) + body
             link.sendall(request[:-1] if number % 2 else request)
             if number % 2 == 0:
                 assert b" 204 " in link.recv(1000)
@@ -378,16 +381,21 @@ def test_links_that_cannot_be(pair: list[LoopbackDevice], body: bytes, complaint
 
 # Requests that are refused
 
+TO_A = data_token(RUN_TOKEN, "b", "a")
+"""What the messages from b to a bear."""
 
-def ask(device: LoopbackDevice, method: str, path: str, port: int = 8700, **options: Any) -> requests.Response:
-    headers = {"Authorization": f"Bearer {TOKEN}"} | options.pop("headers", {})
+
+def ask(
+    device: LoopbackDevice, method: str, path: str, port: int = 8700, token: str = TOKEN, **options: Any
+) -> requests.Response:
+    headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
     return requests.request(method, f"http://{device.host}:{port}{path}", headers=headers, timeout=10, **options)
 
 
 @pytest.mark.parametrize("header", ["", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer  " + TOKEN, "Bearer \xff"])
 @pytest.mark.parametrize(
     ("port", "method", "path"),
-    [(8700, "GET", "/facts"), (8700, "PUT", "/deployment"), (8700, "GET", "/nowhere"), (8701, "POST", "/messages")],
+    [(8700, "GET", "/facts"), (8700, "PUT", "/deployment"), (8700, "GET", "/nowhere"), (8700, "POST", "/messages")],
 )
 def test_without_the_token(pair: list[LoopbackDevice], port: int, method: str, path: str, header: str) -> None:
     response = ask(pair[0], method, path, port, headers={"Authorization": header.encode("latin-1")}, data=b"x")
@@ -428,7 +436,8 @@ def test_malformed_deployments(pair: list[LoopbackDevice], body: bytes, wrong: s
     [
         ({"run": "another"}, "this is device 'a' of run 'test-run'"),
         ({"device": "b"}, "not 'b'"),
-        ({"peers": {"b": "nowhere:x"}}, "no address"),
+        ({"peers": {"b": {"address": "nowhere:x", "sent": "s", "received": "r"}}}, "no address"),
+        ({"peers": {"b": "10.0.0.3"}}, "peers.b"),
         ({"more": 1}, "more"),
         ({"plan": {}}, "plan"),
         ({"version": 2}, "reads version 1 of the schema, not 2"),
@@ -512,45 +521,51 @@ def raw(device: LoopbackDevice, port: int, request: bytes) -> bytes:
     return answer
 
 
-def head(method: str, path: str, *headers: str) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: agent", f"Authorization: Bearer {TOKEN}", *headers]
+def head(method: str, path: str, *headers: str, token: str = TOKEN) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: agent", f"Authorization: Bearer {token}", *headers]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
 def test_oversized_bodies_are_refused_before_they_are_read(pair: list[LoopbackDevice]) -> None:
+    run(pair, "nothing")
     resident = pair[0].agent.metrics()["testbed_resident_bytes"]
     for port, method, path, size in (
-        (8700, "PUT", "/deployment", 9 << 20), (8700, "PUT", "/deployment", 10**15),
+        (8700, "PUT", "/deployment", 49 << 20), (8700, "PUT", "/deployment", 10**15),
         (8701, "POST", "/messages", 10**15), (8700, "POST", "/start", 5000), (8701, "POST", "/messages", 1 << 30),
     ):  # fmt: skip
-        answer = raw(pair[0], port, head(method, path, f"Content-Length: {size}") + b"x" * 1000)
+        token = TO_A if port == 8701 else TOKEN
+        answer = raw(pair[0], port, head(method, path, f"Content-Length: {size}", token=token) + b"x" * 1000)
         assert b"413" in answer.split(b"\r\n")[0], (path, answer)
         assert b"error" in answer
     # Nor is what comes without the token, whatever it says of its length.
-    for port in (8700, 8701):
-        answer = raw(pair[0], port, b"PUT /data HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000000\r\n\r\nxxx")
+    for port, request in ((8700, b"PUT /data"), (8701, b"POST /messages")):
+        answer = raw(pair[0], port, request + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000000\r\n\r\nxxx")
         assert b"401" in answer.split(b"\r\n")[0]
     assert pair[0].agent.metrics()["testbed_resident_bytes"] < resident + 20e6
 
 
 def test_bodies_of_unknown_or_wrong_length(pair: list[LoopbackDevice]) -> None:
     run(pair, "nothing")
-    for port, method, path in ((8700, "PUT", "/deployment"), (8701, "POST", "/messages")):
-        chunked = raw(pair[0], port, head(method, path, "Transfer-Encoding: chunked") + b"5\r\nhello\r\n0\r\n\r\n")
+    for port, method, path, token in ((8700, "PUT", "/deployment", TOKEN), (8701, "POST", "/messages", TO_A)):
+        begin = partial(head, method, path, token=token)
+        chunked = raw(pair[0], port, begin("Transfer-Encoding: chunked") + b"5\r\nhello\r\n0\r\n\r\n")
         assert b"411" in chunked.split(b"\r\n")[0]
-        short = raw(pair[0], port, head(method, path, "Content-Length: 100") + b"only this")
+        short = raw(pair[0], port, begin("Content-Length: 100") + b"only this")
         assert b"400" in short.split(b"\r\n")[0]
         assert b"after 9 of 100" in short
-        assert b" 4" in raw(pair[0], port, head(method, path, "Content-Length: -5")).split(b"\r\n")[0]
+        assert b" 4" in raw(pair[0], port, begin("Content-Length: -5")).split(b"\r\n")[0]
 
 
 def test_messages_of_strangers_and_garbage(pair: list[LoopbackDevice]) -> None:
     run(pair, "nothing")  # a program that ended well: its device still takes messages in
-    assert ask(pair[0], "POST", "/messages", 8701, data=encode(Message("hello"), "b", 2**62)).status_code == 204
-    stranger = ask(pair[0], "POST", "/messages", 8701, data=encode(Message("hello"), "mallory"))
+    post = partial(ask, pair[0], "POST", "/messages", 8701)
+    assert post(TO_A, data=encode(Message("hello"), "b", 2**62)).status_code == 204
+    stranger = post(TO_A, data=encode(Message("hello"), "mallory"))
     assert stranger.status_code == 403
-    assert "'mallory' is no peer" in stranger.json()["error"]
-    assert ask(pair[0], "POST", "/messages", 8701, data=b"garbage").status_code == 400
+    assert "'b' may not speak as 'mallory'" in stranger.json()["error"]
+    for token in (TOKEN, RUN_TOKEN, data_token(RUN_TOKEN, "a", "b"), ""):
+        assert post(token, data=encode(Message("hello"), "b", 2**62)).status_code == 401
+    assert post(TO_A, data=b"garbage").status_code == 400
     assert pair[0].agent.metrics()["testbed_inbox_bytes"] == 0
 
 
@@ -568,7 +583,8 @@ def test_repeated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
         (7, 0, 0),
     ):
         body = encode(Message("number", {"number": number}), "a", incarnation, sequence)
-        assert ask(pair[1], "POST", "/messages", 8701, data=body).status_code == 204
+        way = data_token(RUN_TOKEN, "a", "b")
+        assert ask(pair[1], "POST", "/messages", 8701, way, data=body).status_code == 204
     numbers = [event.fields["number"] for event in named(list(pair[1].agent.events(after)), "log")]
     assert numbers == [7, 10, 11, 0]
 

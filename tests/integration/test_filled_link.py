@@ -42,7 +42,7 @@ def transmit(lab: NamespaceLab, count: int, size: int) -> tuple[list[Delivery], 
         arrivals.append(arrival)
         inbox.release(arrival.size)
 
-    inbox = data.inbox = Inbox([here], 1 << 26, arrived)
+    inbox = data.inbox = Inbox({here: TOKEN}, 1 << 26, arrived)
     server = lab.net.inside(there, lambda: serve(address, data, threads=2, linger=True))
     threading.Thread(target=server.serve, daemon=True).start()
 

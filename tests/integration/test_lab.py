@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import docker
 import pytest
 import requests
+from pyroute2 import IPRoute
 
 from controller.lab import containers, runstate
 from controller.lab.containers import container_name
@@ -135,13 +137,60 @@ def test_devices_have_their_addresses_on_the_data_network(lab: Lab) -> None:
 def test_devices_meet_over_the_shaped_network_only(lab: Lab, client: docker.DockerClient) -> None:
     peer = client.api.inspect_container(container_name(lab.run_id, "worker1"))["NetworkSettings"]["Networks"]
     control = peer[f"testbed-{lab.run_id}-control"]["IPAddress"]
-    connect_ = "import socket; socket.create_connection(({!r}, 8700), timeout=1.5)"
-    assert inside(client, lab, "source", connect_.format(lab.devices["worker1"].address)) == (0, "")
-    options = client.api.inspect_network(f"testbed-{lab.run_id}-control")["Options"]
-    if options.get("com.docker.network.bridge.enable_icc") == "false":  # not without br_netfilter
-        code, said = inside(client, lab, "source", connect_.format(control))
-        assert code != 0
-        assert "timed out" in said
+    connect_ = "import socket; socket.create_connection(({!r}, {}), timeout=1.5)"
+    assert inside(client, lab, "source", connect_.format(lab.devices["worker1"].address, 8701)) == (0, "")
+    code, said = inside(client, lab, "source", connect_.format(control, 8700))
+    assert code != 0
+    assert "timed out" in said
+
+
+ANSWERING = """
+import select, socket, sys
+
+links, poll = {{}}, select.poll()
+for address, port in {targets}:
+    link = socket.socket()
+    link.setblocking(False)
+    link.connect_ex((address, port))
+    links[link.fileno()] = link, (address, port)
+    poll.register(link, select.POLLOUT)
+for number, _ in poll.poll(3000):  # those that are refused have been answered, too
+    print(*links[number][1])
+"""
+
+
+def test_a_device_reaches_nothing_of_the_host_nor_of_other_runs(lab: Lab, client: docker.DockerClient) -> None:
+    other = Lab.create(trial("lab-other"))
+    try:
+        with socket.create_server(("0.0.0.0", 0)) as listening, IPRoute() as route:
+            found = {str(each.get("local")) for each in route.get_addr(family=socket.AF_INET)}
+            host = sorted(each for each in found if not each.startswith("127."))
+            assert str(lab.subnet.network_address + 1) in host
+            ports = (listening.getsockname()[1], 22, 8700)
+            near = client.api.inspect_network(f"testbed-{lab.run_id}-control")["Containers"].values()
+            far = client.api.inspect_network(f"testbed-{other.run_id}-control")["Containers"].values()
+            targets = [
+                *((address, port) for address in host for port in ports),
+                *((device.address, port) for device in other.devices.values() for port in (8700, 8701)),
+                *(
+                    (each["IPv4Address"].partition("/")[0], 8700)
+                    for each in [*near, *far]
+                    if "source" not in each["Name"]
+                ),
+                (lab.devices["worker1"].address, 8700),
+            ]
+            code, said = inside(client, lab, "source", ANSWERING.format(targets=targets))
+            assert (code, said) == (0, "")
+            peer = [(lab.devices["worker1"].address, 8701)]
+            assert inside(client, lab, "source", ANSWERING.format(targets=peer)) == (0, "{} {}\n".format(*peer[0]))
+        assert inside(client, lab, "source", "print(open('/proc/net/if_inet6').read())")[1].split() == []
+    finally:
+        other.down()
+    lab.kill("source")
+    lab.start("source")
+    lab.admit("source")
+    assert lab.shaper.show()["devices"]["source"]["differences"] == []
+    assert inside(client, lab, "source", ANSWERING.format(targets=[(host[0], 22)])) == (0, "")
 
 
 def test_agents_and_shaper_want_the_token(lab: Lab) -> None:

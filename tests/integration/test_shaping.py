@@ -101,6 +101,20 @@ def test_a_pair_without_a_link_cannot_talk(net: Network, shaping: Shaping) -> No
     assert len(one_way(net, "b", "a", 5, 0.001)) == 5
 
 
+def test_a_walled_device_reaches_its_network_and_not_the_host_in_it(net: Network, shaping: Shaping) -> None:
+    # The first address of a network is the host's; here another device has it, and the third is beyond.
+    within = {"a": "198.18.0.0/24", "b": "198.18.0.2/31", "c": "198.18.0.0/24"}
+    walled = [replace(endpoint, network=within[name]) for name, endpoint in net.endpoints.items()]
+    shaping.attach(walled, mesh(Link()))
+    assert len(one_way(net, "a", "c", 5, 0.001)) == len(one_way(net, "c", "a", 5, 0.001)) == 5
+    assert one_way(net, "c", "b", 5, 0.001) == []
+    with pytest.raises(PermissionError):
+        one_way(net, "b", "c", 5, 0.001)
+    assert all(not device["differences"] for device in shaping.show()["devices"].values())
+    net.sh("a", f"{shaping.facts()['wall']} -w -F TESTBED-OUT")
+    assert any("rule is missing" in text for text in shaping.show()["devices"]["a"]["differences"])
+
+
 def test_a_change_spares_the_flows_of_others(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(rate=100e6, delay=0.002)))
     arrived: list[float] = []

@@ -29,7 +29,7 @@ def measure() -> Iterator[Measurement]:
         sink = agents["sink"]
         yield Measurement("resident memory, idle device", sink.metrics()[RESIDENT] / 1e6, "MB")
         addresses = {name: found.address for name, found in lab.devices.items()}
-        deployments = prepared.deployments(lab.run_id, addresses, lab.broadcast)
+        deployments = prepared.deployments(lab.run_id, lab.token, addresses, lab.broadcast)
         for name, agent in agents.items():
             agent.deploy(deployments.of(name))
         agents["source"].put_data(dataset)
