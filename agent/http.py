@@ -16,6 +16,7 @@ from cheroot.server import HTTPConnection, HTTPServer
 from cheroot.wsgi import Gateway_10, Server
 
 from agent.settings import Address
+from testbed.wire.serving import PatientServer
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
@@ -88,9 +89,11 @@ class _LingeringConnection(HTTPConnection):
 def serve(address: Address, application: Application, threads: int, linger: bool = False) -> HTTPServer:
     """Return a server that listens already; its ``serve()`` blocks until ``stop()``.
 
-    With ``linger`` a connection keeps its thread between requests that follow each other closely.
+    With ``linger`` a connection keeps its thread between requests that follow each other closely, as peers' do; without
+    it gets one when the head of a request is there.
     """
-    server = Server(address, application, numthreads=threads, request_queue_size=128, timeout=STALLED_AFTER)
+    kind = Server if linger else PatientServer
+    server = kind(address, application, numthreads=threads, request_queue_size=128, timeout=STALLED_AFTER)
     server.gateway = _Gateway
     if linger:
         server.ConnectionClass = _LingeringConnection

@@ -11,6 +11,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 
 from testbed.common.part import Part
 
+MOST_SAMPLES = 2_000_000
+"""Of a data set, and of a batch."""
+MOST_STEPS = 10**9
+
 
 class ModelPart(Part):
     """A neural network by name, with its options (see `testbed models`)."""
@@ -103,13 +107,13 @@ class DataPart(Part):
         json_schema_extra={"pattern": _SIZE},
         description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: theirs, if it is one",
     )
-    train: int | None = Field(None, ge=1, description="use only the first N training samples")
+    train: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="use only the first N training samples")
     split: Split = Field(
         "lead",
         description="who owns training samples. lead: the lead all of them; iid: each device as many, drawn at random; "
         "keys: as they say",
     )
-    test: int | None = Field(None, ge=1, description="use only the first N test samples")
+    test: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="use only the first N test samples")
 
     @property
     def title(self) -> str:
@@ -214,12 +218,13 @@ class WorkloadPart(Part):
         description="none: timing only. The same messages, sizes and faults, but no tensor is computed: there are no "
         "weights, no loss and no accuracy",
     )
-    batch_size: int = Field(32, ge=1, description="samples of a training step or of a request")
-    epochs: int | None = Field(None, ge=1, description="training: how often every sample is seen")
-    steps: int | None = Field(None, ge=1, description="training: number of steps, instead of epochs")
+    batch_size: int = Field(32, ge=1, le=MOST_SAMPLES, description="samples of a training step or of a request")
+    epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description="training: how often every sample is seen")
+    steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="training: number of steps, instead of epochs")
     requests: int | None = Field(
         None,
         ge=1,
+        le=MOST_STEPS,
         description="inference: number of batches of test samples sent through, round and round; none: one pass",
     )
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flask
-from cheroot import wsgi
 
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import InputError, TestbedError
 from testbed.network.cell import Cell
 from testbed.network.link import links_from_json
+from testbed.wire.serving import PatientServer
 from testbed.wire.token import authorised
 
 _LARGEST_REQUEST = 16 << 20
@@ -38,6 +38,7 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
     @app.errorhandler(KeyError)
     @app.errorhandler(TypeError)
     @app.errorhandler(ValueError)
+    @app.errorhandler(RecursionError)
     def malformed(error: Exception) -> Any:
         app.logger.exception("a request was not understood")
         return {"error": f"the request was not understood: {error!r}"}, 400
@@ -80,7 +81,7 @@ def _probe(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
 def serve(shaping: Shaping, token: str, host: str, port: int, renew: Callable[[], None]) -> None:
     """Answer requests until the process is ended; ``renew`` is called when the controller says that it needs us."""
     threading.Thread(target=_watch, args=(shaping,), name="watch", daemon=True).start()
-    server = wsgi.Server((host, port), application(shaping, token, renew), numthreads=8)
+    server = PatientServer((host, port), application(shaping, token, renew), numthreads=8)
     try:
         server.start()
     finally:

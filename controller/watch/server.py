@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import flask
-from cheroot import wsgi
 from jinja2 import Environment, PackageLoader
 
 from controller.results.declared import declared_in
@@ -22,12 +21,15 @@ from controller.watch.feed import batches
 from testbed.common.errors import TestbedError
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import Declared
+from testbed.wire.serving import PatientServer
 from testbed.wire.token import authorised
 
 Strike = Callable[[Mapping[str, object]], str]
 """Carries out a fault, given as a scenario writes it, and says what it did."""
-READERS = 8
-"""Pages that may be open at once."""
+READERS = 64
+"""Pages that may be open at once, each with a thread that waits for events."""
+LARGEST_REQUEST = 1 << 16
+"""Bytes; a fault is a few lines."""
 
 
 def application(
@@ -48,7 +50,9 @@ def application(
     facts = {"token": token, "strikes": strike is not None}
     trial = begun(folder)
     shown = described(trial, declared_in(folder, trial))
+    app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     app.before_request(lambda: _authorise(token, origin))
+    app.register_error_handler(RecursionError, lambda _error: ({"error": "the request is nested too deeply"}, 400))
     app.register_error_handler(TestbedError, lambda error: ({"error": str(error)}, 400))
     app.get("/", endpoint="page")(lambda: page.render(facts=shown | facts))
     app.get("/events", endpoint="events")(lambda: _stream(folder, pace))
@@ -90,7 +94,7 @@ class PageServer:
     """Serves the page of a run from a thread of its own, on a free port of 127.0.0.1."""
 
     def __init__(self, folder: Path, strike: Strike | None = None, pace: float | None = None) -> None:
-        self._server = wsgi.Server(("127.0.0.1", 0), None, numthreads=READERS)
+        self._server = PatientServer(("127.0.0.1", 0), None, numthreads=READERS)
         self._server.prepare()
         origin = f"http://127.0.0.1:{self._server.bind_addr[1]}"
         token = secrets.token_urlsafe(24)

@@ -4,26 +4,86 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-from pydantic_core import PydanticKnownError
+from annotated_types import Le, Lt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticKnownError
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
 
 
+MOST = 10**12
+"""No number of a scenario is larger, nor smaller than its negative, unless its key says otherwise."""
+
+
 class Part(BaseModel):
-    """Base of every part of a scenario: unknown keys are refused, values are frozen, true is no number."""
+    """Base of every part of a scenario: unknown keys are refused, values are frozen, true is no number, numbers end."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_not_one(cls, value: object, field: ValidationInfo) -> object:
-        """Refuse ``true`` and ``false`` where a number is meant, which Python would take as 1 and 0."""
-        if isinstance(value, bool) and field.field_name is not None:
-            kinds = set(_types(cls.model_fields[field.field_name].annotation))
-            if bool not in kinds and kinds & {int, float}:
+    def _numbers_are_plain(cls, value: object, field: ValidationInfo) -> object:
+        """Refuse for a number what pydantic would take as one: ``true``, and text such as ``1_000``."""
+        odd = isinstance(value, bool) or (isinstance(value, str) and "_" in value)
+        if odd and field.field_name is not None:
+            kinds = _types(cls.model_fields[field.field_name].annotation)
+            number = int in kinds or (float in kinds and not _is_quantity(cls.model_fields[field.field_name]))
+            if number and type(value) not in kinds and value not in kinds:
                 raise PydanticKnownError("int_type" if int in kinds else "float_type")
         return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _numbers_end(cls, value: object, field: ValidationInfo) -> object:
+        """Refuse numbers beyond `MOST` of keys that have no bounds of their own."""
+        assert field.field_name is not None
+        if not _is_bounded(cls.model_fields[field.field_name]):
+            for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,):
+                if isinstance(each, int | float) and abs(each) > MOST:
+                    bound = {"le": MOST} if each > 0 else {"ge": -MOST}
+                    raise PydanticKnownError("less_than_equal" if each > 0 else "greater_than_equal", bound)
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Say the bounds of all numbers."""
+        found = handler(core_schema)
+        for described in handler.resolve_ref_schema(found).get("properties", {}).values():
+            _say_bounds(described)
+        return found
+
+
+def _is_bounded(field: FieldInfo) -> bool:
+    return _is_quantity(field) or any(isinstance(each, Le | Lt) for each in field.metadata)
+
+
+def _is_quantity(field: FieldInfo) -> bool:
+    """Whether it is written with a unit; those have bounds of their own (`testbed.common.quantities`)."""
+    return any(isinstance(each, BeforeValidator) for each in (*field.metadata, *_types(field.annotation)))
+
+
+def _say_bounds(described: dict[str, Any]) -> None:
+    """Add the bounds of numbers that have none to a JSON schema."""
+    for each in (described, *described.get("anyOf", ()), *described.get("prefixItems", ())):
+        for inner in each.get("prefixItems", ()):
+            _say_bounds(inner)
+        if each.get("type") in ("integer", "number"):
+            if not {"maximum", "exclusiveMaximum"} & each.keys():
+                each["maximum"] = MOST
+            if not {"minimum", "exclusiveMinimum"} & each.keys():
+                each["minimum"] = -MOST
+        for inner in (each.get("items"), each.get("additionalProperties")):
+            if isinstance(inner, dict):
+                _say_bounds(inner)
 
 
 def _types(annotation: Any) -> list[Any]:

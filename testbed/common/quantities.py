@@ -7,7 +7,6 @@ Internally every quantity is a float in SI base units: bit/s, seconds, fraction 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\s*\Z")
+
+LARGEST = 1e18
+"""Of any quantity, in its SI unit."""
 
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -73,8 +75,8 @@ def _parse(kind: str, value: object, units: Mapping[str, float], example: str) -
     if unit not in units:
         raise ValueError(f"'{unit}' is not a unit of {kind}: {_hint(kind, number, unit, units)}")
     quantity = number * units[unit]
-    if not math.isfinite(quantity):
-        raise ValueError(f"'{text}' is too large for a {kind}")
+    if not quantity <= LARGEST:
+        raise ValueError(f"'{text}' is too large for a {kind}: it is at most {LARGEST:g} {next(iter(units))}")
     return quantity
 
 

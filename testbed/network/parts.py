@@ -100,7 +100,10 @@ class RadioPart(Part):
     )
     shadowing: float = Field(8.0, ge=0, description="standard deviation in dB, drawn for each transmission")
     packets: int | None = Field(
-        None, ge=1, description="measure each reception ratio by this number of packets; default: its probability"
+        None,
+        ge=1,
+        le=1_000_000,
+        description="measure each reception ratio by this number of packets; default: its probability",
     )
 
 

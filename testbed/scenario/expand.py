@@ -33,6 +33,9 @@ from testbed.scenario.trial import Trial
 
 _MAX_NAME = 31
 MAX_RUNS = 10_000
+MAX_DEVICES = 20_000
+MAX_LINKS = 2_000_000
+"""Directed; those of a mesh of 1,400 devices."""
 """Of one scenario: they are all checked before the first begins."""
 
 
@@ -197,6 +200,12 @@ def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Tri
 def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
     devices: dict[str, DeviceSpec] = {}
     problems = []
+    total = sum(part.count or 1 for part in scenario.devices.values())
+    mesh = scenario.network.topology == "mesh"
+    if total > MAX_DEVICES or (mesh and total * (total - 1) > MAX_LINKS):
+        most = f"{MAX_LINKS:,} links, as in a mesh of 1,400" if mesh else f"{MAX_DEVICES:,}"
+        text = f"are {total:,}, more than {most}: use fewer" + (", or the topology star" if mesh else "")
+        raise scenario.source.error([Diagnostic(("devices",), text)])
     for name, part in scenario.devices.items():
         key: Key = ("devices", name)
         named = part.profile

@@ -200,7 +200,7 @@ class Scenario(Part):
 
     name: Name = Field(description="the runs are called after it")
     description: str = Field("", description="shown in the report")
-    seed: int = Field(0, ge=0, description="everything random comes from it")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="everything random comes from it")
     devices: dict[Name, DevicePart] = Field(min_length=1, description="by name; the first is the source")
     network: NetworkPart = Field(default_factory=lambda: NetworkPart(), description="which devices are linked, and how")
     workload: WorkloadPart = Field(description="what the devices do together, and for how long")

@@ -104,3 +104,11 @@ def test_a_line_that_is_half_there_waits(tmp_path: Path) -> None:
 def test_old_bars_are_not_told() -> None:
     events = [{"time": time, "device": "a", "event": "compute", "duration": 0.5} for time in (1.0, 100.0)]
     assert [event["start"] for event in shown(events, 100.0)] == [99.5]
+
+
+def test_what_is_nested_too_deeply_or_too_large_is_refused(folder: Path) -> None:
+    struck: list[Mapping[str, object]] = []
+    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    for body, status in (("[" * 30_000, 400), ('{"a":' * 10_000, 400), ("x" * 100_000, 413)):
+        assert asked(folder, struck).post("/strike", data=body, headers=headers).status_code == status
+    assert struck == []

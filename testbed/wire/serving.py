@@ -1,0 +1,73 @@
+"""An HTTP server whose threads wait for nobody: a connection is given one once the head of its request is there."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from cheroot.wsgi import Server
+
+HEAD_SECONDS = 5.0
+"""In which a request's head has to come."""
+MOST_WAITING = 256
+"""Connections without a whole head; beyond, the oldest is closed."""
+LARGEST_HEAD = 1 << 16
+_LOOK_SECONDS = 0.005
+
+
+class PatientServer(Server):
+    """Cheroot's server, which many half-open connections cannot keep from answering others."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._waiting: deque[tuple[float, Any]] = deque()
+        self._came = threading.Event()
+        threading.Thread(target=self._watch, name="heads", daemon=True).start()
+
+    def process_conn(self, conn: Any) -> None:
+        """Hand a connection to a thread, or have it wait for the rest of a head."""
+        if _is_complete(conn):
+            super().process_conn(conn)
+            return
+        self._waiting.append((time.monotonic() + HEAD_SECONDS, conn))
+        self._came.set()
+
+    def _watch(self) -> None:
+        while True:
+            self._came.wait()
+            self._came.clear()
+            while self._waiting:
+                time.sleep(_LOOK_SECONDS)
+                for _ in range(len(self._waiting)):
+                    deadline, conn = self._waiting.popleft()
+                    if _is_complete(conn):
+                        super().process_conn(conn)
+                    elif time.monotonic() > deadline or len(self._waiting) >= MOST_WAITING:
+                        _close(conn)
+                    else:
+                        self._waiting.append((deadline, conn))
+
+
+def _is_complete(conn: Any) -> bool:
+    """Say whether a thread would not wait: there is a whole head, one that is too long, or an end."""
+    if conn.rfile.has_data():
+        return True
+    poll = select.poll()
+    try:
+        poll.register(conn.socket, select.POLLIN)
+        if not poll.poll(0):
+            return False
+        head = conn.socket.recv(LARGEST_HEAD, socket.MSG_PEEK)
+    except (OSError, ValueError):
+        return True  # a thread finds it broken, and lets go of it
+    return not head or len(head) == LARGEST_HEAD or b"\r\n\r\n" in head or b"\n\n" in head
+
+
+def _close(conn: Any) -> None:
+    with contextlib.suppress(OSError):
+        conn.close()
