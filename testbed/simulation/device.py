@@ -75,6 +75,7 @@ class SimulatedDevice:
         """Whether the program has not returned."""
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._world = world
+        self._write = world.write
         self._loop = world.loop
         self._channels: dict[str, Channel] = {}
         self._form = CastForm(host.name, world.hosts)
@@ -98,7 +99,7 @@ class SimulatedDevice:
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Write an event, unless the device is dead."""
         if self.alive:
-            self._world.write(Event(self._loop.now, self.name, event, fields))
+            self._write(Event(self._loop.now, self.name, event, fields))
 
     def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Keep the callable for whoever asks for the weights."""

@@ -55,17 +55,14 @@ class _Callback(list[Any]):
 
 
 class _Timer(_Callback):
-    """What `asyncio.TimerHandle` is to other loops; its instant comes after the rest."""
+    """What `asyncio.TimerHandle` is to other loops; cancelled, it is skipped when its time comes."""
 
-    __slots__ = ()
-
-    def cancel(self) -> None:
-        """Let nothing be called; the timer stays where it is, and is skipped when its time comes."""
-        self[:3] = (None, (), None)
+    __slots__ = ("_when",)
+    _when: float
 
     def when(self) -> float:
         """Return the instant at which it goes off."""
-        return float(self[3])
+        return self._when
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -103,7 +100,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Timer:
         """Schedule a callback as asyncio does: ``asyncio.sleep`` and time-outs end up here."""
-        timer = _Timer((callback, args, copy_context() if context is None else context, when))
+        timer = _Timer((callback, args, copy_context() if context is None else context))
+        timer._when = when
         self.at(max(when, self.now), self._ready.append, timer)
         return timer
 
@@ -176,7 +174,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         while True:
             while ready:
                 handle = ready.popleft()
-                callback, args, context = handle[:3]
+                callback, args, context = handle
                 if callback is None:
                     continue
                 if frozen:

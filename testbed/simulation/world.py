@@ -76,6 +76,7 @@ class World:
         self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
         """The links and speeds in force; the states of the devices are those of the hosts."""
         self.events = EventLog()
+        self._append = self.events.append
         self.watch: Callable[[Event], None] | None = None
         """Sees every event right after it is written, and may strike at once."""
         self._program = program
@@ -93,7 +94,7 @@ class World:
 
     def write(self, event: Event) -> None:
         """Append to the log."""
-        self.events.append(event)
+        self._append(event)
         if self._on_event is not None:
             self._on_event(event)
         if self.watch is not None:

@@ -103,8 +103,12 @@ def _chunk(events: Sequence[Event]) -> _Chunk:
 class EventLog(Sequence[Event]):
     """Events in the order in which they were appended; or some of another log's, see `of` and `within`."""
 
+    append: Callable[[Event], None]
+    """Add an event; those that were appended last are in memory, the others in a temporary file."""
+
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._store = _Store()
+        self.append = self._store.append
         self._names: frozenset[str] | None = None
         self._after, self._until = -math.inf, math.inf
         for event in events:
@@ -114,10 +118,6 @@ class EventLog(Sequence[Event]):
     def made_of(events: Iterable[Event]) -> EventLog:
         """Return events as a log; a log is returned as it is."""
         return events if isinstance(events, EventLog) else EventLog(events)
-
-    def append(self, event: Event) -> None:
-        """Add an event; those that were appended last are in memory, the others in a temporary file."""
-        self._store.append(event)
 
     def of(self, *names: str) -> EventLog:
         """Return those of some names."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Message:
-    """What one device tells another.
+    """What one device sends to another.
 
     ``fields`` hold small JSON values; ``tensors`` travel as safetensors. ``sender`` is set by the runtime that delivers
     the message, never trusted from its maker. ``padding`` is a number of bytes charged beside the content, for
@@ -28,12 +29,31 @@ class Message:
     """
 
     kind: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    sender: str = ""
-    padding: int = 0
-    missing: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    sender: str
+    padding: int
+    missing: Mapping[str, torch.Tensor]
     """Of a cast of which frames were lost, by tensor: where its values are missing, which are zeros then."""
+
+    def __init__(
+        self,
+        kind: str,
+        fields: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        sender: str = "",
+        padding: int = 0,
+        missing: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        # A frozen dataclass of its own making takes three times as long; two are made for each message of a simulation.
+        self.__dict__.update(
+            kind=kind,
+            fields={} if fields is None else fields,
+            tensors={} if tensors is None else tensors,
+            sender=sender,
+            padding=padding,
+            missing={} if missing is None else missing,
+        )
 
     def __getitem__(self, key: str) -> Any:
         """Return one of the fields."""
@@ -129,14 +149,15 @@ def as_cast(message: Message, sender: str) -> Message:
 
 
 def _copied(message: Message, fields: Mapping[str, Any], sender: str) -> Message:
-    tensors = {name: tensor.detach().clone() for name, tensor in message.tensors.items()}
-    return Message(message.kind, fields, tensors, sender, message.padding)
+    tensors = message.tensors
+    copied = {name: tensor.detach().clone() for name, tensor in tensors.items()} if tensors else {}
+    return Message(message.kind, fields, copied, sender, message.padding)
 
 
 def _content_size(message: Message, sender: str, fields: int) -> int:
     """Return the bytes of a message whose fields take this many."""
     padding = message.padding
-    header = _SIZE_WITHOUT_TEXTS + len(quoted(message.kind)) + fields + len(quoted(sender)) + len(str(padding))
+    header = _SIZE_WITHOUT_TEXTS + _quoted_size(message.kind) + fields + _quoted_size(sender) + len(str(padding))
     _check_header(header, message.kind)
     content = _PREFIX.size + header
     if message.tensors:
@@ -157,6 +178,12 @@ def _read_back(message: Message) -> tuple[Mapping[str, Any], int]:
     return json.loads(text), len(text)
 
 
+@lru_cache(10_000)
+def _quoted_size(text: str) -> int:
+    """Return the bytes of a text as JSON: for names, of which there are few."""
+    return len(quoted(text))
+
+
 def _flat_size(fields: Mapping[str, Any]) -> int:
     """Return the bytes of a flat object as JSON, or 0 where it is not flat and has to be written to know."""
     length = 1
@@ -172,7 +199,7 @@ def _flat_size(fields: Mapping[str, Any]) -> int:
             length += 5 if value is False else 4
         else:
             return 0
-        length += len(quoted(key)) + 2
+        length += _quoted_size(key) + 2
     return length
 
 
