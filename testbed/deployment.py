@@ -56,6 +56,8 @@ class Deployment(BaseModel):
     shape: tuple[int, ...]
     """Of a sample."""
     classes: int
+    integers: bool
+    """Whether the model takes samples of whole numbers."""
     specs: tuple[DeviceSpec, ...]
     """The kinds of devices there are, without names."""
     devices: dict[str, int]
@@ -92,7 +94,7 @@ class Deployment(BaseModel):
         workload, name = self.workload, self.workload.method.name
         method = methods.get(name) if self.method_code is None else from_code(self.method_code)
         return method, Problem(
-            model=model_of(workload, self.model_code, self.shape, self.classes),
+            model=model_of(workload, self.model_code, self.shape, self.classes, self.integers),
             devices=tuple(replace(self.specs[kind], name=name) for name, kind in self.devices.items()),
             links={(source, destination): self.kinds[kind] for source, destination, kind in self.links},
             workload=workload,
@@ -192,6 +194,7 @@ class Deployments:
                 "workload": problem.workload.model_dump(mode="json", by_alias=True, exclude_none=True),
                 "shape": problem.model.input,
                 "classes": problem.model.classes,
+                "integers": problem.model.integers,
                 "specs": specs,
                 "devices": devices,
                 "samples": dict(problem.samples),
@@ -210,11 +213,14 @@ def _json(document: object) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def model_of(workload: WorkloadPart, code: Code | None, shape: tuple[int, ...], classes: int) -> Model:
-    """Return a workload's model for samples of a shape; ``code`` is the text of one's own. Raises `InputError`."""
+def model_of(workload: WorkloadPart, code: Code | None, shape: tuple[int, ...], classes: int, integers: bool) -> Model:
+    """Return a workload's model for samples of a shape; ``code`` is the text of one's own. Raises `InputError`.
+
+    ``integers``: samples are whole numbers, which networks of one's own may take.
+    """
     part = workload.model
     if workload.task == "program":
         return Model("none", (1,), 1, ())
     if code is None:
         return create(part.name, part.options(), shape, classes)
-    return create_own(code, part.options(), shape, classes, part.units)
+    return create_own(code, part.options(), shape, classes, part.units, integers)

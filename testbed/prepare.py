@@ -169,7 +169,7 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
     try:
         method, files = find_method(scenario), _files(scenario)
         kind = data.describe_part(workload.data, data_folder(scenario))
-        model = model_of(workload, model_code(scenario), kind.shape, kind.classes)
+        model = model_of(workload, model_code(scenario), kind.shape, kind.classes, kind.integers)
     except InputError as error:
         raise scenario.source.error([_locate(error, trial)]) from None
     options = method.Options.model_validate(workload.method.options())

@@ -37,7 +37,7 @@ def load_data(prepared: Prepared) -> Dataset:
     if wrong := list(batch_problems(scenario.workload, len(found.train_labels))):
         # Of data in files nobody has counted the samples before.
         raise scenario.source.error(wrong)
-    return found
+    return found if prepared.problem.model.integers else found.floats()
 
 
 class InitialWeights:

@@ -61,6 +61,8 @@ class DataSource:
     """(this, folder) -> name of what was found there, training and test samples."""
     from_path: bool = False
     """Whether it is one file that the scenario names."""
+    integers: bool = False
+    """Whether samples are whole numbers, such as tokens."""
 
 
 def _missing(source: DataSource, folder: Path, names: list[str]) -> InputError:
@@ -269,7 +271,7 @@ def describe_part(part: DataPart, place: Path) -> DataSource:
     if not is_own(part):
         return describe(part.name)
     found = own.load(part, place, TEST_SHARE)
-    return DataSource(part.name, "", found.shape, found.classes)
+    return DataSource(part.name, "", found.shape, found.classes, integers=found.integers)
 
 
 def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:

@@ -8,20 +8,34 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Images = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images and labels, split into training and test parts."""
+    """Samples and their labels, split into training and test parts. Samples are called images, whatever they are."""
 
     name: str
     """As shown beside every figure; a synthetic set has the word in its name."""
     classes: int
     """0: it has no labels, and its arrays of labels hold zeros."""
-    train_images: npt.NDArray[np.float32]
-    """(samples, channels, height, width), scaled to [0, 1]."""
+    train_images: Images
+    """(samples, channels, height, width), scaled to [0, 1]; of one's own data (samples, ...), also of whole numbers."""
     train_labels: npt.NDArray[np.int64]
-    test_images: npt.NDArray[np.float32]
+    test_images: Images
     test_labels: npt.NDArray[np.int64]
+
+    @property
+    def integers(self) -> bool:
+        """Whether the samples are whole numbers, such as tokens."""
+        return self.train_images.dtype.kind == "i"
+
+    def floats(self) -> Dataset:
+        """Return the same with samples of float32, for networks that take no whole numbers."""
+        if not self.integers:
+            return self
+        train, test = (each.astype(np.float32) for each in (self.train_images, self.test_images))
+        return replace(self, train_images=train, test_images=test)
 
     def blank(self) -> Dataset:
         """Return as many samples of the same labels, all black: for what asks for shapes alone. They take no memory."""
@@ -40,15 +54,12 @@ class Dataset:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """(channels, height, width) of one image."""
+        """Shape of one sample: (channels, height, width) of an image."""
         return self.train_images.shape[1:]
 
 
-Images = npt.NDArray[np.float32]
-
-
 def _blank(images: Images) -> Images:
-    return np.broadcast_to(np.zeros((1, *images.shape[1:]), np.float32), images.shape)
+    return np.broadcast_to(np.zeros((1, *images.shape[1:]), images.dtype), images.shape)
 
 
 def _chosen(images: Images, indices: npt.NDArray[np.int64]) -> Images:

@@ -38,8 +38,8 @@ _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
 def load(part: DataPart, place: Path, test_share: float) -> Dataset:
     """Return all samples of the file or folder ``place``; raises `InputError` saying what is wrong with them.
 
-    Bytes are scaled to [0, 1], other values taken as they are. ``test_share`` is kept for the test part where the data
-    have none. What was read last is kept, until the file changes.
+    Bytes are scaled to [0, 1], other values taken as they are: whole numbers stay whole (int64). ``test_share`` is kept
+    for the test part where the data have none. What was read last is kept, until the file changes.
     """
     try:
         changed = max(each.stat().st_mtime_ns for each in (place, *(place.rglob("*") if place.is_dir() else ())))
@@ -70,14 +70,16 @@ def _load(part: DataPart, place: Path, changed: int, test_share: float) -> Datas
         shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
         text = f"{place}: {shapes}: give both one shape"
         raise InputError(text, key)
+    if train[0].dtype != test[0].dtype:
+        train, test = ((samples.astype(np.float32), labels) for samples, labels in (train, test))
     classes = 1 + int(max(train[1].max(initial=0), test[1].max(initial=0)))
     if classes > (count := len(train[1]) + len(test[1])):
         raise InputError(f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0", key)
     return Dataset(part.name, classes, *train, *test)
 
 
-def _checked(samples: Samples, what: str, key: Key) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Return samples as every data set has them."""
+def _checked(samples: Samples, what: str, key: Key) -> Samples:
+    """Return samples as every data set has them, of float32 or int64, and labels of int64."""
     values, labels = samples
     if values.ndim < 1 or labels.ndim < 1 or len(values) != len(labels) or not len(values):
         counts = ["no array of" if not each.ndim else str(len(each)) for each in samples]
@@ -95,7 +97,8 @@ def _checked(samples: Samples, what: str, key: Key) -> tuple[npt.NDArray[np.floa
         scaled /= 255
     if not np.isfinite(scaled).all():
         raise InputError(f"{what}: hold values that are no finite numbers of float32: mend or leave them out", key)
-    return scaled, labels.astype(np.int64)
+    whole = values.dtype.kind in "ui" and values.dtype != np.uint8
+    return values.astype(np.int64) if whole else scaled, labels.astype(np.int64)
 
 
 def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:

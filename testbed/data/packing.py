@@ -6,11 +6,17 @@ from testbed.data.dataset import Dataset
 from testbed.wire import tensors
 from testbed.wire.tensors import Buffer, TensorError
 
-_ARRAYS = {"train_images": "float32", "train_labels": "int64", "test_images": "float32", "test_labels": "int64"}
+_ARRAYS = {
+    "train_images": ("float32", "int64"),
+    "train_labels": ("int64",),
+    "test_images": ("float32", "int64"),
+    "test_labels": ("int64",),
+}
+"""The types that each may have."""
 
 
 def pack(dataset: Dataset) -> bytes:
-    """Return the body; its arrays in float32 and int64, name and number of classes as metadata."""
+    """Return the body: its arrays, and as metadata its name and number of classes."""
     arrays = {name: getattr(dataset, name) for name in _ARRAYS}
     metadata = {"name": dataset.name, "classes": str(dataset.classes)}
     return b"".join(tensors.write(tensors.from_numpy(arrays), metadata))
@@ -22,14 +28,14 @@ def unpack(body: Buffer) -> Dataset:
     arrays = tensors.to_numpy(raw)
     if set(metadata) != {"name", "classes"} or not metadata["classes"].isdecimal() or len(metadata["classes"]) > 9:
         raise TensorError("a data set has a name and a number of classes")
-    if {name: array.dtype.name for name, array in arrays.items()} != _ARRAYS:
-        raise TensorError(
-            "a data set has the arrays " + ", ".join(f"{name} ({dtype})" for name, dtype in _ARRAYS.items())
-        )
+    if set(arrays) != set(_ARRAYS) or any(array.dtype.name not in _ARRAYS[name] for name, array in arrays.items()):
+        wanted = ", ".join(f"{name} ({' or '.join(types)})" for name, types in _ARRAYS.items())
+        raise TensorError(f"a data set has the arrays {wanted}")
     for part in ("train", "test"):
         images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
-        if images.ndim != 4 or labels.shape != images.shape[:1]:
-            raise TensorError(f"{part}_images has four dimensions, and {part}_labels one label for each image")
-    if arrays["train_images"].shape[1:] != arrays["test_images"].shape[1:]:
-        raise TensorError("training and test images are of one shape")
+        if images.ndim < 2 or labels.shape != images.shape[:1]:
+            raise TensorError(f"{part}_images is (samples, ...), and {part}_labels has one label for each sample")
+    train, test = arrays["train_images"], arrays["test_images"]
+    if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
+        raise TensorError("training and test samples are of one shape and one type")
     return Dataset(metadata["name"], int(metadata["classes"]), **arrays)

@@ -122,6 +122,8 @@ class Model:
     units: tuple[Unit, ...]
     detector: Detector | None = None
     """How the output is read as boxes; None: it is one value for each class."""
+    integers: bool = False
+    """Whether it takes samples of whole numbers (int64), as tokens are, and not of float32."""
     builder: Builder | None = None
     """Makes the modules of the units of a network that is not described by layers; None: they are made of those."""
 

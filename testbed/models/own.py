@@ -21,12 +21,18 @@ from testbed.models.shapes import Shape
 
 
 def create_own(
-    code: Code, options: Mapping[str, Any], shape: Shape, classes: int, units: Sequence[str] | None = None
+    code: Code,
+    options: Mapping[str, Any],
+    shape: Shape,
+    classes: int,
+    units: Sequence[str] | None = None,
+    integers: bool = False,
 ) -> Model:
     """Make a model of what a user's function returns, for samples of a shape.
 
     ``options`` are the function's arguments; one that it calls ``shape`` or ``classes`` is given the data's where they
     do not name it. ``units`` names the modules that begin a unit; None: `testbed.models.tracing` decides.
+    ``integers``: samples are whole numbers, and given to the network as such if it takes them, else as float32.
     Raises `InputError` for what cannot be made or traced, naming the line.
     """
     function = usercode.function(code, KEY)
@@ -39,12 +45,23 @@ def create_own(
         text = f"{code.name}{signature} cannot be called so: {error}; options of the model are its arguments"
         raise InputError(text, ("model",)) from None
     text = code.model_dump_json()
-    return _traced(text, json.dumps(arguments), tuple(shape), classes, None if units is None else tuple(units))
+    wanted = None if units is None else tuple(units)
+    if not integers:
+        return _traced(text, json.dumps(arguments), tuple(shape), classes, wanted, False)
+    try:
+        return _traced(text, json.dumps(arguments), tuple(shape), classes, wanted, True)
+    except InputError as whole:
+        try:
+            return _traced(text, json.dumps(arguments), tuple(shape), classes, wanted, False)
+        except InputError as error:
+            raise InputError(f"{error.text}; with samples as whole numbers: {whole.text}", error.key) from None
 
 
 @lru_cache(maxsize=16)
-def _traced(code: str, arguments: str, shape: Shape, classes: int, units: tuple[str, ...] | None) -> Model:
+def _traced(
+    code: str, arguments: str, shape: Shape, classes: int, units: tuple[str, ...] | None, integers: bool
+) -> Model:
     from testbed.models.tracing import traced
 
     maker = Maker(Code.model_validate_json(code), arguments)
-    return traced(maker, shape, classes, units)
+    return traced(maker, shape, classes, units, integers)

@@ -67,16 +67,18 @@ class Traced:
     """Tensors that `forward` makes of nothing that enters, by the names that the graph reads them by."""
 
 
-def trace(maker: Maker, shape: Shape, whole: Sequence[str] | None) -> Traced:
+def trace(maker: Maker, shape: Shape, whole: Sequence[str] | None, integers: bool = False) -> Traced:
     """Trace and measure a network; raises `InputError` naming the line that is in the way.
+
+    Samples are of float32, or of int64 where they are ``integers``.
 
     First without values, so that large networks are described at once; where the user's code does not allow that, with
     random ones, the modules ``whole`` not looked into.
     """
     try:
-        return _trace(maker, shape, "meta", ())
+        return _trace(maker, shape, "meta", (), integers)
     except InputError:
-        return _trace(maker, shape, "cpu", tuple(whole or ()))
+        return _trace(maker, shape, "cpu", tuple(whole or ()), integers)
 
 
 def seeded(maker: Maker, seed: int) -> nn.Module:
@@ -113,7 +115,7 @@ def _made(maker: Maker) -> nn.Module:
     return root
 
 
-def _trace(maker: Maker, shape: Shape, device: str, whole: Sequence[str]) -> Traced:
+def _trace(maker: Maker, shape: Shape, device: str, whole: Sequence[str], integers: bool) -> Traced:
     """Trace in training and in evaluation: where they differ in a True and a False, that follows the unit's mode."""
     tracers = []
     for training in (True, False):
@@ -123,7 +125,7 @@ def _trace(maker: Maker, shape: Shape, device: str, whole: Sequence[str]) -> Tra
         else:
             root = seeded(maker, 0)
         root.train(training)
-        tracers.append(_Tracer(shape, device, whole))
+        tracers.append(_Tracer(shape, device, whole, integers))
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 tracers[-1].trace(root)
@@ -253,13 +255,14 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, shape: Shape, device: str, whole: Sequence[str]) -> None:
+    def __init__(self, shape: Shape, device: str, whole: Sequence[str], integers: bool) -> None:
         super().__init__(autowrap_functions=_MAKING)
         self._autowrap_search.append(torch)
         self.record_stack_traces = True
         self.runs: tuple[dict[str, Measure], ...] = ({}, {})
         self._shape = shape
         self._device = device
+        self._integers = integers
         self._whole = [name for name in whole if not any(other.startswith(f"{name}.") for other in whole)]
         self._running = False
         self._draws = torch.Generator().manual_seed(0)
@@ -343,6 +346,8 @@ class _Tracer(fx.Tracer):
     def _measured(self, node: fx.Node, size: int, runs: Mapping[str, Measure]) -> Measure:
         if node.op == "placeholder":
             samples = torch.rand(size, *self._shape, generator=self._draws).to(self._device)
+            if self._integers:
+                samples = samples.long()  # zeros, which every embedding has
             return Measure(samples)
         if node.op == "get_attr":
             found = operator.attrgetter(str(node.target))(self.root)

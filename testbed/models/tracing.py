@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,15 +28,20 @@ from testbed.models.tracer import BATCHES, Measure, Traced, line, plain, seeded,
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def traced(maker: Maker, shape: Shape, classes: int, units: Sequence[str] | None) -> Model:
-    """Trace, measure and cut a network; raises `InputError` naming the line that is in the way."""
-    steps = _steps(maker, trace(maker, shape, units))
+def traced(
+    maker: Maker, shape: Shape, classes: int, units: Sequence[str] | None = None, integers: bool = False
+) -> Model:
+    """Trace, measure and cut a network; raises `InputError` naming the line that is in the way.
+
+    ``integers``: it is given samples of int64 instead of float32.
+    """
+    steps = _steps(maker, trace(maker, shape, units, integers))
     cuts = _automatic(steps) if units is None else _by_hand(steps, units)
     pieces = [steps.nodes[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])]
     names = _unlike([_name(piece, steps) for piece in pieces])
     if units is not None:
         names[1:] = units[-len(cuts) :] if cuts else []
-    return _chain(maker, steps, dict(zip(names, pieces, strict=True)), shape, classes)
+    return replace(_chain(maker, steps, dict(zip(names, pieces, strict=True)), shape, classes), integers=integers)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from testbed.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from tests.helpers import ROOT
+from tests.helpers import ROOT, own_tokens
 from tests.helpers.browser import CHROMIUM, opened
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
@@ -147,6 +147,19 @@ def test_a_tensor_parallel_perceptron_answers_with_the_given_weights_on_both_clo
         assert "read from this file" in done.stdout
         (evaluation,) = json.loads((out / "metrics.json").read_text())["series"]["evaluations"]
         assert evaluation["loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_tokens_are_learnt_in_containers_as_on_the_virtual_clock(tmp_path: Path) -> None:
+    (tmp_path / "tokens.yaml").write_text(own_tokens.SCENARIO)
+    (tmp_path / "own_tokens.py").write_text((ROOT / "tests" / "helpers" / "own_tokens.py").read_text())
+    losses = {}
+    for runtime in ("emulate", "simulate"):
+        out = tmp_path / runtime
+        done = command("run", tmp_path / "tokens.yaml", "--runtime", runtime, "--out", out, "--accept-links")
+        assert done.returncode == 0, done.stdout + done.stderr
+        steps = json.loads((out / "metrics.json").read_text())["series"]["steps"]
+        losses[runtime] = [step["loss"] for step in steps]
+    assert losses["emulate"] == pytest.approx(losses["simulate"], rel=1e-5)
 
 
 @pytest.mark.timed

@@ -34,7 +34,10 @@ class Training:
         return min(self._size, self._samples)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return images (samples, channels, height, width) and labels of a step, counted from 0."""
+        """Return samples, (samples, ...), and labels, (samples,), of a step counted from 0.
+
+        Of images the samples are (samples, channels, height, width).
+        """
         import torch
 
         return torch.from_numpy(self._dataset.train_images[self._chosen(step)]), self.labels(step)
@@ -73,7 +76,7 @@ class Requests:
         return [at % there for at in wanted] if self._round else [at for at in wanted if at < there]
 
     def images(self, index: int) -> torch.Tensor:
-        """Return the images of one request, as (samples, channels, height, width)."""
+        """Return the samples of one request, (samples, ...); of images (samples, channels, height, width)."""
         import torch
 
         return torch.from_numpy(self._dataset.test_images[self.samples(index)])

@@ -11,13 +11,15 @@ import torch
 from PIL import Image
 from safetensors.numpy import save_file
 
+from controller.running.inputs import load_data
 from testbed.common.errors import InputError
 from testbed.data import load
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
+from testbed.simulation import simulate
 from testbed.workload import DataPart
-from tests.helpers import ROOT, deployed
+from tests.helpers import ROOT, deployed, own_tokens
 
 IMAGES = np.arange(40 * 12, dtype=np.uint8).reshape(40, 1, 3, 4)
 LABELS = np.arange(40) % 4
@@ -229,3 +231,42 @@ def test_a_batch_or_a_number_of_samples_beyond_the_data_is_refused_before_the_ru
         prepared("workload.data.train=20")
     with pytest.raises(InputError, match=r"workload\.data\.train: .* 31"):
         prepared("workload.data.train=31")
+
+
+def tokens(folder: Path, *changes: str):
+    """Return the scenario of tokens, ready for a runtime."""
+    (folder / "own_tokens.py").write_text((ROOT / "tests" / "helpers" / "own_tokens.py").read_text())
+    (folder / "tokens.yaml").write_text(own_tokens.SCENARIO)
+    return prepare(trials(load_scenario(folder / "tokens.yaml", changes))[0])
+
+
+def test_whole_numbers_stay_whole_for_a_network_that_takes_them(tmp_path: Path) -> None:
+    prepared = tokens(tmp_path)
+    model, data = prepared.problem.model, load_data(prepared)
+    assert (model.input, model.integers) == ((7,), True)
+    assert data.train_images.dtype == np.int64
+    for body in deployed.bodies(prepared).values():
+        assert deployed.read(body)[1].model == model
+    losses = {}
+    for method in ("single", "pipeline"):
+        outcome = simulate(tokens(tmp_path, f"workload.method={{name: {method}}}"), data)
+        assert outcome.status == "finished", outcome.error
+        losses[method] = [event.fields["loss"] for event in outcome.events if event.event == "step"]
+    assert losses["pipeline"] == pytest.approx(losses["single"], rel=1e-5)
+    assert losses["single"][-1] < losses["single"][0]
+
+
+def test_a_network_that_takes_no_whole_numbers_is_given_floats(tmp_path: Path) -> None:
+    prepared = tokens(tmp_path, "workload.model={name: mlp, hidden: [8, 8]}")
+    assert not prepared.problem.model.integers
+    data = load_data(prepared)
+    assert data.train_images.dtype == np.float32
+    outcome = simulate(prepared, data)
+    assert outcome.status == "finished", outcome.error
+
+
+def test_training_and_test_samples_have_one_type(tmp_path: Path) -> None:
+    whole = np.arange(40).reshape(10, 4)
+    np.savez(tmp_path / "mine.npz", x_train=whole, y_train=LABELS[:10], x_test=whole * 1.5, y_test=LABELS[:10])
+    found = read(tmp_path / "mine.npz")
+    assert {found.train_images.dtype.name, found.test_images.dtype.name} == {"float32"}

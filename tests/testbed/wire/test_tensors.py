@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -156,14 +157,26 @@ def test_a_data_set_travels() -> None:
     np.testing.assert_array_equal(found.test_labels, dataset().test_labels)
 
 
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 2, 2, 2)])
+@pytest.mark.parametrize("dtype", [np.float32, np.int64])
+def test_samples_of_any_shape_travel_with_their_type(shape: tuple[int, ...], dtype: type) -> None:
+    samples, labels = np.arange(5 * math.prod(shape)).reshape(5, *shape).astype(dtype), np.arange(5)
+    found = unpack(pack(Dataset("tokens", 5, samples, labels, samples[:2], labels[:2])))
+    assert found.train_images.dtype == dtype
+    np.testing.assert_array_equal(found.train_images, samples)
+    np.testing.assert_array_equal(found.test_images, samples[:2])
+
+
 @pytest.mark.parametrize(
     ("arrays", "metadata", "wrong"),
     [
         ({}, {"name": "x", "classes": "3"}, "has the arrays"),
         (None, {"name": "x"}, "a name and a number"),
         (None, {"name": "x", "classes": "many"}, "a name and a number"),
-        ({"train_labels": np.arange(4)}, None, "one label for each image"),
-        ({"train_images": np.zeros((5, 6), np.float32)}, None, "four dimensions"),
+        ({"train_labels": np.arange(4)}, None, "one label for each sample"),
+        ({"train_images": np.zeros(5, np.float32)}, None, r"\(samples, ...\)"),
+        ({"train_images": np.zeros((5, 6), np.float32)}, None, "one shape and one type"),
+        ({"train_images": np.zeros((5, 1, 2, 2), np.int64)}, None, "one shape and one type"),
         ({"test_images": np.zeros((2, 1, 2, 2), np.float32)}, None, "of one shape"),
         ({"train_labels": np.arange(5).astype(np.int32)}, None, "has the arrays"),
     ],
