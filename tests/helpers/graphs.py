@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from testbed.methods.distributed.options import DistributedOptions, PlanSettings
 from testbed.models.graph import Graph, GraphLayer
 from testbed.models.layers import Conv2d, Division, LeakyReLU, Linear, MaxPool2d, Plain, Reorganise
 from testbed.models.shapes import Shape
@@ -84,3 +85,8 @@ def chains(draw: st.DrawFn, most: int = 8) -> Graph:
             found.append(dense(index, entering, draw(st.integers(1, 40))))
         entering = found[-1].outputs
     return Graph("chain", tuple(found))
+
+
+def asked(scheme: str = "optimal", source: int = 0, samples: int = 1, **options: object) -> PlanSettings:
+    """Return what a plan of a distributed inference is asked for."""
+    return PlanSettings(DistributedOptions.model_validate({"scheme": scheme, **options}), source, samples)

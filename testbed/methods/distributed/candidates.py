@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Self
 
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.dataflow import Dataflow, dataflow
 from testbed.methods.distributed.demands import divided_weights, memory
+from testbed.methods.distributed.options import PlanSettings, SchemeName
 from testbed.methods.distributed.parts import Range, divide, proportional
-from testbed.methods.distributed.plan import DistributedPlan, Execution, LayerPlan, Tiling
+from testbed.methods.distributed.plan import DistributedPlan, LayerPlan, Tiling
 from testbed.methods.distributed.schemes import (
-    LayerPair,
-    Reuse,
     Schemes,
     WorkerTotals,
     everywhere,
@@ -96,31 +95,10 @@ def _owned(name: str, devices: Sequence[str], source: int, owners: Sequence[int]
     return DistributedPlan(scheme=name, devices=tuple(devices), source=source, layers=layers)
 
 
-SchemeName = Literal["single", "sequential", "lop", "lip", "fuse", "optimal"]
-SCHEMES: tuple[SchemeName, ...] = ("single", "sequential", "lop", "lip", "fuse", "optimal")
 MOST_TILES = 144
 """How fine a grid is looked at where a coarser one does not fit into memory."""
 _STEPS = 1000
 """Shares that memory bounds are rounded down to thousandths of what they were."""
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What is asked of a plan."""
-
-    scheme: SchemeName = "optimal"
-    """``fuse`` is LOP with fused pairs, ``optimal`` chooses LIP, too."""
-    fused: tuple[LayerPair, ...] | None = None
-    """The pairs of ``fuse``; None: those with the least communication."""
-    reuse: Reuse = "everywhere"
-    """By which formula it is one. What is sent never holds what is there already."""
-    shares: Literal["speed", "equal"] = "speed"
-    early: int | None = None
-    """How many of the first layers are tiled; None: `early_layers`."""
-    grid: tuple[int, int] | None = None
-    """Rows and columns of tiles; None: `best_tiling`."""
-    source: int = 0
-    execution: Execution = field(default_factory=Execution)
 
 
 @dataclass(frozen=True)
@@ -150,41 +128,41 @@ class Candidate:
         return self.excess(devices).get(self.fullest(devices), 0.0)
 
 
-def candidate(graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest) -> Candidate:
+def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> Candidate:
     """Return a plan that fits into the devices; where there is none, the one with the smallest shortfall.
 
     Raises:
         InputError: for layers, grids and pairs that cannot be.
     """
     names = [device.name for device in devices]
-    if request.scheme == "single":
-        return Candidate.of(dataflow(graph, alone(request.scheme, graph, names, request.source), request.execution))
-    if request.scheme == "sequential":
+    if settings.options.scheme == "single":
+        return Candidate.of(dataflow(graph, alone(settings.options.scheme, graph, names, settings.source), settings))
+    if settings.options.scheme == "sequential":
         capacities = [device.memory for device in devices]
         return Candidate.of(
-            dataflow(graph, in_a_row(request.scheme, graph, names, request.source, capacities), request.execution)
+            dataflow(graph, in_a_row(settings.options.scheme, graph, names, settings.source, capacities), settings)
         )
-    early = early_layers(graph) if request.early is None else request.early
+    early = early_layers(graph) if settings.options.early is None else settings.options.early
     check_early(graph, early)
     candidates: list[Candidate] = []
-    for tiling in _tilings(graph, devices, request, early):
-        candidates.append(_bounded(graph, devices, request, early, tiling))
+    for tiling in _tilings(graph, devices, settings, early):
+        candidates.append(_bounded(graph, devices, settings, early, tiling))
         if not candidates[-1].excess(devices):
             return candidates[-1]
     return min(candidates, key=lambda found: found.shortfall(devices))
 
 
 def _bounded(
-    graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest, early: int, tiling: Tiling | None
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int, tiling: Tiling | None
 ) -> Candidate:
     """Shrink the shares of devices that lack memory, as long as the others can take over."""
     names = [device.name for device in devices]
     caps: dict[int, Fraction] = {}
     while True:
-        shares = _shares(devices, request, caps)
-        schemes = _schemes(graph, shares, early, request)
-        plan = shared(request.scheme, graph, names, request.source, shares, schemes, tiling)
-        found = Candidate.of(dataflow(graph, plan, request.execution))
+        shares = _shares(devices, settings, caps)
+        schemes = _schemes(graph, shares, early, settings)
+        plan = shared(settings.options.scheme, graph, names, settings.source, shares, schemes, tiling)
+        found = Candidate.of(dataflow(graph, plan, settings))
         excess = found.excess(devices)
         if not excess or any(shares[index] == 0 for index in excess):
             return found
@@ -196,93 +174,97 @@ def _bounded(
             return found
 
 
-def _shares(devices: Sequence[DeviceSpec], request: PlanRequest, caps: Mapping[int, Fraction]) -> tuple[Fraction, ...]:
+def _shares(
+    devices: Sequence[DeviceSpec], settings: PlanSettings, caps: Mapping[int, Fraction]
+) -> tuple[Fraction, ...]:
     """Divide what the devices that memory bounds leave among the others, in proportion to their speed."""
     free = [index for index in range(len(devices)) if index not in caps]
-    speeds = [devices[index].speed if request.shares == "speed" else 1.0 for index in free]
+    speeds = [devices[index].speed if settings.options.shares == "speed" else 1.0 for index in free]
     rest = 1 - sum(caps.values())
     shares = {**caps, **{index: rest * share for index, share in zip(free, proportional(speeds), strict=True)}}
     return tuple(shares[index] for index in range(len(devices)))
 
 
-def _schemes(graph: Graph, shares: Sequence[Fraction], early: int, request: PlanRequest) -> Schemes:
-    if request.scheme == "lop" or request.scheme == "lip":
-        return everywhere(graph, request.scheme, early)
-    if request.scheme == "fuse" and request.fused is not None:
-        return fused(graph, request.fused, early)
-    workers = WorkerTotals.of(shares, request.source)
-    return least_communication(graph, workers, request.reuse, early, lip=request.scheme == "optimal")
+def _schemes(graph: Graph, shares: Sequence[Fraction], early: int, settings: PlanSettings) -> Schemes:
+    options, workers = settings.options, WorkerTotals.of(shares, settings.source)
+    if options.scheme == "lop" or options.scheme == "lip":
+        return everywhere(graph, options.scheme, early)
+    if options.scheme == "fuse" and options.fused is not None:
+        return fused(graph, options.fused, early)
+    return least_communication(graph, workers, options.reuse, early, lip=options.scheme == "optimal")
 
 
-def _tilings(graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest, early: int) -> Iterator[Tiling | None]:
+def _tilings(
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int
+) -> Iterator[Tiling | None]:
     """Yield the grid that is wished for; or the soonest done, then finer ones, whose tiles take less memory."""
     if not early:
         yield None
         return
-    speeds = [device.speed if request.shares == "speed" else 1.0 for device in devices]
+    speeds = [device.speed if settings.options.shares == "speed" else 1.0 for device in devices]
     layers = graph.layers[:early]
-    reuse = request.execution.overlap == "reuse"
-    if request.grid is not None:
-        yield tile(layers, *request.grid, speeds, request.source, reuse)
+    reuse = settings.options.overlap == "reuse"
+    if settings.options.grid is not None:
+        yield tile(layers, *settings.options.grid, speeds, settings.source, reuse)
         return
-    best = best_tiling(layers, speeds, request.source, reuse)
+    best = best_tiling(layers, speeds, settings.source, reuse)
     yield best
     _, height, width = layers[-1].output
     for factor in (2, 3, 4):
         rows, columns = min(factor * best.rows, height), min(factor * best.columns, width)
         if rows * columns <= MOST_TILES:
-            yield tile(layers, rows, columns, speeds, request.source, reuse)
+            yield tile(layers, rows, columns, speeds, settings.source, reuse)
 
 
 _PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)
 """Numbers of devices that are tried in the search for one that would do."""
 
 
-def fitting_plan(graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest) -> DistributedPlan:
+def fitting_plan(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> DistributedPlan:
     """Return the plan of a scheme.
 
     Raises:
         InputError: for layers, grids and pairs that cannot be, and where a device has too little memory: with the
             smallest number of devices that would do.
     """
-    found = candidate(graph, devices, request)
+    found = candidate(graph, devices, settings)
     if not found.excess(devices):
         return found.flow.plan
     fullest = found.fullest(devices)
     available = formats.size(devices[fullest].memory)
     raise InputError(
         f"{devices[fullest].name} has {available} of memory, but its part of {graph.name} by "
-        f"{request.scheme} needs {formats.size(found.needs[fullest])}: {_what_fits(graph, devices, request)}",
+        f"{settings.options.scheme} needs {formats.size(found.needs[fullest])}: {_what_fits(graph, devices, settings)}",
         ("devices", devices[fullest].name, "memory"),
     )
 
 
-def _what_fits(graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest) -> str:
+def _what_fits(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> str:
     """Name the smallest number of devices that would do, by another scheme where this one has no such number."""
-    ways: list[SchemeName] = [request.scheme] if request.scheme != "single" else []
-    if request.scheme in ("single", "sequential"):
+    ways: list[SchemeName] = [settings.options.scheme] if settings.options.scheme != "single" else []
+    if settings.options.scheme in ("single", "sequential"):
         ways.append("optimal")
     for scheme in ways:
-        count = enough_devices(graph, devices, replace(request, scheme=scheme))
+        count = enough_devices(graph, devices, settings.with_options(scheme=scheme))
         if count:
-            by = "" if scheme == request.scheme else f" by the scheme {scheme}"
+            by = "" if scheme == settings.options.scheme else f" by the scheme {scheme}"
             like = f", the added ones like {devices[-1].name}" if count > len(devices) else ""
             return f"{count} devices would do{by}{like}"
     return (
         "no number of such devices would do, for what each needs whatever its share, activations above all, is too "
-        f"much for one of them: give {devices[request.source].name} and the others more memory, or use a smaller "
+        f"much for one of them: give {devices[settings.source].name} and the others more memory, or use a smaller "
         "input, batch_size or in_flight"
     )
 
 
-def enough_devices(graph: Graph, devices: Sequence[DeviceSpec], request: PlanRequest) -> int:
+def enough_devices(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> int:
     """Return the smallest number of devices that hold a scheme; 0 where none does, up to the last of `_PROBES`.
 
     The source and the first of the others; beyond those that there are, more like the last one.
     """
-    others = [device for index, device in enumerate(devices) if index != request.source]
-    ordered = [devices[request.source], *others]
-    inner = replace(request, source=0)
+    others = [device for index, device in enumerate(devices) if index != settings.source]
+    ordered = [devices[settings.source], *others]
+    inner = replace(settings, source=0)
 
     def fits(count: int) -> bool:
         some = [*ordered[:count], *[ordered[-1]] * (count - len(ordered))]

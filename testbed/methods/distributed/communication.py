@@ -80,7 +80,7 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
     for (lender, borrower), taken in flow.overlaps.items():
         size = sum(map(flow.values, taken))
         way = [tiles[lender].device, tiles[borrower].device]
-        if flow.execution.stealing or (way[0] != way[1] and flow.way == "source"):
+        if flow.settings.options.stealing or (way[0] != way[1] and flow.way == "source"):
             way.insert(1, source)
         for leg, (one, other) in enumerate(pairwise(way)):
             if one != other:
@@ -212,7 +212,7 @@ def _in_turns(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float, flo
     layers, ends = flow.graph.layers[: flow.tiled], [0.0, 0.0]
     loads = [[Cost(), Cost()] for _ in devices]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        cost = sum(tile_costs(layers, made, flow.execution.samples), Cost())
+        cost = sum(tile_costs(layers, made, flow.settings.samples), Cost())
         loads[tile.device][is_late(tile.row, tile.column)] += cost
     for (early, late), spec in zip(loads, devices, strict=True):
         ends = [max(ends[0], spec.seconds(early)), max(ends[1], spec.seconds(early + late))]
@@ -231,7 +231,7 @@ def _phase(
     for transfer in moved:
         sender, receiver = transfer.sender, transfer.receiver
         link = links[devices[sender].name, devices[receiver].name]
-        size = 8 * transfer.wire_bytes(flow.execution.samples)
+        size = 8 * transfer.wire_bytes(flow.settings.samples)
         leg = "forwarding" if transfer.forwarded else "own" if sender == flow.plan.source else "gathering"
         delays[leg] = max(delays[leg], link.delay)
         for way in (busy["all"], busy[leg]):

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from testbed.methods.distributed.deepthings import Overlap, computed, overlaps
+from testbed.methods.distributed.options import PlanSettings
 from testbed.methods.distributed.parts import (
     NOTHING,
     Pieces,
@@ -29,7 +30,7 @@ from testbed.methods.distributed.parts import (
     shifted,
     without,
 )
-from testbed.methods.distributed.plan import DistributedPlan, Execution, Region
+from testbed.methods.distributed.plan import DistributedPlan, Region
 from testbed.models.graph import Graph, GraphLayer
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.models.slices import NONE, Slice
@@ -128,7 +129,7 @@ class Dataflow:
 
     graph: Graph
     plan: DistributedPlan
-    execution: Execution
+    settings: PlanSettings
     way: Way
     tasks: tuple[tuple[LayerTask, ...], ...]
     """By layer and device; the layers that are tiled have none."""
@@ -155,7 +156,7 @@ class Dataflow:
     def computed(self) -> tuple[tuple[Region, ...], ...]:
         """What each tile computes of each early layer's output."""
         tiling = self.plan.tiling
-        if tiling is None or self.execution.overlap == "compute":
+        if tiling is None or self.settings.options.overlap == "compute":
             return tuple(tile.regions[1:] for tile in self.plan.tiles)
         return tuple(computed(tiling, number) for number in range(len(tiling.tiles)))
 
@@ -163,7 +164,7 @@ class Dataflow:
     def overlaps(self) -> Mapping[tuple[int, int], tuple[Overlap, ...]]:
         """What tiles take of each other, by lender and borrower; it travels as one piece."""
         found: dict[tuple[int, int], tuple[Overlap, ...]] = {}
-        if self.plan.tiling is not None and self.execution.overlap == "reuse":
+        if self.plan.tiling is not None and self.settings.options.overlap == "reuse":
             for each in overlaps(self.plan.tiling):
                 pair = each.lender, each.borrower
                 found[pair] = (*found.get(pair, ()), each)
@@ -207,9 +208,9 @@ class Dataflow:
 
         By the size of a full request, so that all devices cut alike without telling each other.
         """
-        execution = self.execution
-        size = made.size * self.graph.layers[index].pixels * execution.samples * BYTES_PER_VALUE
-        count = max(1, min(execution.chunks, made.size, size // execution.least_chunk))
+        options = self.settings.options
+        size = made.size * self.graph.layers[index].pixels * self.settings.samples * BYTES_PER_VALUE
+        count = max(1, min(options.chunks, made.size, size // options.least_chunk))
         return tuple(shifted(part, made.first) for part in evenly(made.size, count)) if made.size else ()
 
     def pieces(self, value: int, device: int) -> Pieces:
@@ -266,9 +267,9 @@ class Dataflow:
             yield receiver, self.lacks(value, receiver)
 
 
-def dataflow(graph: Graph, plan: DistributedPlan, execution: Execution) -> Dataflow:
+def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dataflow:
     """Work out every device's tasks, and what it wants of what the others make."""
-    way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else execution.exchange
+    way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else settings.options.exchange
     homes: dict[int, tuple[Range, ...]] = {}
     if not plan.tiled:
         homes[INPUT] = _at_source(plan, graph.layers[0].inputs)
@@ -279,7 +280,7 @@ def dataflow(graph: Graph, plan: DistributedPlan, execution: Execution) -> Dataf
         tasks.append(tasks_of(graph, plan, way, index, homes))
         homes[index] = _made(graph.layers[index], tasks[index])
 
-    draft = Dataflow(graph, plan, execution, way, (), {}, {}, {})
+    draft = Dataflow(graph, plan, settings, way, (), {}, {}, {})
     wants: dict[int, list[Pieces]] = {value: [()] * len(plan.devices) for value in homes}
     last = {value: [INPUT - 1] * len(plan.devices) for value in homes}
 
@@ -317,7 +318,7 @@ def _made(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
 def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
     """Return what a device stores, by layer in their order. Tiled layers are whole on each device with a tile."""
     found: dict[int, Slice] = {}
-    tiles = flow.execution.stealing or any(tile.device == device for tile in flow.plan.tiles)
+    tiles = flow.settings.options.stealing or any(tile.device == device for tile in flow.plan.tiles)
     for index, layer in enumerate(flow.graph.layers):
         task, whole = flow.tasks[index][device], layer.whole
         makes = as_range(task.makes)

@@ -57,7 +57,7 @@ def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
 
 def costs(flow: Dataflow) -> list[list[Cost]]:
     """Return what a request is charged: one row a layer, one column a device; the merging of sums is left out."""
-    layers, samples = flow.graph.layers, flow.execution.samples
+    layers, samples = flow.graph.layers, flow.settings.samples
     rows = [[Cost()] * len(flow.devices) for _ in layers]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
         for row, cost in zip(rows, tiles.costs(layers[: flow.tiled], made, samples), strict=False):
@@ -92,7 +92,7 @@ def longest_path(flow: Dataflow) -> int:
 
 def memory(flow: Dataflow) -> tuple[float, ...]:
     """Return the bytes each device needs: parameters once, activations for each request under way."""
-    samples = flow.execution.in_flight * flow.execution.samples
+    samples = flow.settings.options.in_flight * flow.settings.samples
     return tuple(
         float(BYTES_PER_VALUE * (parameters(flow, device) + samples * activations(flow, device)))
         for device in flow.devices
@@ -216,7 +216,7 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
     image the inputs are parts, the image and the map that it collects.
     """
     layers, tiles = flow.graph.layers[: flow.tiled], flow.plan.tiles
-    if flow.execution.stealing:
+    if flow.settings.options.stealing:
         return _while_stealing(flow, device)
     own = [number for number, tile in enumerate(tiles) if tile.device == device]
     within = max((_within(flow, number) for number in own), default=0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from fractions import Fraction
 from itertools import permutations
 
 from pydantic import BaseModel, ConfigDict
@@ -12,14 +12,15 @@ from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.method import Alternative, Problem
-from testbed.methods.distributed.candidates import Candidate, PlanRequest, candidate, fitting_plan
-from testbed.methods.distributed.communication import interval, of_tiles, phases, transfers
+from testbed.methods.distributed.candidates import Candidate, candidate, fitting_plan
+from testbed.methods.distributed.communication import elements, interval, of_tiles, phases, transfers
 from testbed.methods.distributed.dataflow import Dataflow, dataflow
-from testbed.methods.distributed.demands import costs, memory, multiplications, parameters
-from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.distributed.plan import DistributedPlan, Execution
-from testbed.methods.distributed.scheme_figures import SchemeFigures, compare, figures, formula
-from testbed.methods.distributed.schemes import pairs_of
+from testbed.methods.distributed.demands import costs, longest_path, memory, multiplications, parameters, weights
+from testbed.methods.distributed.options import SCHEMES, DistributedOptions, PlanSettings
+from testbed.methods.distributed.parts import equal
+from testbed.methods.distributed.plan import DistributedPlan
+from testbed.methods.distributed.schemes import REUSES, Reuse, WorkerTotals, pairs_of, total
+from testbed.methods.distributed.tiles import redundant_multiplications
 from testbed.models.graph import Graph, graph_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Details, Piece, Plan
@@ -83,60 +84,75 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
             "by method.early",
             ("method", about[0]),
         )
+    described = figures(spread).model_copy(update=_savings(problem, spread))
     return Plan(
         method=method,
         lead=source,
         pieces=pieces(problem, spread),
         step_time=_step_time(problem, spread),
-        details=DistributedDetails(distributed=spread.plan, figures=_figures(problem, spread)),
+        details=DistributedDetails(distributed=spread.plan, figures=described),
     )
 
 
-def _figures(problem: Problem[DistributedOptions], spread: Dataflow) -> PlanFigures:
-    found = figures(Candidate.of(spread), problem.devices, "everywhere")
-    printed = formula(spread, "paper")
-    without = _without_reuse(problem, spread)
+def figures(flow: Dataflow) -> PlanFigures:
+    """Return the figures of a plan, but for what reuse saves."""
+    sent, graph = transfers(flow), flow.graph
+    held = tuple(weights(flow, device) for device in flow.devices)
+    communication, printed = (formula(flow, reuse) for reuse in REUSES)
     return PlanFigures(
-        weights=found.weights,
-        weights_bytes=BYTES_PER_VALUE * max(found.weights),
-        memory_bytes=max(found.memory),
-        longest_path=found.longest_path,
-        communication=found.formula,
-        communication_bytes=BYTES_PER_VALUE * found.formula,
+        weights=held,
+        weights_bytes=BYTES_PER_VALUE * max(held),
+        memory_bytes=max(memory(flow)),
+        longest_path=longest_path(flow),
+        communication=communication,
+        communication_bytes=BYTES_PER_VALUE * communication,
         communication_as_printed=printed,
         communication_as_printed_bytes=BYTES_PER_VALUE * printed,
-        elements=found.elements,
-        outputs=tuple(layer.outputs for layer in spread.graph.layers),
-        wire_bytes=found.wire_bytes,
-        messages=found.messages,
-        tile_bytes=_tile_bytes(spread),
-        saved_tile_bytes=_tile_bytes(without) - _tile_bytes(spread),
-        saved_multiplications=_of_tiles(without) - _of_tiles(spread),
+        elements=elements(sent),
+        outputs=tuple(layer.outputs for layer in graph.layers),
+        wire_bytes=sum(each.wire_bytes(flow.settings.samples) for each in sent),
+        messages=sum(len(each.messages) for each in sent),
+        tile_bytes=_tile_bytes(flow),
     )
 
 
-def _without_reuse(problem: Problem[DistributedOptions], spread: Dataflow) -> Dataflow:
-    """Return a plan with the same grid in which no tile takes anything of another."""
-    tiling = spread.plan.tiling
-    if tiling is None or not spread.overlaps:
-        return spread
-    asked = _request(problem, problem.devices)
-    alone = replace(asked, grid=(tiling.rows, tiling.columns), execution=replace(asked.execution, overlap="compute"))
-    return candidate(spread.graph, problem.devices, alone).flow
+def formula(flow: Dataflow, reuse: Reuse) -> float:
+    """Return C by the paper's formulas; of sequential layer mapping, which has none, what crosses between devices."""
+    graph, plan = flow.graph, flow.plan
+    if flow.way == "row":
+        # The result's way back is left out.
+        return float(elements([each for each in transfers(flow) if each.value != len(graph.layers) - 1]))
+    # As shares they are ratios of small numbers, of which a plan that travels as JSON keeps the nearest float.
+    shares = [Fraction(share).limit_denominator(10**9) for share in plan.shares] or equal(len(plan.devices))
+    return float(total(graph, [part.scheme for part in plan.layers], WorkerTotals.of(shares, plan.source), reuse))
 
 
-def _tile_bytes(spread: Dataflow) -> float:
-    return sum(each.wire_bytes(spread.execution.samples) for each in of_tiles(spread))
+def _savings(problem: Problem[DistributedOptions], flow: Dataflow) -> dict[str, float]:
+    """Return what reuse saves beside the same grid in which no tile takes anything of another."""
+    tiling = flow.plan.tiling
+    if tiling is None or not flow.overlaps:
+        return {}
+    grid = (tiling.rows, tiling.columns)
+    alone = settings_of(problem, problem.devices).with_options(grid=grid, overlap="compute")
+    without = candidate(flow.graph, problem.devices, alone).flow
+    return {
+        "saved_tile_bytes": _tile_bytes(without) - _tile_bytes(flow),
+        "saved_multiplications": _of_tiles(without) - _of_tiles(flow),
+    }
 
 
-def _of_tiles(spread: Dataflow) -> int:
-    return sum(sum(row) for row in multiplications(spread)[: spread.tiled])
+def _tile_bytes(flow: Dataflow) -> float:
+    return sum(each.wire_bytes(flow.settings.samples) for each in of_tiles(flow))
+
+
+def _of_tiles(flow: Dataflow) -> int:
+    return sum(sum(row) for row in multiplications(flow)[: flow.tiled])
 
 
 def distributed(problem: Problem[DistributedOptions], there: Collection[str]) -> DistributedPlan:
     """Return who does what, over the devices that are there; raises `InputError` where they are too small."""
     devices = _among(problem, there)
-    return fitting_plan(graph_of(problem.model), devices, _request(problem, devices))
+    return fitting_plan(graph_of(problem.model), devices, settings_of(problem, devices))
 
 
 def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[Piece, ...]:
@@ -166,57 +182,63 @@ def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piec
 
 def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> Dataflow:
     """Return what every device does and sends."""
-    return dataflow(graph_of(problem.model), decided, execution(problem))
-
-
-def execution(problem: Problem[DistributedOptions]) -> Execution:
-    """Return how every plan is carried out."""
-    options = problem.options
-    return Execution(
-        exchange=options.exchange,
-        samples=problem.workload.batch_size,
-        in_flight=options.in_flight,
-        chunks=options.chunks,
-        least_chunk=options.least_chunk,
-        overlap=options.overlap,
-        stealing=options.stealing,
-    )
+    settings = PlanSettings(problem.options, decided.source, problem.workload.batch_size)
+    return dataflow(graph_of(problem.model), decided, settings)
 
 
 def alternatives(problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices; those that need a link which the scenario lacks are left out."""
-    graph, request = graph_of(problem.model), _request(problem, problem.devices)
-    found = compare(graph, problem.devices, request)
-    return tuple(_alternative(problem, graph, each) for each in found if _linked(problem, each.flow))
+    found = compare(graph_of(problem.model), problem.devices, settings_of(problem, problem.devices))
+    return tuple(_alternative(problem, each) for each in found if _linked(problem, each.flow))
 
 
-def _linked(problem: Problem[DistributedOptions], spread: Dataflow) -> bool:
-    names = spread.plan.devices
-    return all((names[transfer.sender], names[transfer.receiver]) in problem.links for transfer in transfers(spread))
+def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> list[Candidate]:
+    """Return a plan of every scheme; of the one that is wished for with the pairs that are wished for.
+
+    Schemes that cannot be, e.g. since pairs do not fit, are left out. Raises `InputError` where that is the one that is
+    wished for.
+    """
+    found = []
+    for name in SCHEMES:
+        try:
+            found.append(candidate(graph, devices, settings.with_options(scheme=name)))
+        except InputError:
+            if name == settings.options.scheme:
+                raise
+    return found
 
 
-def _alternative(problem: Problem[DistributedOptions], graph: Graph, found: SchemeFigures) -> Alternative:
-    names = found.flow.plan.devices
-    pairs = [f"{one}+{other}" for one, other in pairs_of(found.schemes)]
-    lip = [str(index) for index, scheme in enumerate(found.schemes) if scheme == "lip" and found.scheme != "lip"]
+def _linked(problem: Problem[DistributedOptions], flow: Dataflow) -> bool:
+    names = flow.plan.devices
+    return all((names[transfer.sender], names[transfer.receiver]) in problem.links for transfer in transfers(flow))
+
+
+def _alternative(problem: Problem[DistributedOptions], candidate: Candidate) -> Alternative:
+    flow, plan = candidate.flow, candidate.flow.plan
+    names, layers, schemes = plan.devices, flow.graph.layers, tuple(part.scheme for part in plan.layers)
+    pairs = [f"{one}+{other}" for one, other in pairs_of(schemes)]
+    lip = [str(index) for index, scheme in enumerate(schemes) if scheme == "lip" and plan.scheme != "lip"]
     notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [f"LIP {', '.join(lip)}"] * bool(lip)
+    found = figures(flow)
     return Alternative(
-        name=found.scheme,
-        chosen=found.scheme == problem.options.scheme,
-        fits=found.fits,
+        name=plan.scheme,
+        chosen=plan.scheme == problem.options.scheme,
+        fits=not candidate.excess(problem.devices),
         weights=dict(zip(names, found.weights, strict=True)),
-        memory=dict(zip(names, found.memory, strict=True)),
+        memory=dict(zip(names, candidate.needs, strict=True)),
         longest_path=found.longest_path,
-        communication=found.formula,
+        communication=formula(flow, problem.options.reuse),
         elements=found.elements,
         wire_bytes=found.wire_bytes,
         messages=found.messages,
-        step_time=_step_time(problem, found.flow),
+        step_time=_step_time(problem, flow),
         notes="; ".join(notes),
         details={
-            "layers": {layer.name: scheme for layer, scheme in zip(graph.layers, found.schemes, strict=True)},
-            "tiled_elements": found.tiled,
-            "redundant_multiplications": found.redundant,
+            "layers": {layer.name: scheme for layer, scheme in zip(layers, schemes, strict=True)},
+            "tiled_elements": elements(of_tiles(flow)),
+            "redundant_multiplications": (
+                redundant_multiplications(layers[: plan.tiled], flow.computed) if plan.tiling else 0
+            ),
         },
     )
 
@@ -224,25 +246,18 @@ def _alternative(problem: Problem[DistributedOptions], graph: Graph, found: Sche
 def _step_time(problem: Problem[DistributedOptions], spread: Dataflow) -> float:
     """Predict the seconds from one result to the next; with one request under way, its latency."""
     devices = _among(problem, spread.plan.devices)
-    return interval(phases(spread, devices, problem.links), spread.execution.in_flight)
+    return interval(phases(spread, devices, problem.links), spread.settings.options.in_flight)
 
 
 def _among(problem: Problem[DistributedOptions], there: Collection[str]) -> list[DeviceSpec]:
     return [device for device in problem.devices if device.name in there]
 
 
-def _request(problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]) -> PlanRequest:
+def settings_of(problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]) -> PlanSettings:
+    """Return what every plan over these devices is made by."""
     options, names = problem.options, [device.name for device in devices]
-    return PlanRequest(
-        scheme=options.scheme,
-        fused=options.fused,
-        reuse=options.reuse,
-        shares=options.shares,
-        early=options.early,
-        grid=options.grid,
-        source=names.index(options.source) if options.source else 0,
-        execution=execution(problem),
-    )
+    source = names.index(options.source) if options.source else 0
+    return PlanSettings(options, source, problem.workload.batch_size)
 
 
 def _check_links(problem: Problem[DistributedOptions], source: str) -> None:

@@ -101,7 +101,7 @@ def tile_queue(flow: Dataflow, speeds: Sequence[float]) -> TileQueue:
     """Return the queue of a plan's tiles; ``speeds`` of its devices in FLOP/s."""
     layers = flow.graph.layers[: flow.tiled]
     work = [sum(multiplications(layers, made)) for made in flow.computed]
-    return TileQueue(flow.plan.tiles, work, flow.overlaps, [2.0 * flow.execution.samples / speed for speed in speeds])
+    return TileQueue(flow.plan.tiles, work, flow.overlaps, [2.0 * flow.settings.samples / speed for speed in speeds])
 
 
 class TileWork:
@@ -120,7 +120,7 @@ class TileWork:
         self._member = member
         self._flow = member.flow
         self._spread = spread
-        self._queue = tile_queue(member.flow, speeds) if member.flow.execution.stealing else None
+        self._queue = tile_queue(member.flow, speeds) if member.flow.settings.options.stealing else None
         """On the source, where idle devices steal tiles."""
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
         """By request and tile."""

@@ -52,7 +52,7 @@ def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, least_chunk
     assert sent.keys() == planned.keys()
     for pair, sizes in sent.items():
         # Message by message, each exceeds its values by its header alone.
-        values = [4 * flow.execution.samples * elements for elements in planned[pair]]
+        values = [4 * flow.settings.samples * elements for elements in planned[pair]]
         assert len(sizes) == len(values)
         assert all(0 < size - each <= ENVELOPE for size, each in zip(sorted(sizes), sorted(values), strict=True))
 

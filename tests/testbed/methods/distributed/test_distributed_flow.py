@@ -10,18 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.hardware import DeviceSpec
-from testbed.methods.distributed.candidates import PlanRequest, candidate
+from testbed.methods.distributed.candidates import candidate
 from testbed.methods.distributed.communication import elements, of_tiles, transfers
 from testbed.methods.distributed.context import Ledger
 from testbed.methods.distributed.parts import Range, both, common, divide, size, without
-from testbed.methods.distributed.plan import Execution
 from testbed.methods.distributed.tile_work import compute_tile
 from testbed.models.chain import chain
 from testbed.models.graph import graph_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d
 from testbed.models.sliced import SlicedLayer, cut
 from testbed.models.slices import NONE, Slice
-from tests.helpers.graphs import chains, yolov2
+from tests.helpers.graphs import asked, chains, yolov2
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 SCHEMES = st.sampled_from(["lop", "lip", "fuse", "optimal", "sequential", "single"])
@@ -69,14 +68,14 @@ def sent_through_the_source(graph, plan):
 @given(chains(), SPEEDS, SCHEMES, st.data())
 def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(graph, speeds, scheme, data):
     source = data.draw(st.integers(0, len(speeds) - 1))
-    found = candidate(graph, crew(speeds), PlanRequest(scheme=scheme, source=source, early=0)).flow
+    found = candidate(graph, crew(speeds), asked(scheme=scheme, source=source, early=0)).flow
     assert elements(transfers(found)) == sent_through_the_source(graph, found.plan)
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
     graph = yolov2(224)
-    found = candidate(graph, crew([1.0, 2.5, 1.0, 4.0]), PlanRequest(scheme, early=16, source=2)).flow
+    found = candidate(graph, crew([1.0, 2.5, 1.0, 4.0]), asked(scheme, early=16, source=2)).flow
     later = sent_through_the_source(graph, found.plan)
     assert elements(transfers(found)) == later + elements(of_tiles(found))
 
@@ -85,7 +84,7 @@ def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
 @given(chains(), SPEEDS, SCHEMES)
 def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(graph, speeds, scheme):
     for exchange in ("source", "direct"):
-        found = candidate(graph, crew(speeds), PlanRequest(scheme=scheme, early=0, execution=Execution(exchange))).flow
+        found = candidate(graph, crew(speeds), asked(scheme=scheme, early=0, exchange=exchange)).flow
         for value, homes in found.homes.items():
             if value < 0 or not found.graph.layers[value].joins:
                 assert sum(home.size for home in homes) == graph.outputs_of(value)
@@ -173,7 +172,7 @@ def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
     parts = [SlicedLayer(layer, layer.whole, module.state_dict()) for layer in early]
     ledger, found = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
     grid = (min(rows, whole.shape[2]), min(columns, whole.shape[3]))
-    flow = candidate(graph, crew([1.0]), PlanRequest("lop", early=3, grid=grid)).flow
+    flow = candidate(graph, crew([1.0]), asked("lop", early=3, grid=grid)).flow
     for number, each in enumerate(flow.plan.tiles):
         first, last = each.regions[0], each.regions[-1]
         region = inputs[:, :, first.top : first.bottom, first.left : first.right]

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.methods.distributed.candidates import SCHEMES, PlanRequest, SchemeName, enough_devices, fitting_plan
+from testbed.methods.distributed.candidates import enough_devices, fitting_plan
 from testbed.methods.distributed.communication import Transfer, elements, of_tiles, transfers
 from testbed.methods.distributed.dataflow import Dataflow, dataflow
 from testbed.methods.distributed.demands import activations, longest_path, memory, multiplications, parameters, weights
-from testbed.methods.distributed.plan import DistributedPlan, Execution
-from testbed.methods.distributed.scheme_figures import compare
+from testbed.methods.distributed.options import SCHEMES, PlanSettings, SchemeName
+from testbed.methods.distributed.plan import DistributedPlan
+from testbed.methods.distributed.planner import compare, figures
 from testbed.methods.distributed.schemes import WorkerTotals, total
 from testbed.models import create
 from testbed.models.chain import chain
@@ -24,7 +25,7 @@ from testbed.models.graph import Graph, graph_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual
 from testbed.models.shapes import INPUT
 from testbed.wire.framing import wire_bytes
-from tests.helpers.graphs import FOUR_LAYERS, chains, yolov2
+from tests.helpers.graphs import FOUR_LAYERS, asked, chains, yolov2
 
 YOLO = yolov2()
 HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16
@@ -38,12 +39,12 @@ def even(count: int, memory: float = 4e9) -> list[DeviceSpec]:
     return devices(*[1e9] * count, memory=memory)
 
 
-def planned(graph: Graph, crew: list[DeviceSpec], request: PlanRequest) -> Dataflow:
+def planned(graph: Graph, crew: list[DeviceSpec], request: PlanSettings) -> Dataflow:
     """Return a plan as it is carried out."""
-    return dataflow(graph, fitting_plan(graph, crew, request), request.execution)
+    return dataflow(graph, fitting_plan(graph, crew, request), request)
 
 
-def figures(found: Dataflow) -> tuple[tuple[int, ...], int, int]:
+def counted(found: Dataflow) -> tuple[tuple[int, ...], int, int]:
     return held(found), longest_path(found), elements(transfers(found))
 
 
@@ -54,21 +55,21 @@ def held(found: Dataflow) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (PlanRequest("single"), ((240, 0), 240, 0)),
-        (PlanRequest("lop"), ((120, 120), 120, 34)),
-        (PlanRequest("lip"), ((120, 120), 120, 48)),
-        (PlanRequest("fuse", fused=((0, 1), (2, 3))), ((120, 120), 120, 40)),
-        (PlanRequest("fuse"), ((120, 120), 120, 22)),
-        (PlanRequest("optimal"), ((120, 120), 120, 22)),
+        (asked("single"), ((240, 0), 240, 0)),
+        (asked("lop"), ((120, 120), 120, 34)),
+        (asked("lip"), ((120, 120), 120, 48)),
+        (asked("fuse", fused=((0, 1), (2, 3))), ((120, 120), 120, 40)),
+        (asked("fuse"), ((120, 120), 120, 22)),
+        (asked("optimal"), ((120, 120), 120, 22)),
     ],
 )
-def test_the_four_layer_example_is_the_papers(wanted: PlanRequest, expected: tuple[tuple[int, int], int, int]) -> None:
-    assert figures(planned(FOUR_LAYERS, even(2), wanted)) == expected
+def test_the_four_layer_example_is_the_papers(wanted: PlanSettings, expected: tuple[tuple[int, int], int, int]) -> None:
+    assert counted(planned(FOUR_LAYERS, even(2), wanted)) == expected
 
 
 def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_returns_the_result() -> None:
-    found = planned(FOUR_LAYERS, even(2), PlanRequest("sequential"))
-    assert figures(found)[:2] == ((160, 80), 240)
+    found = planned(FOUR_LAYERS, even(2), asked("sequential"))
+    assert counted(found)[:2] == ((160, 80), 240)
     assert transfers(found) == (Transfer(0, 1, 1, (16,)), Transfer(1, 0, 3, (4,)))
 
 
@@ -76,7 +77,7 @@ def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_ret
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(scheme: SchemeName, count: int) -> None:
     graph = graph_of(create("mlp", {"hidden": [64, 128, 32, 64]}, (1, 8, 8), 16))
-    found = planned(graph, even(count), PlanRequest(scheme))
+    found = planned(graph, even(count), asked(scheme))
     schemes = [part.scheme for part in found.plan.layers]
     assert elements(transfers(found)) == total(graph, schemes, WorkerTotals.equal(count))
 
@@ -88,7 +89,7 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
 ) -> None:
     scheme = data.draw(st.sampled_from(SCHEMES))
     source = data.draw(st.integers(0, len(speeds) - 1))
-    found = fitting_plan(graph, devices(*speeds), PlanRequest(scheme, source=source))
+    found = fitting_plan(graph, devices(*speeds), asked(scheme, source=source))
     assert DistributedPlan.model_validate_json(found.model_dump_json()) == found
     for index, (layer, part) in enumerate(zip(graph.layers, found.layers, strict=True)):
         ranges = part.outputs or part.inputs
@@ -99,7 +100,7 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
         if part.scheme == "fuse2":
             assert part.inputs == found.layers[index - 1].outputs
     for exchange in ("source", "direct"):
-        spread = dataflow(graph, found, Execution(exchange))
+        spread = dataflow(graph, found, asked(exchange=exchange))
         assert sum(held(spread)) == graph.weights
         assert sum(parameters(spread, device) for device in spread.devices) == sum(
             each.parameters for each in graph.layers
@@ -113,7 +114,7 @@ def test_weights_per_device_fall_as_one_over_n(count: int) -> None:
     early = sum(layer.weights for layer in YOLO.layers[:16])
     split = sum(layer.weights for layer in later)
     for scheme in ("lop", "fuse", "optimal"):
-        found = planned(YOLO, even(count), PlanRequest(scheme))
+        found = planned(YOLO, even(count), asked(scheme))
         for device, stored in enumerate(held(found)):
             assert stored == pytest.approx(
                 early * any(tile.device == device for tile in found.plan.tiles) + split / count, rel=0.02
@@ -121,19 +122,19 @@ def test_weights_per_device_fall_as_one_over_n(count: int) -> None:
 
 
 def test_memory_of_the_weights_is_that_of_table_1_where_all_layers_are_divided() -> None:
-    found = [max(held(planned(YOLO, even(count), PlanRequest("lop", early=0)))) for count in (1, 3, 5, 6, 7)]
+    found = [max(held(planned(YOLO, even(count), asked("lop", early=0)))) for count in (1, 3, 5, 6, 7)]
     assert [round(4 * most / 1e6) for most in found] == [204, 68, 41, 34, 29]
 
 
 def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
-    found = fitting_plan(YOLO, even(6), PlanRequest("fuse"))
+    found = fitting_plan(YOLO, even(6), asked("fuse"))
     assert found.tiling is not None
     assert len(found.tiling.tiles[0].regions) == 17
     assert {tile.device for tile in found.tiling.tiles} == set(range(6))
     fused = [index for index, part in enumerate(found.layers) if part.scheme == "fuse1"]
     assert fused == [18, 20, 23, 29]
     # Of the layers from 16 on, up to the rounding to whole channels, that is C of FUSE2: 67.3 MiB.
-    spread = dataflow(YOLO, found, Execution())
+    spread = dataflow(YOLO, found, asked())
     later = elements(transfers(spread)) - elements(of_tiles(spread))
     assert 4 * later / 2**20 == pytest.approx(67.26, rel=2e-3)
 
@@ -142,14 +143,14 @@ def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
 def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms() -> None:
     def seconds() -> float:
         start = time.perf_counter()
-        fitting_plan(YOLO, even(6), PlanRequest())
+        fitting_plan(YOLO, even(6), asked())
         return time.perf_counter() - start
 
     assert min(seconds() for _ in range(3)) < 0.1
 
 
 def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
-    found = planned(YOLO, even(4), PlanRequest(grid=(2, 2), source=1))
+    found = planned(YOLO, even(4), asked(grid=(2, 2), source=1))
     elsewhere = [tile for tile in found.plan.tiles if tile.device != 1]
     assert set(of_tiles(found)) == {
         *(Transfer(1, tile.device, INPUT, (3 * tile.regions[0].pixels,)) for tile in elsewhere),
@@ -160,24 +161,22 @@ def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
 
 
 def test_bytes_on_the_wire_are_those_of_every_message() -> None:
-    found = transfers(planned(FOUR_LAYERS, even(2), PlanRequest("lop")))
+    found = transfers(planned(FOUR_LAYERS, even(2), asked("lop")))
     assert [len(each.messages) for each in found] == [1] * 8
     assert all(each.wire_bytes(3) == wire_bytes(3 * 4 * each.elements + 320) for each in found)
     graph = graph_of(create("mlp", {"hidden": [1000]}, (1, 8, 8), 10))
-    some = Execution(samples=2, chunks=3, least_chunk=1)
-    first, *_ = (
-        each for each in transfers(planned(graph, even(2), PlanRequest("lop", execution=some))) if each.value == 0
-    )
+    some = {"samples": 2, "chunks": 3, "least_chunk": 1}
+    first, *_ = (each for each in transfers(planned(graph, even(2), asked("lop", **some))) if each.value == 0)
     assert sorted(first.messages) == [166, 167, 167]
     assert first.wire_bytes(2) == sum(wire_bytes(2 * 4 * each + 320) for each in first.messages)
 
 
 def test_shares_follow_speed() -> None:
     graph = graph_of(create("mlp", {"hidden": [120, 60]}, (1, 8, 8), 12))
-    found = fitting_plan(graph, devices(3e9, 1e9, 2e9), PlanRequest("lop"))
+    found = fitting_plan(graph, devices(3e9, 1e9, 2e9), asked("lop"))
     assert [each.size for each in found.layers[0].outputs] == [60, 20, 40]
     assert [each.size for each in found.layers[2].outputs] == [6, 2, 4]
-    found = fitting_plan(graph, devices(3e9, 1e9, 2e9), PlanRequest("lop", shares="equal"))
+    found = fitting_plan(graph, devices(3e9, 1e9, 2e9), asked("lop", shares="equal"))
     assert [each.size for each in found.layers[0].outputs] == [40, 40, 40]
 
 
@@ -185,7 +184,7 @@ def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> 
     graph = graph_of(create("mlp", {"hidden": [1000, 1000, 1000]}, (1, 8, 8), 10))
     crew = [DeviceSpec("small", 8e9, 1e6), DeviceSpec("b", 2e9, 1e9), DeviceSpec("c", 1e9, 1e9)]
     for scheme in ("lop", "optimal"):
-        spread = planned(graph, crew, PlanRequest(scheme, source=1))
+        spread = planned(graph, crew, asked(scheme, source=1))
         assert 0.95e6 < memory(spread)[0] <= 1e6
         found = spread.plan.layers[1]
         sizes = [each.size for each in (found.outputs or found.inputs)]
@@ -200,7 +199,7 @@ def test_a_plan_fits_or_is_refused(graph: Graph, kinds: list[tuple[float, float]
     crew = [DeviceSpec(f"d{index}", speed, memory) for index, (speed, memory) in enumerate(kinds)]
     for scheme in ("lop", "optimal"):
         try:
-            found = planned(graph, crew, PlanRequest(scheme))
+            found = planned(graph, crew, asked(scheme))
         except InputError:
             continue
         assert all(need <= device.memory for need, device in zip(memory(found), crew, strict=True))
@@ -213,17 +212,17 @@ def test_a_plan_too_large_is_refused_with_a_number_of_devices_that_is_indeed_the
 ) -> None:
     graph = graph_of(create(name, {}, (3, 224, 224), 0))
     with pytest.raises(InputError, match=r"d\d has \d+ MB of memory, .* needs .* would do") as caught:
-        fitting_plan(graph, even(2, memory=memory), PlanRequest(scheme))
+        fitting_plan(graph, even(2, memory=memory), asked(scheme))
     count = int(str(caught.value).partition(" devices would do")[0].rpartition(" ")[2])
     scheme = "optimal" if "by the scheme optimal" in str(caught.value) else scheme
-    assert fitting_plan(graph, even(count, memory=memory), PlanRequest(scheme))
+    assert fitting_plan(graph, even(count, memory=memory), asked(scheme))
     for fewer in range(1, count):
         with pytest.raises(InputError):
-            fitting_plan(graph, even(fewer, memory=memory), PlanRequest(scheme))
+            fitting_plan(graph, even(fewer, memory=memory), asked(scheme))
 
 
 def test_a_finer_grid_is_used_where_tiles_take_too_much_memory() -> None:
-    coarse, fine = (fitting_plan(YOLO, even(6, memory=memory), PlanRequest()).tiling for memory in (80e6, 60e6))
+    coarse, fine = (fitting_plan(YOLO, even(6, memory=memory), asked()).tiling for memory in (80e6, 60e6))
     assert coarse is not None
     assert fine is not None
     assert (fine.rows, fine.columns) == (2 * coarse.rows, 2 * coarse.columns)
@@ -231,13 +230,13 @@ def test_a_finer_grid_is_used_where_tiles_take_too_much_memory() -> None:
 
 def test_no_number_of_devices_helps_where_activations_alone_are_too_much() -> None:
     with pytest.raises(InputError, match=r"no number of such devices would do.*smaller input"):
-        fitting_plan(YOLO, even(3, memory=10e6), PlanRequest())
-    assert enough_devices(YOLO, even(3, memory=10e6), PlanRequest()) == 0
+        fitting_plan(YOLO, even(3, memory=10e6), asked())
+    assert enough_devices(YOLO, even(3, memory=10e6), asked()) == 0
 
 
 def test_activations_are_what_each_device_holds_at_its_widest_layer() -> None:
-    def most(scheme: SchemeName, count: int = 2, **execution: Any) -> tuple[int, ...]:
-        found = planned(FOUR_LAYERS, even(count), PlanRequest(scheme, execution=Execution(**execution)))
+    def most(scheme: SchemeName, count: int = 2, **options: Any) -> tuple[int, ...]:
+        found = planned(FOUR_LAYERS, even(count), asked(scheme, **options))
         return tuple(activations(found, device) for device in found.devices)
 
     # The layer from 8 to 16, done from 4 inputs before the others come: 8 sums, then 8 outputs, and 8 of the others.
@@ -292,8 +291,9 @@ def test_layers_of_one_unit_are_described_apart_with_what_follows_each_value_by_
 
 
 def test_figures_of_all_schemes_beside_each_other() -> None:
-    found = {each.scheme: each for each in compare(FOUR_LAYERS, even(2, memory=900.0), PlanRequest())}
-    assert {name: (max(each.weights), each.longest_path, each.formula) for name, each in found.items()} == {
+    found = {each.flow.plan.scheme: each for each in compare(FOUR_LAYERS, even(2, memory=900.0), asked())}
+    described = {name: figures(each.flow) for name, each in found.items()}
+    assert {name: (max(each.weights), each.longest_path, each.communication) for name, each in described.items()} == {
         "single": (240, 240, 0),
         "sequential": (160, 240, 16),
         "lop": (120, 120, 34),
@@ -301,6 +301,6 @@ def test_figures_of_all_schemes_beside_each_other() -> None:
         "fuse": (120, 120, 22),
         "optimal": (120, 120, 22),
     }
-    assert [name for name, each in found.items() if not each.fits] == ["single"]
-    assert found["sequential"].elements == 20
-    assert found["optimal"].schemes == ("lop", "fuse1", "fuse2", "lop")
+    assert [name for name, each in found.items() if each.excess(even(2, memory=900.0))] == ["single"]
+    assert described["sequential"].elements == 20
+    assert [part.scheme for part in found["optimal"].flow.plan.layers] == ["lop", "fuse1", "fuse2", "lop"]

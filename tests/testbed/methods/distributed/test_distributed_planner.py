@@ -12,11 +12,10 @@ from controller.cli.plan import _print_alternatives
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.method import Problem
-from testbed.methods.distributed.candidates import PlanRequest, fitting_plan
+from testbed.methods.distributed.candidates import fitting_plan
 from testbed.methods.distributed.communication import interval, overlapped, phases
 from testbed.methods.distributed.dataflow import dataflow
 from testbed.methods.distributed.options import DistributedOptions
-from testbed.methods.distributed.plan import Execution
 from testbed.methods.distributed.planner import DistributedDetails, alternatives, over, plan
 from testbed.models import create
 from testbed.network.link import Link
@@ -24,7 +23,7 @@ from testbed.plan import Plan
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import ENVELOPE
 from testbed.workload import WorkloadPart
-from tests.helpers.graphs import FOUR_LAYERS
+from tests.helpers.graphs import FOUR_LAYERS, asked
 
 
 def problem(options: dict[str, Any] | None = None, memory: float = 1e9, count: int = 3, mesh: bool = True) -> Problem:
@@ -67,13 +66,11 @@ def test_the_time_of_a_request_is_computing_or_sending_phase_by_phase() -> None:
     for work, sent, returned in zip((1.6, 6.4, 3.2), there[1:], back, strict=False):
         expected += work + max(sent / 4000 + 0.5, returned / 2000 + 0.25)
     expected += 0.8 + back[3] / 2000 + 0.25
-    divided = phases(
-        dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, PlanRequest("lop")), Execution()), crew, links
-    )
+    divided = phases(dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("lop")), asked()), crew, links)
     assert overlapped(divided) == pytest.approx(expected)
     assert interval(divided) == overlapped(divided)
     assert interval(divided, in_flight=9) == pytest.approx(max(12, sum(phase.network for phase in divided)))
-    alone = dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, PlanRequest("single")), Execution())
+    alone = dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("single")), asked())
     assert interval(phases(alone, crew, links)) == 24
 
 

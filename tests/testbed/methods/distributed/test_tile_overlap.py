@@ -8,22 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.hardware import DeviceSpec
-from testbed.methods.distributed.candidates import PlanRequest, candidate
+from testbed.methods.distributed.candidates import candidate
 from testbed.methods.distributed.communication import elements, of_tiles, overlapped, phases, transfers
 from testbed.methods.distributed.context import Ledger
 from testbed.methods.distributed.deepthings import is_late
 from testbed.methods.distributed.demands import memory, multiplications
-from testbed.methods.distributed.plan import Execution, Region
+from testbed.methods.distributed.plan import Region
 from testbed.methods.distributed.tile_work import compute_tile
 from testbed.methods.distributed.tiles import redundant_multiplications
 from testbed.models.graph import Graph, GraphLayer
 from testbed.trace.metrics import metrics
-from tests.helpers.graphs import yolov2
+from tests.helpers.graphs import asked, yolov2
 from tests.helpers.inferences import CNN, distributed, infer
 from tests.helpers.runs import of
 from tests.testbed.methods.distributed.test_distributed_tiles import compute, cut, early, window
 
-REUSE = Execution(overlap="reuse")
+REUSE = {"overlap": "reuse"}
 YOLO = yolov2()
 
 
@@ -42,8 +42,8 @@ def crew(count: int) -> list[DeviceSpec]:
     return [DeviceSpec(f"d{index}", 1e9, 1e12) for index in range(count)]
 
 
-def flow_of(layers, rows, columns, devices=1, execution=REUSE):
-    request = PlanRequest("lop", early=len(layers), grid=(rows, columns), execution=execution)
+def flow_of(layers, rows, columns, devices=1, options=REUSE):
+    request = asked("lop", early=len(layers), grid=(rows, columns), **options)
     return candidate(Graph("n", tuple(layers)), crew(devices), request).flow
 
 
@@ -102,8 +102,8 @@ def _inside(one: Region, other: Region) -> bool:
 def test_what_yolov2_saves_on_six_devices() -> None:
     """At 16 layers and 3x4 tiles: two thirds more multiplications become a tenth, and fewer elements are sent."""
     figures = []
-    for execution in (Execution("direct"), Execution("direct", overlap="reuse"), Execution(overlap="reuse")):
-        flow = candidate(YOLO, crew(6), PlanRequest("lop", early=16, grid=(3, 4), execution=execution)).flow
+    for options in ({"exchange": "direct"}, {"exchange": "direct", "overlap": "reuse"}, {"overlap": "reuse"}):
+        flow = candidate(YOLO, crew(6), asked("lop", early=16, grid=(3, 4), **options)).flow
         redundant = redundant_multiplications(YOLO.layers[:16], flow.computed) / YOLO.multiplications
         figures.append((redundant, elements(of_tiles(flow))))
     (plain, all_), (direct, saved), (through, less) = figures

@@ -5,7 +5,6 @@ import pytest
 from testbed.common.errors import InputError
 from testbed.methods.distributed.demands import memory
 from testbed.methods.distributed.figures import DECLARED
-from testbed.methods.distributed.plan import Execution
 from testbed.methods.distributed.tile_work import tile_queue
 from testbed.models import create
 from testbed.models.graph import graph_of
@@ -19,7 +18,7 @@ SLOW = {"throttle": {"device": "worker1", "slowdown": 20}, "at": "0s"}
 
 
 def queue(rows, columns, devices=2, overlap="compute"):
-    flow = flow_of(LAYERS, rows, columns, devices, Execution(overlap=overlap, stealing=True))
+    flow = flow_of(LAYERS, rows, columns, devices, {"overlap": overlap, "stealing": True})
     return flow, tile_queue(flow, [each.speed for each in crew(devices)])
 
 
