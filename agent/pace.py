@@ -18,8 +18,8 @@ LOAD = 0.1
 """Share of its charge for which work really computes, as torch does for small layers."""
 
 
-def spin(seconds: float) -> None:
-    """Hold the processor."""
+def busy_wait(seconds: float) -> None:
+    """Keep the processor busy for some seconds of processor time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
@@ -42,7 +42,7 @@ def measure(charges: list[float], seconds: float) -> dict[str, Any]:
             else:
                 over.set()
 
-        processors.put(lambda: spin(charge * LOAD), fixed(charge), lambda _: True, end, ready)
+        processors.put(lambda: busy_wait(charge * LOAD), fixed(charge), lambda _: True, end, ready)
 
     put(0, began)
     over.wait()

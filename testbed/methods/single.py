@@ -13,7 +13,7 @@ from testbed.device import Device, Span
 from testbed.kits.layers import costs
 from testbed.kits.layers.answers import Answers
 from testbed.kits.layers.feed import Requests, Training
-from testbed.kits.layers.score import Score, told
+from testbed.kits.layers.score import Score, loss_fields
 from testbed.kits.layers.shape_shard import ShapeShard
 from testbed.kits.layers.shape_shard import shard as make
 from testbed.kits.layers.shard import Shard, weights_of
@@ -98,7 +98,7 @@ async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shar
         loss = await device.compute(forward, costs.forward(units, samples), Span("forward", step))
         await device.compute(backward, costs.backward(units, samples), Span("backward", step))
         await device.compute(shard.update, costs.update(units, optimizer), Span("update", step))
-        device.record("step", step=step, samples=samples, **told(loss))
+        device.record("step", step=step, samples=samples, **loss_fields(loss))
 
     score = Score()
     requests = Requests(dataset, problem.workload.batch_size)

@@ -32,22 +32,22 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 Gradients = dict[str, torch.Tensor]
-"""By parameter."""
+"""Gradients by the name of their parameter, each of its shape."""
 
 
 class _Step(Protocol):
     """One computation that waits for its gradient."""
 
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-        """Return the gradients of what entered and of the parameters, as they were."""
+        """Return the gradients of what entered, (samples, elements), and of the parameters as they were then."""
 
     def learn(self, gradient: torch.Tensor) -> Gradients:
-        """Return those of the parameters alone."""
+        """Return the gradients of the parameters alone."""
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """By autograd."""
+    """Any layer, whose gradients autograd computes."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
@@ -72,7 +72,7 @@ class _Recorded:
 
 @dataclass(frozen=True)
 class _Dense:
-    """In closed form."""
+    """A fully connected layer, whose gradients are computed in closed form."""
 
     step: DenseStep
     weight: str

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 
-def told(loss: float) -> dict[str, float]:
-    """Return a loss as an event has it; nothing where nothing was computed."""
+def loss_fields(loss: float) -> dict[str, float]:
+    """Return the fields of an event for a loss; none for nan, the loss of what was not computed."""
     return {} if math.isnan(loss) else {"loss": loss}
 
 

@@ -68,7 +68,12 @@ class Shard:
         """Forwards that are done again, this time keeping what backward needs, just before their backward."""
 
     def forward(self, key: Hashable, inputs: torch.Tensor, version: int | None = None) -> torch.Tensor:
-        """Return the outputs for a micro-batch, keeping what its `backward` needs."""
+        """Return the outputs for a micro-batch, keeping what its `backward` needs.
+
+        ``inputs`` is (samples, ...) of the shape that the cut before ``first`` has (`Model.crossing`; several tensors
+        flattened and joined, (samples, values)), the result likewise of the cut before ``last``. ``version``: which
+        weights to compute with, in asynchronous training; None: the newest.
+        """
         inputs = inputs.detach().requires_grad_(self.first > 0)
         outputs = self._train(key, inputs, version)
         self._kept[key] = (inputs, outputs)
@@ -98,6 +103,7 @@ class Shard:
     ) -> float:
         """Forward through the model's end; return this micro-batch's part of the batch's mean cross-entropy.
 
+        ``inputs`` is as in `forward`, ``labels`` (samples,) of classes from 0.
         ``samples`` is the size of the whole batch: each part weighs as many samples as it has, so the parts add up
         to the mean, and their gradients to its gradient, however unevenly the batch was split.
         """
@@ -112,7 +118,8 @@ class Shard:
     def backward(self, key: Hashable, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
         """Add up the gradients of a micro-batch; return the gradient of its inputs, None at the model's begin.
 
-        ``gradient`` is that of the outputs; None where the forward computed the loss.
+        ``gradient`` is that of the outputs and of their shape, the result of the inputs' shape. None where the forward
+        computed the loss. Raises KeyError for a key whose forward was not done, or whose backward already was.
         """
         if key in self._postponed:
             self._postponed.pop(key)()
@@ -144,7 +151,7 @@ class Shard:
         self.versions.forget(oldest_needed)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs in evaluation mode, keeping nothing."""
+        """Return the outputs in evaluation mode, keeping nothing; shapes are those of `forward`."""
         import torch
 
         self.versions.use(self.versions.newest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from testbed.data.batches import micro_batches
 from testbed.kits.layers.feed import Requests, Training
-from testbed.kits.layers.score import told
+from testbed.kits.layers.score import loss_fields
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.checkpointing import FromCheckpoint
 from testbed.kits.pipeline.forwarding import evaluate
@@ -78,7 +78,7 @@ class SynchronousTrainer:
         self._reports[report.kind] = report
         loss = self._reports.get(Loss.kind)
         if loss is not None and loss.loss is not None and len(self._reports) == 2:
-            fields = {"step": loss.batch, "samples": self._training.samples, **told(loss.loss)}
+            fields = {"step": loss.batch, "samples": self._training.samples, **loss_fields(loss.loss)}
             self._supervisor.device.record("step", **fields)
             self._supervisor.progress += 1
 
@@ -195,7 +195,7 @@ class AsynchronousTrainer:
         assert updated.loss is not None
         batch = updated.batch
         self._partitioner.observe(self._recovery.partition, updated.times)
-        self._device.record("step", step=batch, samples=self._training.samples, **told(updated.loss))
+        self._device.record("step", step=batch, samples=self._training.samples, **loss_fields(updated.loss))
         self._done = batch + 1
         self._supervisor.progress = max(self._supervisor.progress, self._done)
         if self._recovery.recovering:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from testbed.device import Cost, Device, Span
 from testbed.kits.layers.feed import Requests
-from testbed.kits.layers.score import Score, told
+from testbed.kits.layers.score import Score, loss_fields
 from testbed.kits.layers.shard import State, restrict
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.rounds.averaging import average
@@ -179,4 +179,4 @@ class Server:
         duration = self._device.now() - start
         self._device.record("round", round=number, start=start, duration=duration, samples=samples)
         loss = sum(each.loss * each.samples for each in trained) / sum(samples.values())
-        self._device.record("step", step=number, samples=sum(samples.values()), **told(loss))
+        self._device.record("step", step=number, samples=sum(samples.values()), **loss_fields(loss))

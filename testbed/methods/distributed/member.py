@@ -88,9 +88,9 @@ class InferenceMember:
         tiles = self._tiles
         self._handle(TileInput, self._take_tile)
         self._handle(
-            TileOverlap, lambda told: tiles.take_overlap(told.request, told.lender, told.borrower, told.tensor)
+            TileOverlap, lambda lent: tiles.take_overlap(lent.request, lent.lender, lent.borrower, lent.tensor)
         )
-        self._handle(TileOutput, lambda told: tiles.place(told.request, told.tile, told.tensor, told.sender))
+        self._handle(TileOutput, lambda made: tiles.place(made.request, made.tile, made.tensor, made.sender))
 
     def _begin(self, number: int, images: torch.Tensor) -> None:
         """Spread a request's images; on the source."""
