@@ -86,6 +86,8 @@ def _text(file: Path, named: str, key: Key) -> tuple[str, str]:
         ) from None
     # By its content: two files of one name are two modules, and a file that was edited is another one.
     module = f"{key[0]}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if _IMPORTER.files.get(module, named) != named:
+        sys.modules.pop(module, None)  # compiled under another file's name, which errors would be looked for in
     _IMPORTER.files[module] = named
     return module, text
 

@@ -299,3 +299,11 @@ def test_a_model_travels_as_text(tmp_path: Path) -> None:
     (tmp_path / "net.py").unlink()
     for body in given.values():
         assert read(body)[1].model == prepared.problem.model
+
+
+def test_of_two_files_with_one_text_each_is_named(tmp_path: Path) -> None:
+    text = "class Net(nn.Module):\n    def forward(self, x):\n        return x.flatten(1)[:, :10].add_(1)\n"
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+        with pytest.raises(InputError, match=rf"{folder.name}/net.py:6: .add_\(\) changes a tensor in place"):
+            own("Net", written(folder, text))
