@@ -11,10 +11,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from controller.report import radiomap
-from controller.report.curves import FEW
 from controller.report.declared import Drawn, curves, head
 from controller.report.grouping import describe, group_links, measured
-from controller.report.plots import SERIES, Axis, Draw, Line, Window, inline, line_plot, stacked_plot
+from controller.report.plots import FEW, SERIES, Axis, Draw, Line, Window, inline, line_plot, stacked_plot
 from controller.report.sections import expected, holdings, sections
 from controller.report.terminal import VERDICTS
 from controller.report.timeline import shaded, timeline

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from controller.report.curves import BAND, curve, mean_line
+from controller.report.comparison import BAND, curve, mean_line
 from controller.report.html import environment
 from controller.report.plots import (
     SERIES,

@@ -60,6 +60,8 @@ _STEPS = (1, 2, 2.5, 5, 10)
 """Between the ticks of an axis, times a power of ten."""
 MOST_POINTS = 1500
 """Points drawn of a line: more than pixels across add weight, not detail."""
+FEW = 60
+"""Points of a line that can be told apart: each gets a mark."""
 MOST_LETTERS = 60
 """Of a name in the legend."""
 AXIS_LETTERS, BESIDE_LETTERS = 9, 16

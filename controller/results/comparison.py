@@ -156,7 +156,7 @@ def _warnings(
     tasks = {run.trial.scenario.workload.task for run in runs}
     unlike = "program" in tasks and len(tasks) > 1
     if unlike:
-        yield "some run programs of one's own and some a method: that the workloads are the same is yours to see to"
+        yield "some run programs of one's own and some a method: check that the workloads match"
     for key, values in differences.items():
         asked = any(key == other or key.startswith(f"{other}.") for other in swept) or (key == "seed" and repeated)
         if not asked and not (unlike and key.startswith("workload.")):

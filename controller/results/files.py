@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from controller.results.declared import declared_in
 from controller.results.manifest import RUNNING
-from controller.results.recorder import beside_its_code, scenario_yaml
+from controller.results.recorder import scenario_yaml, with_local_sources
 from controller.results.run import Run
 from testbed.common.errors import InputError
 from testbed.plan import Plan
@@ -123,7 +123,7 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
         if not place.exists():
             continue
         run = load_figures(place)
-        if scenario_yaml(run.trial.scenario) != scenario_yaml(beside_its_code(trial.scenario)[0]):
+        if scenario_yaml(run.trial.scenario) != scenario_yaml(with_local_sources(trial.scenario)[0]):
             raise InputError(f"{place}: is a run of another scenario: resume with the one that it was begun with")
         if run.outcome.status == "finished":
             found[number] = run

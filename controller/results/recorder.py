@@ -79,7 +79,7 @@ class Recorder:
                 raise _taken(folder) from None
             self._manifest = manifest(trial, runtime, weights)
             self._manifest_file(self._manifest)
-            scenario, sources = beside_its_code(trial.scenario)
+            scenario, sources = with_local_sources(trial.scenario)
             for name, text in {"scenario.yaml": scenario_yaml(scenario), **sources}.items():
                 (self.path / name).write_text(text, encoding="utf-8")
             keep(self.path, trial, self._declared, {})
@@ -180,7 +180,7 @@ def scenario_yaml(scenario: Scenario) -> str:
     return text.getvalue()
 
 
-def beside_its_code(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
+def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
     """Return the scenario as it can lie beside the Python files that it names, and their texts by name."""
     sources: dict[str, str] = {}
     parts: dict[str, Any] = {}

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from torch import nn
 
-from controller.cli.profile import profile
+from controller.cli.catalogue import profile
 from controller.profiling import board
 from testbed.common.errors import InputError
 from testbed.device import KINDS, Cost

@@ -15,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from controller.report import html
-from controller.report.curves import curve, mean_line
+from controller.report.comparison import curve, mean_line
 from controller.report.paper import draw, render
 from controller.report.plots import COLOURS, PRINT, SERIES, Axis, Bars, Line, Window, bar_plot, inline, line_plot, save
 from controller.results import files, reproduction

@@ -12,12 +12,12 @@ from testbed.network.link import Link
 from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
-from testbed.trace.bound import busiest
 from testbed.trace.critical import CriticalPaths, PathTime
 from testbed.trace.events import TESTBED, Event, link_fields
 from testbed.trace.outcome import Outcome
 from testbed.trace.pace import busiest_share
 from testbed.trace.record import Record
+from testbed.trace.requests import busiest
 from testbed.wire.framing import WINDOW, wire_bytes
 
 RATE = 1e6

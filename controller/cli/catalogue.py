@@ -1,4 +1,4 @@
-"""`testbed models`: the networks that a scenario can name."""
+"""`testbed methods`, `models`, `profiles` and `profile`: what scenarios can name, and a profile of one's own board."""
 
 from __future__ import annotations
 
@@ -16,9 +16,48 @@ from testbed.common.errors import InputError
 from testbed.common.quantities import format_byte_rate, format_speed
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from controller.profiling.layers import LayerTime
-    from testbed.hardware import DeviceSpec
+    from testbed.hardware import DeviceSpec, Profile
     from testbed.models.chain import Model
+    from testbed.network.presets import LinkPreset
+
+
+@click.command()
+@click.argument("name", required=False)
+@as_json
+def methods(name: str | None, as_json: bool) -> None:
+    """List the methods a scenario can name: what each does, for which tasks, and its options. With NAME, one of them.
+
+    \b
+    Example:
+      testbed methods pipeline
+
+    \b
+    Example, in a scenario:
+      workload:
+        method: {name: pipeline, schedule: 1f1b, micro_batches: 4}
+    """
+    from testbed.methods import METHODS
+    from testbed.scenario.loading import nearest
+
+    if name is not None and name not in METHODS:
+        raise InputError(f"there is no method '{name}': {nearest(name, METHODS)}")
+    entries = [
+        {
+            "name": method.name,
+            "summary": method.summary,
+            "tasks": list(method.tasks),
+            "options": options(method.Options),
+        }
+        for method in METHODS.values()
+        if name in (None, method.name)
+    ]
+    if as_json:
+        dump(entries)
+    else:
+        print_catalogue(entries, lambda entry: f"{entry['summary']} [dim]({', '.join(entry['tasks'])})[/dim]")
 
 
 @click.command()
@@ -170,3 +209,125 @@ def _fitted(times: Sequence[LayerTime]) -> DeviceSpec:
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     return DeviceSpec("this machine", speed, 0.0, memory_rate=memory_rate)
+
+
+@click.command()
+@as_json
+def profiles(as_json: bool) -> None:
+    """List device profiles, link presets and radios, each with the source of its figures.
+
+    The speed is what the pacing charges computing at. Most are results of HPL, which is a device's best in large
+    float64 matrix products: measure your own network and override `speed` where the absolute time matters.
+
+    \b
+    Example, in a scenario:
+      devices:
+        worker: {profile: raspberry-pi-4b, count: 3, memory: 2GiB}
+      network:
+        link: {preset: 802.11a, delay: 3ms}
+        radio: {preset: 802.11a, area: [50, 50]}
+    """
+    from testbed.common.quantities import format_rate, format_size
+    from testbed.hardware import PROFILES
+    from testbed.network.presets import PRESETS
+    from testbed.network.radio import TRANSCEIVERS
+
+    if as_json:
+        dump(
+            {
+                "devices": [asdict(profile) for profile in PROFILES.values()],
+                "links": [asdict(preset) for preset in PRESETS.values()],
+                "radios": [asdict(radio) for radio in TRANSCEIVERS.values()],
+            }
+        )
+        return
+    console = make_console()
+    console.print("[bold]Devices[/bold]")
+    devices = [
+        (each.name, formats.speed(each.speed), format_size(each.memory), _basis(each), each.source)
+        for each in PROFILES.values()
+    ]
+    _print_sourced(console, devices)
+    console.print("\n[bold]Links[/bold]: up is towards the first device of the scenario")
+    links = [
+        (each.name, f"{format_rate(each.up)} up", f"{format_rate(each.down)} down", _delay(each), each.source)
+        for each in PRESETS.values()
+    ]
+    _print_sourced(console, links)
+    console.print("\n[bold]Radios[/bold], for `network.radio`: how far a cast is heard")
+    radios = [
+        (
+            each.name,
+            f"{each.transmit_power:g} dBm",
+            f"{each.sensitivity:g} dBm",
+            "sent with, still received",
+            each.source,
+        )
+        for each in TRANSCEIVERS.values()
+    ]
+    _print_sourced(console, radios)
+
+
+def _basis(profile: Profile) -> str:
+    """Say where a speed comes from, and of how many processors it is the speed of each."""
+    return (f"{profile.processors} processors, each: " if profile.processors > 1 else "") + profile.basis
+
+
+def _delay(preset: LinkPreset) -> str:
+    from testbed.common.quantities import format_duration
+
+    delay = "delay is yours to give" if preset.delay is None else f"{format_duration(preset.delay)} one way"
+    return delay if preset.frame is None else f"{delay}; frame {preset.frame} B"
+
+
+def _print_sourced(console: Console, rows: Sequence[tuple[str, str, str, str, str]]) -> None:
+    """Print rows of four figures, each with its source in the lines below."""
+    from rich.markup import escape
+    from rich.padding import Padding
+
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for name, first, second, note, source in rows:
+        console.print(
+            f"  [cyan]{name:<{widths[0]}}[/cyan]  {first:>{widths[1]}}  {second:>{widths[2]}}  {note}", soft_wrap=True
+        )
+        console.print(Padding(f"[dim]{escape(source)}[/dim]", (0, 0, 0, 6)))
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile to this file.")
+@click.option("--peer", help="Measure the link to this machine too, where `testbed profile --serve` runs.")
+@click.option("--serve", is_flag=True, help="Be the peer of one measurement, on port 8720.")
+@click.option("--program", is_flag=True, help="Print the program that measures, for a board without the testbed.")
+def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> None:
+    """Measure this machine: how fast it trains layers of several kinds and sizes, its memory, and the link to a peer.
+
+    The file is a profile for `devices.<name>.profile`. A board needs Python and torch alone: what --program prints is
+    run there, and takes --peer and --serve as well.
+
+    \b
+    Examples:
+      testbed profile --out my-laptop.yaml
+      testbed profile --program | ssh pi python3 - > my-pi.yaml
+      testbed profile --program | ssh pi python3 - --peer 192.168.1.7 > my-pi.yaml
+    """
+    from controller.profiling import board
+    from testbed.common.errors import HostError
+
+    if program:
+        click.echo(Path(board.__file__).read_text(), nl=False)
+        return
+    try:
+        if serve:
+            board.serve()
+            return
+        text = board.profile(peer)
+        if out is None:
+            click.echo(text, nl=False)
+        else:
+            out.write_text(text)
+            click.echo(f"{out}: name it as devices.<name>.profile")
+    except OSError as error:
+        where = f"the link to {peer}" if peer else str(out or "port 8720")
+        raise HostError(f"{where}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise HostError(str(error)) from None

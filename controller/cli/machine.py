@@ -1,0 +1,107 @@
+"""`testbed doctor`, `images` and `bench`: what this machine can serve, has built, and takes for the testbed itself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from dataclasses import asdict
+
+import click
+
+from controller.cli.options import as_json
+from controller.cli.printing import dump, say
+from testbed.common import formats
+from testbed.common.errors import HostError
+
+
+@click.command()
+@click.option(
+    "--measure", is_flag=True, help="Also measure how fast and how short links can be here: some seconds more."
+)
+@as_json
+def doctor(measure: bool, as_json: bool) -> None:
+    """Say what the testbed finds on this machine, and what helps where something is missing.
+
+    With --measure, `testbed run` remembers the highest rate, and refuses a scenario that asks for more.
+
+    Exits with 3 when no scenario could run in containers here.
+    """
+    from controller.lab.diagnosis import HostCheck, examine
+
+    checks: list[HostCheck] = []
+    for check in examine(measure=measure):
+        checks.append(check)
+        if not as_json:
+            helps = f"; {check.help}" if check.help and check.status != "ok" else ""
+            click.echo(f"{check.status:8} {check.name:18} {check.detail}{helps}")
+    if as_json:
+        dump([asdict(check) for check in checks])
+    fatal = [check.name for check in checks if check.needed and check.status == "missing"]
+    if fatal:
+        raise HostError(
+            f"no scenario can run in containers here for want of: {', '.join(fatal)}; '--runtime simulate' needs none"
+        )
+
+
+@click.command()
+@as_json
+@click.option("--env", "as_env", is_flag=True, help="Print as variables for compose/, with a new random token.")
+@click.option("--prune", is_flag=True, help="Remove the testbed's images that the present files do not need.")
+@click.option("--remove", is_flag=True, help="Remove all of the testbed's images; build nothing.")
+def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
+    """Build the images that the present files ask for, where they are missing, and list them."""
+    from controller.lab.engine import connect, ensure_engine
+    from controller.lab.images import ensure_images, remove_images
+
+    if remove:
+        for tag in remove_images(connect()):
+            click.echo(f"removed {tag}")
+        return
+    client = ensure_engine(say)
+    wanted = ensure_images(client, say)
+    if prune:
+        for tag in remove_images(client, keep=wanted):
+            click.echo(f"removed {tag}", err=True)
+    if as_env:
+        click.echo(f"TESTBED_DEVICE_IMAGE={wanted.device}\nTESTBED_SHAPER_IMAGE={wanted.shaper}")
+        click.echo(f"TESTBED_TOKEN={secrets.token_urlsafe(24)}")
+        return
+    found = {kind: client.images.get(tag) for kind, tag in vars(wanted).items()}
+    rows = [
+        {"image": kind, "tag": getattr(wanted, kind), "id": image.id, "bytes": image.attrs["Size"]}
+        for kind, image in found.items()
+    ]
+    if as_json:
+        dump(rows)
+        return
+    for row in rows:
+        click.echo(f"{row['image'].replace('_', ' '):16}{row['tag']:36}{formats.size(row['bytes']):>10}")
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[PART]... [--json] [--out FILE]")
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure what the testbed costs here, in these parts, each figure beside its target.
+
+    clocks: speed of the simulator; the quickstart emulated against simulated. pacing: whether work takes what it is
+    charged, on an idle and on a loaded host. transfer: tensors and small messages on
+    real links. gloo: a step of our pipeline against torch's own over gloo and against the plan. memory: of idle and
+    working devices. startup: devices up and shaped against bare containers.
+    conformance: links requested and achieved, by backend. All of them by default, a quarter of an hour. Run it on an
+    idle machine: what else runs here is in the figures. Needs a checkout of the repository.
+
+    --json prints the figures as JSON, --out FILE writes that to a file as well.
+
+    \b
+    Example:
+      testbed bench transfer memory --json
+    """
+    from controller.lab.paths import CHECKOUT
+    from testbed.common.errors import HostError
+
+    if not (CHECKOUT / "tools/bench").is_dir():
+        raise HostError("the bench is part of a checkout: clone the repository and run 'make bench' there")
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    sys.exit(subprocess.call([sys.executable, "-m", "tools.bench", *arguments], env=environment))
