@@ -86,6 +86,8 @@ class SlotDetails(Details):
     """By layer, the seconds of a batch's forward on the device that takes longest."""
     backward: tuple[float, ...]
     """The same of its backward and update."""
+    answered: tuple[float, ...]
+    """By device, the seconds after a cast has left until all have acknowledged it; devices know only own links."""
 
 
 def timetable_of(details: SlotDetails) -> Timetable:
@@ -180,6 +182,7 @@ def plan(method: str, problem: Problem[SlotOptions], divide: Divide, micro_batch
             test_slot=max(slot, sum(_needed(problem, held, test_batch(problem)))),
             forward=tuple(forward for forward, _ in times),
             backward=tuple(backward for _, backward in times),
+            answered=tuple(_answering_time(problem, name) for name in held.devices),
         ),
     )
 
@@ -284,11 +287,11 @@ def _longest_transmission(problem: Problem[SlotOptions], held: Arrangement, name
     rate, delay = _leaving(problem, name)
     values, options = held.largest_message(name, neuron_values(problem)) * samples, problem.options
     size = cast.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
-    answered = answering_time(problem, name) if options.recovery == "ack" else 0.0
+    answered = _answering_time(problem, name) if options.recovery == "ack" else 0.0
     return delay + answered + (0.0 if rate is None else 8 * size / rate)
 
 
-def answering_time(problem: Problem[SlotOptions], name: str) -> float:
+def _answering_time(problem: Problem[SlotOptions], name: str) -> float:
     """Return the seconds after a cast of a device has left, until all have acknowledged it one after the other."""
     _, there = _leaving(problem, name)
     others = [device.name for device in problem.devices if device.name != name]

@@ -17,7 +17,7 @@ from testbed.kits.slots.arrangement import Arrangement
 from testbed.kits.slots.casts import Acknowledged, CastExchange, Losses, Notes, Outputs, Repeated, Transmit
 from testbed.kits.slots.missing import OnMissing, Usable, Work
 from testbed.kits.slots.neurons import Neurons
-from testbed.kits.slots.planner import SlotDetails, SlotOptions, answering_time, neuron_values, test_batch, timetable_of
+from testbed.kits.slots.planner import SlotDetails, SlotOptions, neuron_values, test_batch, timetable_of
 from testbed.kits.slots.samples import MicroBatches, TestRuns
 from testbed.kits.slots.timeslots import LayerAction, SlotSegment, segments, slots
 from testbed.method import Job
@@ -63,11 +63,16 @@ class Fixed:
         return False
 
 
+def answering_time(mailbox: Mailbox, details: SlotDetails) -> float:
+    """Return the seconds that a device waits for answers to its casts."""
+    return details.answered[details.devices.index(mailbox.device.name)]
+
+
 def transmit_of(mailbox: Mailbox, job: SlotJob) -> Transmit:
     """Return the way to cast that the options name."""
     options = job.problem.options
     if options.recovery == "ack":
-        return Acknowledged(mailbox, answering_time(job.problem, mailbox.device.name))
+        return Acknowledged(mailbox, answering_time(mailbox, job.plan.details))
     return Repeated(mailbox, options.transmissions if options.recovery == "r-tx" else 1)
 
 

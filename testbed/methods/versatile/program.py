@@ -10,8 +10,8 @@ from testbed.device import Device
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.slots.casts import CASTS, Outputs, Sent, Values
 from testbed.kits.slots.neurons import Neurons
-from testbed.kits.slots.planner import answering_time, timetable_of
-from testbed.kits.slots.program import SlotProgram, transmit_of
+from testbed.kits.slots.planner import timetable_of
+from testbed.kits.slots.program import SlotProgram, answering_time, transmit_of
 from testbed.method import Job
 from testbed.methods.versatile.controller import ArrangementController, Join, Leave
 from testbed.methods.versatile.handover import Arrange, Handover, Moved
@@ -73,7 +73,7 @@ async def run(device: Device, job: VersatileJob) -> None:
     window = details.window or max(epoch, details.grace + 1)
     async with Mailbox(device, problem.links, KINDS) as mailbox:
         update, neurons = DynamicUpdate(options), Neurons(device, problem)
-        confirm = Confirming(mailbox, lambda: handover.now, answering_time(problem, device.name))
+        confirm = Confirming(mailbox, lambda: handover.now, answering_time(mailbox, details))
         maintenance = Maintenance(options, update, confirm)
         handover = Handover(mailbox, neurons, first, maintenance.forget)
         if not booted:

@@ -18,7 +18,7 @@ from testbed.network.broadcast import heard, received
 from testbed.plan import Details
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
-from testbed.wire.cast import CastForm
+from testbed.wire.cast import CastForm, size_around
 from testbed.wire.message import Message
 from tests.helpers.delayed import Reference
 from tests.helpers.runs import events, of, plain, problem_of, run, scenario
@@ -492,3 +492,13 @@ def test_acknowledgements_need_a_way_back():
     with pytest.raises(InputError, match="ack needs a way back") as caught:
         planned(six({**method, "recovery": "ack"}, network=network))
     assert caught.value.key == ("method", "recovery")
+
+
+def test_answers_are_waited_for_as_long_as_the_slowest_link_takes_also_one_that_a_device_does_not_know():
+    slow = {"from": "worker2", "to": "worker3", "rate": "10kbit"}
+    problem, chosen = planned(six({"recovery": "ack"}, network={"link": {"rate": "20mbit"}, "links": [slow]}))
+    known, plan = EdgePipe().facts(problem, chosen, "worker1")
+    assert ("worker2", "worker3") not in known.links
+    answered = dict(zip(plan.details.devices, plan.details.answered, strict=True))
+    # What worker2 casts goes at the rate of its slowest link, whoever hears it.
+    assert answered["worker1"] > 8 * size_around(0) / 10e3
