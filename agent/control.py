@@ -61,7 +61,8 @@ class ControlApplication:
 
 def health(runner: Runner) -> dict[str, Any]:
     """Return the device's state; when its program failed, with the traceback."""
-    document = {"run": runner.settings.run, "device": runner.settings.device, "state": runner.state}
+    settings = runner.settings
+    document = {"run": settings.run, "device": settings.device, "state": runner.state, "events": runner.log.count}
     return document if runner.error is None else {**document, "error": runner.error}
 
 

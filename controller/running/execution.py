@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from controller.lab.agents import AgentGone
 from controller.lab.changes import ContainerChanges
@@ -31,7 +31,7 @@ from testbed.common.errors import HostError, TestbedError
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.replay import Changes, TraceScript
-from testbed.faults.script import FaultOperation, FaultScript
+from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
@@ -52,6 +52,7 @@ DEATH_SECONDS = 3.0
 WORKERS = 16
 """Faults, boots and the like that may be under way at once: a restart takes a while and must not make others late."""
 
+T = TypeVar("T")
 End = tuple[Status, str | None]
 
 
@@ -88,12 +89,15 @@ class Execution:
         self._pool = ThreadPoolExecutor(max(WORKERS, len(lab.devices)), "run")
         self._admission = {name: threading.Lock() for name in lab.devices}
         self._over = threading.Event()
+        self._away = ""
+        """How long the engine was away, if it was."""
 
     def run(self, on_stage: Callable[[str], None]) -> Outcome:
         """Deploy, start, break, and follow until the lead is done."""
         # Traces one at a time: the later of two figures of one link is the one that stays.
         with self._pool as pool, ThreadPoolExecutor(1, "trace") as replayer:
-            there = list(filter(None, pool.map(lambda name: self._if_there(self._deploy, name), self._lab.devices)))
+            done = pool.map(lambda name: self._if_there(name, lambda: self._deploy(name)), self._lab.devices)
+            there = {name: after for name, after in zip(self._lab.devices, done, strict=True) if after is not None}
             on_stage("running")
             monitor = HostMonitor()
             monitor.start()
@@ -102,8 +106,8 @@ class Execution:
             first = Changes(self._trace.due(0.0))
             self._settle(first, 0.0, 0.0, carry_out(first, self._containers))
             self._origin = time.monotonic() + START_MARGIN
-            list(pool.map(lambda name: self._if_there(self._start, name), there))
-            changes = self._lab.changes(lambda away: self._say(f"the container engine was away for {away:.1f} s"))
+            list(pool.map(lambda each: self._if_there(each[0], lambda: self._start(*each)), there.items()))
+            changes = self._lab.changes(self._note_return)
             threading.Thread(target=self._observe, args=(changes,), name="changes", daemon=True).start()
             try:
                 with control.serving(self._lab.run_id, self._by_hand):
@@ -129,13 +133,13 @@ class Execution:
 
     # Programs
 
-    def _if_there(self, act: Callable[[str], None], name: str) -> str | None:
-        """Do something with a device; return its name, or None where it is down, which is the method's to deal with.
+    def _if_there(self, name: str, act: Callable[[], T]) -> T | None:
+        """Return what an act on a device returns, or None where it is down, which is the method's to deal with.
 
         Only without the lead there is no run at all.
         """
         try:
-            act(name)
+            return act()
         except AgentGone as error:
             ending = self._lab.health.ending(name, DEATH_SECONDS)
             if ending is not None and ending.starved:
@@ -144,22 +148,23 @@ class Execution:
                 raise TestbedError(f"{name} leads the run and went down before its start: {error}") from error
             self._say(f"{name} is down as the run starts")
             return None
-        return name
 
-    def _deploy(self, name: str) -> None:
+    def _deploy(self, name: str) -> int:
+        """Hand out the work; return how many events the device has recorded before, in earlier runs on the lab."""
         agent = self._lab.agent(name)
-        agent.deploy(self._deployments.of(name))
+        after = int(agent.deploy(self._deployments.of(name))["events"])
         self._containers.inform(name)
         own = self._prepared.share(self._dataset, name)
         if own is not None:
             agent.put_data(own)
         if name == self._lead and self._weights is not None:
             agent.put_shard(self._weights)
+        return after
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, after: int) -> None:
         pid = self._lab.devices[name].pid
         self._lab.agent(name).start(self._origin)
-        listener = threading.Thread(target=self._listen, args=(name, pid), name=f"events-{name}", daemon=True)
+        listener = threading.Thread(target=self._listen, args=(name, pid, after), name=f"events-{name}", daemon=True)
         self._reports[name] = pid, listener
         listener.start()
 
@@ -169,15 +174,13 @@ class Execution:
             device = self._lab.devices[name]
             if device.state == "running" and not self._is_reporting(device):
                 self._lab.admit(name, self._containers.links())
-                self._deploy(name)
-                self._start(name)
+                self._start(name, self._deploy(name))
 
     def _is_reporting(self, device: DeviceContainer) -> bool:
         return device.name in self._reports and self._reports[device.name][0] == device.pid
 
-    def _listen(self, name: str, pid: int) -> None:
-        """Pass on what a device records, until its program ends or it has started again."""
-        seen = 0
+    def _listen(self, name: str, pid: int, seen: int) -> None:
+        """Pass on what a device records after ``seen`` events, until its program ends or it has started again."""
         while not self._over.is_set() and self._lab.devices[name].pid in (0, pid):
             with suppress(TestbedError):  # killed, paused or gone: a state of the device, not an error of the run
                 for event in self._lab.agent(name).events(seen):
@@ -194,6 +197,11 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - without the engine's word nothing more is known of the run
             lost: End = "failed", str(error)
             self._news.put(lambda: lost)
+
+    def _note_return(self, seconds: float) -> None:
+        """Record that the engine gave no events for so long."""
+        self._away = f" while the container engine was away for {seconds:.1f} s"
+        self._say(self._away.removeprefix(" while "))
 
     def _by_hand(self, request: control.Request) -> control.Answer:
         """Carry out a command by hand, and have it among the events."""
@@ -258,8 +266,10 @@ class Execution:
 
     def _note_end(self, name: str, ending: Ending) -> End | None:
         """Say how a container ended, unless that was asked for; without the shaper there is no run."""
-        if ending.starved or name == SHAPER:
-            return "failed", f"{name if name != SHAPER else 'the shaper, which holds the links,'} {ending.text}"
+        if name == SHAPER:
+            return "failed", f"the shaper, which holds the links, {ending.text}{self._away}"
+        if ending.starved:
+            return "failed", f"{name} {ending.text}"
         if not ending.asked:
             self._log(Event(max(0.0, self._now()), TESTBED, "log", {"text": f"{name} {ending.text}"}))
         return None
@@ -313,7 +323,13 @@ class Execution:
         return None
 
     def _recall(self) -> None:
-        """Record what is in force already on a lab that stood before, as if it struck at the start."""
+        """Record what is in force already on a lab that stood before, as if it struck at the start.
+
+        What faults of an earlier run's scenario left in force is taken back: this one has its own.
+        """
+        for handle, action in self._containers.shown.in_force.items():
+            if handle.startswith(SCRIPTED):
+                carry_out(FaultOperation(action, handle, "undo"), self._containers)
         shown = self._containers.shown
         for handle, action in shown.in_force.items():
             for event, fields in FaultOperation(action, handle).events():

@@ -18,6 +18,8 @@ from testbed.faults.conditions import Conditions, FaultAction
 from testbed.faults.parts import FaultPart, TriggerPart
 
 FaultPhase = Literal["strike", "undo"]
+SCRIPTED = "fault-"
+"""What the handles of a scenario's faults begin with."""
 
 
 @dataclass(frozen=True)
@@ -174,4 +176,4 @@ class FaultScript:
 
 
 def _handle(index: int) -> str:
-    return f"fault-{index}"
+    return f"{SCRIPTED}{index}"

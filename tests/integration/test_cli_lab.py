@@ -57,6 +57,16 @@ def test_a_lab_stands_until_it_is_taken_down(tmp_path: Path) -> None:
         done = command("start", str(scenario), "--accept-links", "--out", str(tmp_path / "run"), "--json")
         assert json.loads(done.stdout)["metrics"]["steps"] == 1
         assert json.loads((tmp_path / "run" / "manifest.json").read_text())["host"]["images"]
+        # Each start has the faults of its own scenario, and what was done by hand before.
+        command("fault", "throttle", "source", "--slowdown", "2")
+        throttle = '[{"throttle": {"device": "worker", "slowdown": 3}, "at": "0s"}]'
+        changes = ("--set", f"faults={throttle}", "--set", "workload.steps=3000")
+        for name in ("first", "second"):
+            out = str(tmp_path / name)
+            command("start", str(scenario), "--accept-links", *changes, "--out", out)
+        events = [json.loads(line) for line in (tmp_path / "second" / "events.jsonl").read_text().splitlines()]
+        factors = [(each["target"], each["factor"]) for each in events if each["event"] == "speed"]
+        assert factors == [("source", 0.5), ("worker", pytest.approx(1 / 3))]
         refused = command("start", str(scenario), "--set", "network.link.rate=10mbit", expect=2)
         assert f"network: not those that {run} was made of" in refused.stderr
         assert len([line for line in command("ps").stdout.splitlines() if line.startswith(run)]) == 4

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,16 +16,20 @@ from typing import Any
 import docker
 import pytest
 
+from controller.lab import engine, runstate
 from controller.lab import lab as labs
-from controller.lab import runstate
 from controller.lab.containers import container_name
 from controller.lab.engine import connect
 from controller.lab.lab import Lab
 from controller.lab.removal import RUN
 from controller.running import control
+from controller.running.emulation import emulate
+from testbed.data import load as load_data
 from testbed.network.checks import SHAPER
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+from testbed.trace.events import Event
 from tests.helpers.engineproxy import proxied
 from tests.integration.test_lab import children
 
@@ -242,9 +247,38 @@ def test_an_engine_that_starts_again_ends_the_run_with_what_it_saw(
         said = run.over()
     assert run.process.returncode == 1
     assert "the shaper, which holds the links, was ended through the engine" in said
+    assert "while the container engine was away for" in said
     assert run.manifest()["status"] == "failed"
     assert any(each["event"] == "log" and "engine was away" in each["text"] for each in run.events())
     assert left_of(client, "left-restart") == []
+
+
+def test_an_engine_that_stays_away_ends_the_run_with_what_it_saw_and_its_rest_is_removed_later(
+    client: docker.DockerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(trials(Scenario.model_validate(tree("left-away")))[0])
+    dataset = load_data(prepared.scenario.workload.data)
+    stages: list[str] = []
+    with proxied(tmp_path) as proxy:
+        monkeypatch.setenv("DOCKER_HOST", proxy.address)
+        monkeypatch.setattr(engine, "PATIENCE", 2.0)
+        cut = threading.Event()
+
+        def see(event: Event) -> None:
+            if event.event == "step" and not cut.is_set():
+                cut.set()
+                proxy.cut()
+
+        outcome = emulate(prepared, dataset, see, on_stage=stages.append, accept_links=True)
+        assert (outcome.status, outcome.error) == (
+            "failed",
+            "the container engine has not answered for 2 s (there is no such socket)",
+        )
+        assert any(event.event == "step" for event in outcome.events)
+        assert "removed in the background" in stages[-1]
+        assert left_of(client, "left-away") != []
+        proxy.mend()
+        wait_for(lambda: left_of(client, "left-away") == [], 30)
 
 
 # Containers
