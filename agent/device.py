@@ -159,7 +159,7 @@ class RealDevice:
             return slowed(self._spec.slowdown)
         return fixed(self._spec.seconds(cost))
 
-    def hear(self, instant: float) -> None:
+    def on_timer(self, instant: float) -> None:
         """Note that a timer of the program's loop goes off, which was set to this monotonic instant."""
         self._time.hear(instant)
 

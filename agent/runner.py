@@ -199,7 +199,7 @@ class Runner:
         device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment))
         loop = asyncio.get_running_loop()
         assert isinstance(loop, _Loop)
-        loop.on_timer = device.hear
+        loop.on_timer = device.on_timer
         job = Job(problem, deployment.plan, self._dataset, self._weights, lambda: device.record("weights"))
         with self._lock:
             self.device = device
