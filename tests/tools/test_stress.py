@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tools.stress import files
 from tools.stress.attack import attack
 from tools.stress.check import ended, every_step, repeats, run
 from tools.stress.generate import OPTIONS, scenario
@@ -46,3 +47,8 @@ def test_a_step_that_is_not_recorded_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     outcome.events[:] = [each for each in outcome.events if (each.event, each.fields.get("step")) != ("step", 2)]
     assert list(every_step(prepared, outcome)) == ["steps: 3 of 4 are recorded: [0, 1, 3]"]
     assert any(each.startswith("repetition") for each in repeats(outcome, run(prepared)))
+
+
+@pytest.mark.parametrize("seed", range(1000, 1040))
+def test_files_that_are_wrong_are_refused_in_few_words_and_little_time(seed: int) -> None:
+    assert [each for each in files.attack(seed) if not each.startswith("time")] == []

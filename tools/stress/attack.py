@@ -1,6 +1,6 @@
-"""Attack the testbed with random scenarios under random faults, on the virtual clock.
+"""Attack the testbed with random scenarios under random faults on the virtual clock, or with files that are wrong.
 
-    python -m tools.stress [--seconds 600] [--jobs 2] [--first SEED] [--count N] [--only METHOD] [--fresh]
+    python -m tools.stress [--files] [--seconds 600] [--jobs 2] [--first SEED] [--count N] [--only METHOD] [--fresh]
 
 Goes on after the last seed that was tried (--fresh: from 0). Prints each violation with its seed, makes its scenario as
 small as it can be, and writes that to .build/stress/. Exits with 1 when anything was violated.
@@ -14,19 +14,21 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from io import BytesIO
 from multiprocessing import get_context
 from pathlib import Path
 
 from ruamel.yaml import YAML
 
+from tools.stress import files
 from tools.stress.check import violations
 from tools.stress.generate import Tree, scenario
 from tools.stress.reduce import reduced
 
 FOLDER = Path(".build/stress")
-LAST = FOLDER / "next-seed"
+Attack = Callable[[int], tuple[int, str, list[str]]]
 REPEATED = 4
 """One scenario in this many is run twice, and compared with the undivided model."""
 
@@ -43,13 +45,22 @@ def attack(seed: int) -> tuple[int, str, list[str]]:
     return seed, tree["workload"]["method"]["name"], violations(tree, repeat=seed % REPEATED == 0)
 
 
-def shrink(seed: int, found: str) -> Tree:
-    """Return the smallest scenario that violates the same as that of a seed."""
+def attack_by_file(seed: int) -> tuple[int, str, list[str]]:
+    """Return the seed, the folder of the scenario that its file was made of, and what is wrong with the answer."""
+    return seed, files.file(seed)[0].parent.name, files.attack(seed)
+
+
+def smallest(seed: int, found: str) -> bytes:
+    """Return the smallest scenario that violates the same as that of a seed, as a file has it."""
 
     def violates(tree: Tree) -> bool:
         return any(kind(other) == found for other in violations(tree, repeat=found in ("repetition", "weights")))
 
-    return reduced(scenario(seed), violates)
+    out = BytesIO()
+    yaml = YAML()
+    yaml.default_flow_style = None
+    yaml.dump(json.loads(json.dumps(reduced(scenario(seed), violates))), out)
+    return out.getvalue()
 
 
 def main() -> int:
@@ -57,6 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="stress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--files", action="store_true", help="scenario files that are wrong, which are not run")
     parser.add_argument("--seconds", type=float, default=120.0, help="stop after this time (default 120)")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default 2)")
     parser.add_argument("--first", type=int, help="begin with this seed")
@@ -66,12 +78,15 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="do not make scenarios smaller")
     given = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    first = given.first if given.first is not None else 0 if given.fresh or not LAST.exists() else int(LAST.read_text())
+    by = attack_by_file if given.files else attack
+    last_seed = FOLDER / f"next-{'file' if given.files else 'seed'}"
+    known = int(last_seed.read_text()) if last_seed.exists() and not given.fresh else 0
+    first = known if given.first is None else given.first
     seeds = itertools.count(first) if given.count is None else iter(range(first, first + given.count))
     chosen = (seed for seed in seeds if given.only in (None, scenario(seed)["workload"]["method"]["name"]))
     print(f"seeds from {first}, for {given.seconds:g} s")
     tried, refused, bad, last = Counter[str](), 0, 0, first
-    for seed, method, found in side_by_side(chosen, given.jobs, time.monotonic() + given.seconds):
+    for seed, method, found in side_by_side(by, chosen, given.jobs, time.monotonic() + given.seconds):
         last = max(last, seed)
         tried[method] += 1
         refused += any(kind(each) == "refused" for each in found)
@@ -80,31 +95,23 @@ def main() -> int:
                 bad += 1
                 print(f"seed {seed}, {method}: {violation}", flush=True)
                 if not given.keep:
-                    print(f"    {written(seed, kind(violation))}", flush=True)
+                    path = FOLDER / f"{'file-' if given.files else ''}{seed}-{kind(violation)}.yaml"
+                    path.write_bytes(files.file(seed)[1] if given.files else smallest(seed, kind(violation)))
+                    print(f"    {path}", flush=True)
     if given.first is None and given.only is None:
-        LAST.write_text(str(last + 1))
+        last_seed.write_text(str(last + 1))
     by_method = ", ".join(f"{name} {count}" for name, count in sorted(tried.items()))
     print(f"{tried.total()} scenarios up to seed {last}: {bad} violations, {refused} refused ({by_method})")
     return 1 if bad else 0
 
 
-def side_by_side(seeds: Iterator[int], jobs: int, until: float) -> Iterator[tuple[int, str, list[str]]]:
+def side_by_side(by: Attack, seeds: Iterator[int], jobs: int, until: float) -> Iterator[tuple[int, str, list[str]]]:
     """Attack with so many processes; begin nothing after ``until``, an instant of the monotonic clock."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("forkserver"), max_tasks_per_child=200) as pool:
-        pending = {pool.submit(attack, seed) for seed in itertools.islice(seeds, jobs)}
+        pending = {pool.submit(by, seed) for seed in itertools.islice(seeds, jobs)}
         while pending:
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
             for each in done:
                 yield each.result()
             fresh = 0 if time.monotonic() > until else jobs - len(pending)
-            pending |= {pool.submit(attack, seed) for seed in itertools.islice(seeds, fresh)}
-
-
-def written(seed: int, found: str) -> Path:
-    """Write the smallest scenario with a violation to a file; return it."""
-    path = FOLDER / f"{seed}-{found}.yaml"
-    yaml = YAML()
-    yaml.default_flow_style = None
-    with path.open("w") as file:
-        yaml.dump(json.loads(json.dumps(shrink(seed, found))), file)
-    return path
+            pending |= {pool.submit(by, seed) for seed in itertools.islice(seeds, fresh)}

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from testbed.kits.layers.shard import MOMENTUM, Shard, State
+from testbed.kits.layers.shard import MOMENTUM, Adjust, Shard, State
 from testbed.kits.layers.versions import Versions
 from testbed.models.chain import Model
 from testbed.models.shapes import Shape
@@ -76,6 +76,9 @@ class ShapeShard:
 
         shape = self._kept.pop(key)
         return torch.empty(shape, device="meta") if self.first > 0 else None
+
+    def adjust(self, change: Adjust) -> None:
+        """Do nothing: there are no gradients."""
 
     def update(self) -> None:
         """Take note that there is momentum from now on."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 State = Mapping[str, "torch.Tensor"]
 """Weights and buffers as `Model.build` names them, and momentum under the same names behind ``MOMENTUM``."""
+Adjust = Callable[[str, "torch.Tensor", "torch.Tensor"], None]
+"""Takes the name of a trained tensor, its values and their gradient, of one shape, and alters the gradient in place."""
 
 MOMENTUM = "momentum:"
 
@@ -130,6 +132,12 @@ class Shard:
             loss = outputs if gradient is None else (outputs * gradient).sum()
             loss.backward()  # type: ignore[no-untyped-call]
         return inputs.grad
+
+    def adjust(self, change: Adjust) -> None:
+        """Let ``change`` alter the gradients that the next `update` goes along."""
+        for name, weight in self._module.named_parameters():
+            if weight.grad is not None:
+                change(name, weight.detach(), weight.grad)
 
     def update(self) -> None:
         """Take one optimizer step with the gradients added up, and forget them."""

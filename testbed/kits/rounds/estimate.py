@@ -7,7 +7,7 @@ which is the same where N divides B.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from testbed.device import Cost
@@ -166,3 +166,13 @@ def profile(
 def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
     """Return the seconds that the server needs to average this many models."""
     return server.seconds(Cost(AGGREGATION_FLOPS * model.parameters * devices))
+
+
+def epoch(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
+    """Return the seconds of an epoch of one device."""
+    return profile.training(choice, samples, batch_size) + profile.exchange(choice.split)
+
+
+def shortest_epoch(profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice]) -> Choice:
+    """Return the first choice of those with the shortest epoch of training, its exchange of models included."""
+    return min(choices, key=lambda choice: epoch(profile, choice, samples, batch_size))

@@ -1,14 +1,14 @@
-"""Layers of the model on one machine."""
+"""Layers of the model on one device: their numerics, and what each piece of work is charged."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from testbed.device import Device, Span
+from testbed.device import Cost, Device, Span
 from testbed.kits.layers import costs
 from testbed.kits.layers.shape_shard import shard
-from testbed.kits.layers.shard import MOMENTUM, State, weights_of
+from testbed.kits.layers.shard import MOMENTUM, Adjust, State, weights_of
 from testbed.method import Problem
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Layers:
-    """Some layers of the model on one device: their numerics, and what each piece of work is charged."""
+    """Some layers of the model under training on one device; every call takes the device's time."""
 
     def __init__(self, device: Device, problem: Problem, first: int, last: int) -> None:
         """Units ``first`` up to but without ``last``, with the weights that the seed gives."""
@@ -63,6 +63,14 @@ class Layers:
         """Go back through the layers with a mini-batch of this many samples; return the gradient of its inputs."""
         work = partial(self._shard.backward, (step, micro), gradient)
         return await self._device.compute(work, costs.backward(self._units, samples), Span("backward", step, micro))
+
+    async def adjust(self, step: int, change: Adjust, flops: float = 2.0) -> None:
+        """Change gradients before an update; ``flops`` are charged for each trained value.
+
+        A workload without numbers has no gradients: it is charged alone.
+        """
+        work = partial(self._shard.adjust, change)
+        await self._device.compute(work, Cost(flops * self.parameters), Span("adjust", step))
 
     async def update(self, step: int) -> None:
         """Take a step along the gradients of all mini-batches since the last one."""

@@ -1,7 +1,9 @@
-"""Options of all methods of the family."""
+"""Options of methods that train in rounds."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -11,7 +13,7 @@ from testbed.method import Options
 
 
 class RoundOptions(Options):
-    """When models are averaged, and what a round does about devices that are gone or late."""
+    """When models are merged, and what a round does about devices that are gone or late."""
 
     local_epochs: int | None = Field(
         None, ge=1, description="epochs of a device in a round, of a workload in epochs; default: 1"
@@ -32,6 +34,11 @@ class GroupOptions(RoundOptions):
         1.0, gt=0, le=1, description="of the devices, drawn for each round", json_schema_extra={"default": "100%"}
     )
     min_devices: int = Field(1, ge=1, description="updates that a round needs; it waits until it has them")
+
+    def choose(self, number: int, present: Sequence[str], draw: random.Random) -> Sequence[str]:
+        """Draw a fraction of the devices that are there."""
+        count = max(1, self.min_devices, round(self.fraction * len(present)))
+        return present if count >= len(present) else draw.sample(present, count)
 
 
 SplitPoints = Literal["best"] | int | dict[str, int]

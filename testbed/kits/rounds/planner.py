@@ -1,8 +1,8 @@
-"""Plans of the family: who trains which layers, what that needs, and how long a round should take."""
+"""Plans of training in rounds: who trains which layers, what that needs, and how long a round should take."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Self
@@ -12,17 +12,17 @@ from pydantic import BaseModel, ConfigDict
 from testbed.common.errors import InputError, Key
 from testbed.hardware import DeviceSpec
 from testbed.kits.layers import costs
-from testbed.kits.rounds.estimate import Choice, PairProfile, aggregation_time, iterations, profile
-from testbed.kits.rounds.optimise import candidates, optimise, shortlist
+from testbed.kits.rounds.estimate import Choice, PairProfile, aggregation_time, iterations, profile, shortest_epoch
 from testbed.kits.rounds.options import RoundOptions, SplitPoints
 from testbed.kits.rounds.share import Length
 from testbed.method import Problem
+from testbed.network.link import Link
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.plan import Details, Piece, Plan
 
 
-class Portion(BaseModel):
-    """What one device does in a round."""
+class ClientPlan(BaseModel):
+    """What one device with data does in a round."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     split: int
@@ -49,10 +49,10 @@ class Portion(BaseModel):
         return Choice(self.split, self.parallel)
 
 
-class CollaborativeDetails(Details):
-    """What a plan of the family tells."""
+class RoundDetails(Details):
+    """What a plan of training in rounds says beyond its pieces."""
 
-    portions: dict[str, Portion]
+    portions: dict[str, ClientPlan]
     """By device, in their order."""
 
     def part_of(self, device: str) -> Self:
@@ -61,20 +61,22 @@ class CollaborativeDetails(Details):
 
 
 @dataclass(frozen=True)
-class Team:
-    """The server, the devices, and what each of them finds."""
+class Participants:
+    """The server, if there is one, the devices with data, and what each of them finds."""
 
     problem: Problem[RoundOptions]
+    serverless: bool = False
+    """Whether all devices have data, and none is a server."""
 
     @property
     def server(self) -> DeviceSpec:
-        """The first device of the scenario."""
+        """The first device of the scenario; without a server the one that evaluates."""
         return self.problem.devices[0]
 
     @property
     def devices(self) -> tuple[DeviceSpec, ...]:
         """Those with data."""
-        return self.problem.devices[1:]
+        return self.problem.devices if self.serverless else self.problem.devices[1:]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +97,7 @@ class Team:
         options, workload = self.problem.options, self.problem.workload
         if not self.devices:
             raise InputError("it takes a server, which is the first device, and others with data", ("devices",))
-        for device in self.devices:
+        for device in () if self.serverless else self.devices:
             for pair in ((device.name, self.server.name), (self.server.name, device.name)):
                 if pair not in self.problem.links:
                     raise InputError(
@@ -117,11 +119,14 @@ class Team:
         per_epoch = iterations(self.problem.samples[device.name], self.batch(device), parallel)
         return {"iterations": len(self.length.iterations(0, per_epoch)), "epoch": per_epoch}
 
-    def profile(self, device: DeviceSpec, at_once: int) -> PairProfile:
-        """Return what a device and the server take, ``at_once`` devices together keeping the server busy."""
+    def profile(self, device: DeviceSpec, concurrent_clients: int) -> PairProfile:
+        """Return what a device and the server take, ``concurrent_clients`` devices together keeping the server busy."""
         problem, server = self.problem, self.server
-        share = max(1.0, at_once / server.processors)
-        up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
+        share = max(1.0, concurrent_clients / server.processors)
+        if self.serverless:  # models go to whichever device; that takes none of a round's time
+            up = down = Link()
+        else:
+            up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
         return profile(problem.model, problem.workload.optimizer, device, server, up, down, share)
 
     def given(self, key: Key, value: SplitPoints, lowest: int, highest: int) -> dict[str, int]:
@@ -145,10 +150,10 @@ class Team:
         return found
 
 
-def whole(team: Team, device: DeviceSpec) -> Portion:
+def _whole(team: Participants, device: DeviceSpec) -> ClientPlan:
     """Return what a device does that trains all layers by itself."""
     found, batch = team.profile(device, 0), team.batch(device)
-    return Portion(
+    return ClientPlan(
         split=found.depth,
         parallel=1,
         iteration_time=found.local_training(batch, batch),
@@ -157,9 +162,9 @@ def whole(team: Team, device: DeviceSpec) -> Portion:
     )
 
 
-def _divided(team: Team, device: DeviceSpec, found: PairProfile, choice: Choice) -> Portion:
+def _divided(team: Participants, device: DeviceSpec, found: PairProfile, choice: Choice) -> ClientPlan:
     """Return what a device does that trains some layers and leaves the rest to the server."""
-    return Portion(
+    return ClientPlan(
         split=choice.split,
         parallel=choice.parallel,
         iteration_time=found.iteration(choice, team.batch(device)),
@@ -168,48 +173,51 @@ def _divided(team: Team, device: DeviceSpec, found: PairProfile, choice: Choice)
     )
 
 
-@dataclass(frozen=True)
-class Search:
-    """What N is chosen from."""
+def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
+    """Return the plan that gives the whole model to each device with data, and to the server.
 
-    least: int = 1
-    """Samples of a mini-batch at least."""
-    paper: bool = False
-    """Whether equation (14) alone says what N may be."""
+    Raises `InputError` where devices, links or options do not fit, or a device has too little memory.
+    """
+    team.check()
+    return plan(method, team, {device.name: _whole(team, device) for device in team.devices}, {})
 
-    def among(self, found: PairProfile, batch_size: int, splits: Sequence[int], parallel: int | None) -> list[Choice]:
-        """Return the choices there are for one device."""
-        if parallel is not None:
-            return [Choice(split, parallel) for split in splits]
-        wanted = shortlist(found, batch_size) if self.paper else candidates(found, batch_size, self.least)
-        return [choice for choice in wanted if choice.split in splits]
+
+Choices = Callable[[PairProfile, int], Sequence[Choice]]
+"""Takes the profile of a device and its batch size; returns the split points and mini-batches that it may have."""
+
+
+def every_split(found: PairProfile, batch_size: int) -> Sequence[Choice]:
+    """Return each split point, with whole batches."""
+    return [Choice(split) for split in range(1, found.depth + 1)]
 
 
 @lru_cache(maxsize=256)
 def _best(
-    search: Search,
-    found: PairProfile,
-    samples: int,
-    batch: int,
-    allowed: tuple[int, ...],
-    parallel: int | None,
+    choices: Choices, found: PairProfile, samples: int, batch: int, allowed: tuple[int, ...], parallel: int | None
 ) -> Choice:
     """Return one device's choice; many devices are alike."""
-    return optimise(found, samples, batch, search.among(found, batch, allowed, parallel))
+    if parallel is not None:
+        among: Sequence[Choice] = [Choice(split, parallel) for split in allowed]
+    else:
+        among = [choice for choice in choices(found, batch) if choice.split in allowed]
+    return shortest_epoch(found, samples, batch, among)
 
 
 def split_plan(
     method: str,
-    team: Team,
+    team: Participants,
     split_points: SplitPoints,
-    at_once: int,
+    concurrent_clients: int,
     parallel: SplitPoints = 1,
-    search: Search = Search(),
-) -> Plan[CollaborativeDetails]:
-    """Return the plan that splits the model between each device and the server; ``at_once`` of them train together.
+    choices: Choices = every_split,
+) -> Plan[RoundDetails]:
+    """Return the plan that splits the model between each device and the server.
 
-    Raises `InputError` where a number is outside of what there is, or a device has too little memory.
+    ``concurrent_clients`` of them train together. ``choices`` says what a device may have whose split point or number
+    of mini-batches is to be the best. Raises `InputError` where a number is outside of what there is, or a device has
+    too little memory.
     """
+    team.check()
     depth = len(team.problem.model.units)
     smallest = min(team.batch(device) for device in team.devices)
     splits = team.given(("method", "split"), split_points, 1, depth)
@@ -217,17 +225,21 @@ def split_plan(
     portions = {}
     for device in team.devices:
         name, batch = device.name, team.batch(device)
-        found = team.profile(device, at_once)
+        found = team.profile(device, concurrent_clients)
         allowed = [splits[name]] if splits else list(range(1, depth + 1))
-        choice = _best(search, found, team.problem.samples[name], batch, tuple(allowed), given.get(name))
+        choice = _best(choices, found, team.problem.samples[name], batch, tuple(allowed), given.get(name))
         portions[name] = _divided(team, device, found, choice)
     copies = {name: portion.split for name, portion in portions.items()}
-    return plan(method, team, portions, copies, in_turn=at_once == 1)
+    return plan(method, team, portions, copies, in_turn=concurrent_clients == 1)
 
 
 def plan(
-    method: str, team: Team, portions: Mapping[str, Portion], copies: Mapping[str, int], in_turn: bool = False
-) -> Plan[CollaborativeDetails]:
+    method: str,
+    team: Participants,
+    portions: Mapping[str, ClientPlan],
+    copies: Mapping[str, int],
+    in_turn: bool = False,
+) -> Plan[RoundDetails]:
     """Return the plan for these portions; raises `InputError` where a device has too little memory.
 
     ``copies``: for whom the server trains layers of its own, and from which on; one for all where devices train
@@ -249,12 +261,12 @@ def plan(
         )
     times = [portion.round_time for portion in portions.values()]
     averaging = aggregation_time(problem.model, server, 1 if in_turn else len(times))
-    found: Plan[CollaborativeDetails] = Plan(
+    found: Plan[RoundDetails] = Plan(
         method=method,
         lead=server.name,
         pieces=tuple(pieces),
         step_time=sum(time + averaging for time in times) if in_turn else max(times) + averaging,
-        details=CollaborativeDetails(portions=dict(portions)),
+        details=RoundDetails(portions=dict(portions)),
     )
     for device in problem.devices:
         costs.check_memory(device, found.memory(device.name))

@@ -25,16 +25,25 @@ CONFIGURATION = "configuration"
 """What the server's disk keeps the number of the newest configuration under."""
 
 
-@dataclass(frozen=True)
-class Terms:
-    """On which terms a round is held."""
+Choose = Callable[[int, Sequence[str], random.Random], Sequence[str]]
+"""Hook: takes a round's number, the devices that are there, and random numbers of the round's own; returns the devices
+that are to train, at least as many as a round needs."""
 
-    fraction: float
-    """Of the devices, that take part in a round."""
-    least: int
+
+def everyone(number: int, present: Sequence[str], draw: random.Random) -> Sequence[str]:
+    """Choose all devices that are there."""
+    return present
+
+
+@dataclass(frozen=True)
+class RoundPolicy:
+    """Who is to train in a round, and when it is over."""
+
+    min_updates: int
     """Updates that a round needs."""
     deadline: float
     """Seconds after its begin at which a round ends without those that are late."""
+    choose: Choose = everyone
 
 
 STARTUP = 30.0
@@ -47,10 +56,10 @@ Serve = Callable[[Begun], Coroutine[Any, Any, None]]
 class Rounds:
     """Invites devices to one round after the other."""
 
-    def __init__(self, mailbox: Mailbox, terms: Terms, seed: int) -> None:
+    def __init__(self, mailbox: Mailbox, policy: RoundPolicy, seed: int) -> None:
         self._mailbox = mailbox
         self._device = mailbox.device
-        self._terms = terms
+        self._policy = policy
         self._seed = seed
         self._absent: set[str] = set()
         """Devices that were late and have not been heard of since."""
@@ -71,16 +80,15 @@ class Rounds:
     ) -> list[Update]:
         """Have some of the devices train a round; return their updates in the order of the devices.
 
-        Waits until as many are there, and have sent updates, as the terms ask for. ``invite`` makes a device's
+        Waits until as many are there, and have sent updates, as the policy asks for. ``invite`` makes a device's
         invitation to a configuration. A round with too few updates at twice its deadline is begun again with the
         devices that are there then, and has twice the time.
         """
-        least, allowed = min(self._terms.least, len(devices)), self._terms.deadline
+        least, allowed = min(self._policy.min_updates, len(devices)), self._policy.deadline
         if self._mailbox.configuration == 0:
             allowed += STARTUP
         while True:
-            present = await self.present(devices, least)
-            chosen = self._choose(number, present)
+            chosen = self._choose(number, await self.present(devices, least))
             await self._open()
             start = self._device.now()
             async with Tasks() as tasks:
@@ -106,12 +114,12 @@ class Rounds:
         return found
 
     def _choose(self, number: int, present: Sequence[str]) -> list[str]:
-        """Return a fraction of the devices that are there, by seed and round, in their order."""
-        count = max(1, self._terms.least, round(self._terms.fraction * len(present)))
-        if count >= len(present):
-            return list(present)
-        drawn = random.Random(derive(self._seed, "round", number)).sample(range(len(present)), count)
-        return [present[index] for index in sorted(drawn)]
+        """Return those that are to train, of the devices that are there, in their order."""
+        if not present:
+            return []
+        draw = random.Random(derive(self._seed, "round", number))
+        chosen = set(self._policy.choose(number, present, draw))
+        return [name for name in present if name in chosen]
 
     async def _open(self) -> None:
         """Begin a configuration whose number is above all former ones, also those of a program before a restart."""

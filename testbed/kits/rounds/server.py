@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from testbed.device import Cost, Device, Span
 from testbed.kits.layers.feed import Requests
@@ -13,7 +13,7 @@ from testbed.kits.layers.score import Score, loss_fields
 from testbed.kits.layers.shard import State, restrict
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.rounds.averaging import average
-from testbed.kits.rounds.estimate import AGGREGATION_FLOPS, Choice
+from testbed.kits.rounds.estimate import AGGREGATION_FLOPS
 from testbed.kits.rounds.layers import Layers
 from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Update
 from testbed.kits.rounds.rounds import Rounds
@@ -24,46 +24,133 @@ if TYPE_CHECKING:
 
 GLOBAL = "global"
 """What the server's disk keeps the global model under."""
+REPORTED = "reported"
+"""What it keeps the number of rounds under that the run's events tell of."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a device has made of the global model in a round."""
+
+    device: str
+    samples: int
+    """That it has trained on."""
+    state: State
+    """Of the whole model, the server's layers included; or what else the device sends."""
+    loss: float
+    """Mean of its iterations."""
+
+
+Memory = dict[str, "torch.Tensor"]
+"""What a merge keeps from one round to the next, such as the server's momentum; saved with the model."""
+Merge = Callable[[State, Sequence[Trained], Memory], State]
+"""Hook: takes the global model's weights, what the devices have sent (at least one), and the memory, which it may
+change; returns the new weights."""
+
+
+def mean(state: State, trained: Sequence[Trained], memory: Memory) -> State:
+    """Merge by federated averaging: each model by its share of the samples."""
+    return average([each.state for each in trained], [each.samples for each in trained])
+
+
+@dataclass(frozen=True)
+class EvaluationSchedule:
+    """After which rounds a model is evaluated."""
+
+    every: int
+    """Rounds from one evaluation to the next."""
+    rounds: int
+    """Of the whole workload; after the last there is always one."""
+
+    def due(self, done: int) -> bool:
+        """Say whether it is time after so many rounds."""
+        return done % self.every == 0 or done == self.rounds
 
 
 class GlobalModel:
     """The whole model, after each round; outlives a restart of the server."""
 
-    def __init__(self, device: Device, layers: Layers, weights: State | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        layers: Layers,
+        weights: State | None,
+        tests: Requests,
+        schedule: EvaluationSchedule,
+        merge: Merge = mean,
+    ) -> None:
         """``weights`` to begin with; None: those of ``layers``, which are all of the model's."""
         kept = device.saved(GLOBAL)
         self.rounds = 0 if kept is None else int(kept["rounds"])
         """That are in it."""
-        self.state: dict[str, torch.Tensor] = layers.weights()
-        self.state |= kept.tensors if kept is not None else weights or {}
+        self._report: dict[str, Any] = {} if kept is None else kept["report"]
+        """What there is to record of the last of them."""
+        self.state: State = layers.weights()
+        self._memory: Memory = {}
+        if kept is not None:
+            self.state = {name: kept.tensors[name] for name in self.state}
+            self._memory = {name: tensor for name, tensor in kept.tensors.items() if name not in self.state}
+        elif weights is not None:
+            self.state = {**self.state, **weights}
         self._device = device
         self._layers = layers
+        self._merge = merge
+        self._tests = tests
+        self._schedule = schedule
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds of the workload are in it."""
+        return self.rounds >= self._schedule.rounds
 
     @property
     def numbers(self) -> bool:
         """Whether there are any: a workload without has shapes alone."""
         return not any(tensor.is_meta for tensor in self.state.values())
 
-    async def average(self, models: Sequence[tuple[int, State]]) -> None:
-        """Become the mean of several models, each (samples, state); stay what it is where there are none."""
-        if models:
-            samples, states = zip(*models, strict=True)
-            work = partial(average, states, samples)
-            cost = Cost(AGGREGATION_FLOPS * self._layers.parameters * len(models))
+    async def merge(self, trained: Sequence[Trained]) -> None:
+        """Become what the devices' models make of it; stay what it is where there are none."""
+        if trained:
+            work = partial(self._merge if self.numbers else mean, self.state, trained, self._memory)
+            cost = Cost(AGGREGATION_FLOPS * self._layers.parameters * len(trained))
             self.state = await self._device.compute(work, cost, Span("average", self.rounds))
 
-    async def keep(self) -> None:
-        """Count a round, and save to the disk."""
+    async def keep(self, start: float, trained: Sequence[Trained]) -> None:
+        """Count a round that began at ``start``, and save to the disk, with what there is to record of it."""
+        samples: dict[str, int] = {}
+        for each in trained:
+            samples[each.device] = samples.get(each.device, 0) + each.samples
+        loss = sum(each.loss * each.samples for each in trained) / sum(samples.values())
+        duration = self._device.now() - start
+        self._report = {"round": self.rounds, "start": start, "duration": duration, "samples": samples, **loss_fields(loss)}
         self.rounds += 1
-        await self._device.save(GLOBAL, Message(GLOBAL, {"rounds": self.rounds}, self.state))
+        fields = {"rounds": self.rounds, "report": self._report}
+        await self._device.save(GLOBAL, Message(GLOBAL, fields, {**self.state, **self._memory}))
 
-    async def evaluate(self, tests: Requests) -> None:
-        """Score the model on data that no device trains on."""
-        await self._layers.load(self.state, self.rounds)
-        score = Score()
-        for index in range(len(tests)):
-            score.add(await self._layers.infer(index, tests.images(index)), tests.labels(index))
-        self._device.record("evaluate", step=self.rounds, **score.fields())
+    def is_reported(self) -> bool:
+        """Say whether all of the last round was recorded; not so if the program before a restart ended meanwhile."""
+        reported = self._device.saved(REPORTED)
+        return self.rounds == (0 if reported is None else reported["rounds"])
+
+    async def report(self) -> None:
+        """Record the last round, and evaluate the model if that is due."""
+        made = dict(self._report)
+        loss = {name: made.pop(name) for name in ("loss",) if name in made}
+        self._device.record("round", **made)
+        self._device.record("step", step=made["round"], samples=sum(made["samples"].values()), **loss)
+        if self._schedule.due(self.rounds):
+            score = await evaluation(self._layers, self.state, self._tests, self.rounds)
+            self._device.record("evaluate", step=self.rounds, **score.fields())
+        await self._device.save(REPORTED, Message(REPORTED, {"rounds": self.rounds}))
+
+
+async def evaluation(layers: Layers, state: State, tests: Requests, number: int) -> Score:
+    """Score some weights of the whole model on the test samples; takes the device's time."""
+    await layers.load(state, number)
+    score = Score()
+    for index in range(len(tests)):
+        score.add(await layers.infer(index, tests.images(index)), tests.labels(index))
+    return score
 
 
 class ServerSide:
@@ -72,20 +159,21 @@ class ServerSide:
     Algorithm 2 of PipeLearn, lines 4 to 17.
     """
 
-    def __init__(self, mailbox: Mailbox, choices: Mapping[str, Choice], copies: Mapping[str, Layers]) -> None:
+    def __init__(self, mailbox: Mailbox, parallel: Mapping[str, int], copies: Mapping[str, Layers]) -> None:
+        """``parallel``: the mini-batches of an iteration of each device; ``copies``: the layers that serve it."""
         self.losses: dict[str, float] = {}
         """Mean of the iterations of the device's last round."""
         self._mailbox = mailbox
-        self._choices = choices
+        self._parallel = parallel
         self._copies = copies
 
     async def serve(self, state: State, number: int, begun: Begun) -> None:
         """Train a device's copy along with it, from the global model's state on."""
-        layers, choice = self._copies[begun.sender], self._choices[begun.sender]
+        layers = self._copies[begun.sender]
         await layers.load(restrict(state, layers.first, layers.last), number)
         steps, loss = range(begun.first, begun.last), 0.0
         for step in steps:
-            for micro in range(choice.parallel):
+            for micro in range(self._parallel[begun.sender]):
                 given = await self._mailbox.take(DeviceActivation, (begun.sender, step, micro))
                 loss += await layers.forward_loss(step, micro, given.tensor, given.labels, given.samples)
                 gradient = await layers.backward(step, micro, len(given.labels))
@@ -97,19 +185,6 @@ class ServerSide:
     def join(self, update: Update) -> tuple[State, float]:
         """Return a device's whole model, M^k of equation (1), and its loss."""
         return {**update.state, **self._copies[update.sender].weights()}, self.losses[update.sender]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a device has made of the global model in a round."""
-
-    device: str
-    samples: int
-    """That it has seen."""
-    state: State
-    """Of the whole model, the server's layers included."""
-    loss: float
-    """Mean of its iterations."""
 
 
 class Server:
@@ -136,26 +211,26 @@ class Server:
         self._side = side
         self._in_turn = in_turn
 
-    async def run(self, rounds: int, tests: Requests, evaluate_every: int) -> None:
-        """Hold the rounds that are left; evaluate after some of them and after the last."""
+    async def run(self) -> None:
+        """Hold the rounds that are left."""
         if self._model.numbers:
             self._device.expose(lambda: self._model.state)
         devices = list(self._splits)
         turns = [[name] for name in devices] if self._in_turn else [devices]
-        for number in range(self._model.rounds, rounds):
+        if not self._model.is_reported():
+            await self._model.report()
+        while not self._model.finished:
             start = self._device.now()
             trained: list[Trained] = []
             while not trained:  # in turn, all devices may have been missed
                 await self._rounds.present(devices, 1)
                 for turn in turns:
-                    trained += await self._train(number, turn)
-            await self._model.keep()
-            self._report(number, start, trained)
-            if (number + 1) % evaluate_every == 0 or number + 1 == rounds:
-                await self._model.evaluate(tests)
+                    trained += await self._train(self._model.rounds, turn)
+            await self._model.keep(start, trained)
+            await self._model.report()
 
     async def _train(self, number: int, devices: Sequence[str]) -> list[Trained]:
-        """Have devices train from the global model on, which becomes the mean of what they send."""
+        """Have devices train from the global model on, into which what they send is merged."""
         state = self._model.state
 
         def invite(name: str, configuration: int) -> Begin:
@@ -164,7 +239,7 @@ class Server:
         serve = None if self._side is None else partial(self._side.serve, state, number)
         updates = await self._rounds.hold(number, devices, invite, serve)
         trained = [Trained(update.sender, update.samples, *self._whole(update)) for update in updates]
-        await self._model.average([(each.samples, each.state) for each in trained])
+        await self._model.merge(trained)
         return trained
 
     def _whole(self, update: Update) -> tuple[State, float]:
@@ -172,11 +247,3 @@ class Server:
             return self._side.join(update)
         assert update.loss is not None
         return update.state, update.loss
-
-    def _report(self, number: int, start: float, trained: Sequence[Trained]) -> None:
-        """Record who took part in a round, and the mean of their losses, by samples."""
-        samples = {each.device: each.samples for each in trained}
-        duration = self._device.now() - start
-        self._device.record("round", round=number, start=start, duration=duration, samples=samples)
-        loss = sum(each.loss * each.samples for each in trained) / sum(samples.values())
-        self._device.record("step", step=number, samples=sum(samples.values()), **loss_fields(loss))

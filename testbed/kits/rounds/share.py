@@ -27,9 +27,13 @@ class Length:
         return -(-self.total // self.each)
 
     def iterations(self, number: int, per_epoch: int) -> range:
-        """Return the iterations of a round, counted from 0 through all rounds; the last round may be shorter."""
+        """Return the iterations of a round, counted from 0 through all rounds; the last round may be shorter.
+
+        A device that trains on, since others are slower, has rounds of full length beyond that.
+        """
         unit = per_epoch if self.epochs else 1
-        return range(number * self.each * unit, min((number + 1) * self.each, self.total) * unit)
+        end = (number + 1) * self.each
+        return range(number * self.each * unit, (end if number >= self.rounds else min(end, self.total)) * unit)
 
 
 class Share:

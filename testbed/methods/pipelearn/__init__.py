@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from pydantic import Field
 
-from testbed.device import Device
-from testbed.kits.rounds import planner
-from testbed.kits.rounds.figures import DECLARED
+from testbed.kits.rounds.method import Hooks, SplitMethod
 from testbed.kits.rounds.options import SPLIT, GroupOptions, SplitPoints
-from testbed.kits.rounds.planner import CollaborativeDetails, Team
-from testbed.kits.rounds.programs import Style, run
-from testbed.method import Job, Method, Problem
+from testbed.kits.rounds.planner import Participants, RoundDetails, split_plan
+from testbed.method import Problem
+from testbed.methods.pipelearn import optimise
 from testbed.plan import Plan
 
 
@@ -37,7 +36,7 @@ class PipeLearnOptions(GroupOptions):
     )
 
 
-class PipeLearn(Method[PipeLearnOptions, CollaborativeDetails]):
+class PipeLearn(SplitMethod[PipeLearnOptions]):
     """Algorithms 1 and 2 of the paper; an update is that of the whole batch.
 
     Batch normalisation normalises each mini-batch by itself, so that with it an iteration differs from a step with the
@@ -49,29 +48,20 @@ class PipeLearn(Method[PipeLearnOptions, CollaborativeDetails]):
     name = "pipelearn"
     summary = "PipeLearn: split-federated learning with several mini-batches of each device under way"
     Options = PipeLearnOptions
-    Details = CollaborativeDetails
-    declared = DECLARED
-    timing_only = True
-    takes_weights = True
 
-    def data_owners(self, problem: Problem[PipeLearnOptions]) -> tuple[str, ...]:
-        """Return all devices but the first, which is the server."""
-        return Team(problem).names
+    def hooks(self, options: PipeLearnOptions) -> Hooks:
+        """Average the models of a fraction of the devices."""
+        return Hooks(choose=options.choose, min_updates=options.min_devices)
 
-    def plan(self, problem: Problem[PipeLearnOptions]) -> Plan[CollaborativeDetails]:
+    def plan(self, problem: Problem[PipeLearnOptions]) -> Plan[RoundDetails]:
         """Choose P and N for each device. Raises `InputError` where that cannot be."""
-        team, options = Team(problem), problem.options
-        team.check()
-        return planner.split_plan(
+        team, options = Participants(problem), problem.options
+        choices = partial(optimise.choices, least=options.least, paper=options.candidates == "paper")
+        return split_plan(
             self.name,
             team,
             options.split,
-            at_once=len(team.devices),
+            concurrent_clients=len(team.devices),
             parallel=options.parallel,
-            search=planner.Search(options.least, options.candidates == "paper"),
+            choices=choices,
         )
-
-    async def program(self, device: Device, job: Job[PipeLearnOptions, CollaborativeDetails]) -> None:
-        """Hold rounds on the first device, train on the others."""
-        options = job.problem.options
-        await run(device, job, Style(split=True, fraction=options.fraction, min_devices=options.min_devices))

@@ -3,7 +3,7 @@
 from testbed.hardware import DeviceSpec
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.rounds.messages import KINDS, Begin, Begun, Update
-from testbed.kits.rounds.rounds import STARTUP, Rounds, Terms
+from testbed.kits.rounds.rounds import STARTUP, RoundPolicy, Rounds
 from testbed.network.link import Link
 from testbed.simulation.world import World
 
@@ -19,7 +19,7 @@ def test_a_late_device_is_left_out_and_nothing_else_happens() -> None:
             served.append(begun.sender)
 
         async with Mailbox(device, LINKS, KINDS) as mailbox:
-            rounds = Rounds(mailbox, Terms(fraction=1.0, least=1, deadline=1.0), seed=1)
+            rounds = Rounds(mailbox, RoundPolicy(min_updates=1, deadline=1.0), seed=1)
             updates = await rounds.hold(0, ["quick", "late"], lambda name, number: Begin(number, 0, {}), serve)
             assert [update.sender for update in updates] == ["quick"]
             await device.sleep(10)  # it averages, and evaluates

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from testbed.kits.rounds.estimate import Choice, PairProfile, mini_batch
 
@@ -41,15 +40,6 @@ def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[C
     return tuple(dict.fromkeys(found))
 
 
-def optimise(profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice] | None = None) -> Choice:
-    """Return the choice with the shortest epoch of training, its exchange of models included.
-
-    The first of several. ``choices`` are all `candidates` where None.
-    """
-    among = candidates(profile, batch_size) if choices is None else choices
-    return min(among, key=lambda choice: epoch(profile, choice, samples, batch_size))
-
-
-def epoch(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
-    """Return the seconds of an epoch of one device."""
-    return profile.training(choice, samples, batch_size) + profile.exchange(choice.split)
+def choices(profile: PairProfile, batch_size: int, least: int, paper: bool) -> tuple[Choice, ...]:
+    """Return what P and N are chosen from; ``paper``: equation (14) alone says what N may be."""
+    return shortlist(profile, batch_size) if paper else candidates(profile, batch_size, least)

@@ -11,17 +11,13 @@ from testbed.kits.rounds.estimate import (
     LayerTimes,
     PairProfile,
     aggregation_time,
+    epoch,
     iterations,
     mini_batch,
     profile,
+    shortest_epoch,
 )
-from testbed.kits.rounds.optimise import (
-    candidates,
-    epoch,
-    optimise,
-    parallel_batches,
-    shortlist,
-)
+from testbed.methods.pipelearn.optimise import candidates, parallel_batches, shortlist
 from testbed.models.catalog import create
 from testbed.network.link import Link
 from testbed.network.presets import PRESETS
@@ -35,10 +31,10 @@ Pi 3B is 10, and another factor of 2 for the 3B at 32 bits."""
 
 
 def exhaustive(profile: PairProfile, samples: int, batch_size: int) -> Choice:
-    """Return the best of all P and N by formula: what `optimise` is scored against."""
+    """Return the best of all P and N by formula: what the planner is scored against."""
     counts = range(1, batch_size + 1)
     everything = (Choice(split, count) for split in range(1, profile.depth + 1) for count in counts)
-    return optimise(profile, samples, batch_size, everything)
+    return shortest_epoch(profile, samples, batch_size, everything)
 
 
 def score(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
@@ -127,7 +123,7 @@ def test_nothing_is_better_than_the_exhaustive_choice_and_the_optimiser_takes_it
     found: PairProfile, samples: int, batch: int
 ) -> None:
     best = exhaustive(found, samples, batch)
-    chosen = optimise(found, samples, batch)
+    chosen = shortest_epoch(found, samples, batch, candidates(found, batch))
     times = [
         epoch(found, Choice(split, count), samples, batch)
         for split in range(1, found.depth + 1)
@@ -142,7 +138,7 @@ def test_nothing_is_better_than_the_exhaustive_choice_and_the_optimiser_takes_it
 
 def best_split(found: PairProfile, samples: int, batch: int) -> Choice:
     """Return split-federated learning's: N is 1."""
-    return optimise(found, samples, batch, [Choice(split) for split in range(1, found.depth + 1)])
+    return shortest_epoch(found, samples, batch, [Choice(split) for split in range(1, found.depth + 1)])
 
 
 def test_the_shortlist_has_one_number_of_mini_batches_for_each_split_point() -> None:
@@ -161,10 +157,10 @@ def test_no_mini_batch_is_smaller_than_asked_for() -> None:
 @pytest.mark.parametrize(("name", "network"), CELLS)
 def test_the_choice_scores_at_least_96_percent_in_the_papers_cells(name: str, network: str) -> None:
     found = cell(name, network)
-    chosen = optimise(found, SAMPLES, BATCH)
+    chosen = shortest_epoch(found, SAMPLES, BATCH, candidates(found, BATCH))
     assert chosen.split == 1
     assert score(found, chosen, SAMPLES, BATCH) >= 0.96
-    assert score(found, optimise(found, SAMPLES, BATCH, shortlist(found, BATCH)), SAMPLES, BATCH) >= 0.83
+    assert score(found, shortest_epoch(found, SAMPLES, BATCH, shortlist(found, BATCH)), SAMPLES, BATCH) >= 0.83
 
 
 @pytest.mark.parametrize(("name", "network"), CELLS)
@@ -172,7 +168,7 @@ def test_methods_rank_as_in_figure_4(name: str, network: str) -> None:
     found = cell(name, network)
     # Devices are alike; split learning has them train one after the other, the others average their models.
     aggregation = aggregation_time(create(name, {}, (3, 32, 32), 10), DeviceSpec("server", 2e10, 1e9), DEVICES)
-    split, choice = best_split(found, SAMPLES, BATCH), optimise(found, SAMPLES, BATCH)
+    split, choice = best_split(found, SAMPLES, BATCH), shortest_epoch(found, SAMPLES, BATCH, candidates(found, BATCH))
     fl = found.local_training(SAMPLES, BATCH) + found.exchange(found.depth) + aggregation
     sfl = epoch(found, split, SAMPLES, BATCH) + aggregation
     pipelearn = epoch(found, choice, SAMPLES, BATCH) + aggregation

@@ -1,0 +1,156 @@
+"""A device's program: train a round whenever the server says so, on its own samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from testbed.kits.layers.shard import Adjust, State
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.membership import Hello
+from testbed.kits.rounds.layers import Layers
+from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Here, Ping, Update
+from testbed.kits.rounds.share import Length, Share
+
+
+@dataclass(frozen=True)
+class LocalRound:
+    """What a device has to train in a round: its layers hold the weights of ``start``."""
+
+    number: int
+    """Of the round, from 0."""
+    steps: range
+    """Its iterations, counted through all rounds."""
+    layers: Layers
+    share: Share
+    """The device's samples."""
+    start: State
+    """Weights and running statistics that the round began with, by name."""
+
+    async def gradients(self, step: int) -> float:
+        """Do forward and backward with all samples of an iteration; return their mean loss."""
+        ((images, labels),) = self.share.iteration(step)
+        loss = await self.layers.forward_loss(step, 0, images, labels, len(labels))
+        await self.layers.backward(step, 0, len(labels))
+        return loss
+
+
+TrainLocal = Callable[[LocalRound], Awaitable[float | None]]
+"""Hook: trains the layers of a device for a round; returns the mean loss, None where the server computes it."""
+Sent = Callable[[State, State], State]
+"""Hook: takes the weights that a round began with and the trained ones; returns what is sent to the server."""
+
+
+async def train_whole(local: LocalRound, change: Adjust | None = None) -> float:
+    """Take a step of the optimizer in every iteration, on the whole model: federated averaging.
+
+    ``change`` alters the gradients before each step.
+    """
+    losses = []
+    for step in local.steps:
+        losses.append(await local.gradients(step))
+        if change is not None:
+            await local.layers.adjust(step, change)
+        await local.layers.update(step)
+    return sum(losses) / len(losses)
+
+
+def send_weights(start: State, trained: State) -> State:
+    """Send the trained weights as they are."""
+    return trained
+
+
+def send_difference(start: State, trained: State) -> State:
+    """Send what training has changed."""
+    return {name: tensor - start[name] for name, tensor in trained.items()}
+
+
+def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
+    """Return the training of a device that has the first layers while the server has the rest.
+
+    Algorithm 1 of PipeLearn, lines 4 to 13: forward all mini-batches of an iteration, then go back through each as soon
+    as its gradient is there, then update.
+    """
+
+    async def train(local: LocalRound) -> None:
+        for step in local.steps:
+            mini_batches = local.share.iteration(step)
+            samples = sum(len(labels) for _, labels in mini_batches)
+            for micro, (images, labels) in enumerate(mini_batches):
+                activation = await local.layers.forward(step, micro, images)
+                mailbox.post(server, DeviceActivation(mailbox.configuration, step, micro, samples, activation, labels))
+            for micro, (_, labels) in enumerate(mini_batches):
+                gradient = await mailbox.take(ActivationGradient, (step, micro))
+                await local.layers.backward(step, micro, len(labels), gradient.tensor)
+            await local.layers.update(step)
+
+    return train
+
+
+class LocalTraining:
+    """What a device with data does of its own: it trains rounds on its samples, whoever says when and from where on."""
+
+    def __init__(
+        self,
+        share: Share,
+        length: Length,
+        layers: Layers,
+        train_local: TrainLocal = train_whole,
+        sent: Sent = send_weights,
+    ) -> None:
+        self.share = share
+        self.length = length
+        self.layers = layers
+        self._train_local = train_local
+        self._sent = sent
+
+    def steps(self, number: int) -> range:
+        """Return the iterations of a round, counted through all rounds."""
+        return self.length.iterations(number, self.share.per_epoch)
+
+    def samples(self, number: int) -> int:
+        """Return how many samples a round trains on."""
+        return len(self.steps(number)) * self.share.mini_batch * self.share.parallel
+
+    async def train(self, number: int, start: State) -> tuple[float | None, State]:
+        """Train a round from some weights on; return the mean loss and what is to be sent of the new weights."""
+        await self.layers.load(start, number)
+        loss = await self._train_local(LocalRound(number, self.steps(number), self.layers, self.share, start))
+        return loss, self._sent(start, self.layers.weights())
+
+
+class Client:
+    """One device from the start of its program on; knows nothing from before."""
+
+    def __init__(self, mailbox: Mailbox, server: str, training: LocalTraining) -> None:
+        self._mailbox = mailbox
+        self._server = server
+        self._training = training
+        self._incarnation = mailbox.device.now()
+        self._running: asyncio.Task[None] | None = None
+        mailbox.on(Begin, self._begin)
+        mailbox.on(Ping, self._answer)
+
+    async def serve(self) -> None:
+        """Train whenever the server says so, until cancelled."""
+        self._mailbox.post(self._server, Hello(self._incarnation))
+        await asyncio.get_running_loop().create_future()
+
+    def _answer(self, ping: Ping) -> None:
+        self._mailbox.post(ping.sender, Here())
+
+    def _begin(self, begin: Begin) -> None:
+        """Give up the round before, if it goes on, for this one."""
+        self._mailbox.open(begin.configuration)
+        if self._running is not None:
+            self._running.cancel()
+        self._running = self._mailbox.start(self._train(begin))
+
+    async def _train(self, begin: Begin) -> None:
+        steps = self._training.steps(begin.round)
+        begun = Begun(begin.configuration, self._incarnation, steps.start, steps.stop)
+        self._mailbox.post(self._server, begun)
+        loss, weights = await self._training.train(begin.round, begin.state)
+        samples = self._training.samples(begin.round)
+        self._mailbox.post(self._server, Update(begin.configuration, samples, loss, weights))

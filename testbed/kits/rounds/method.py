@@ -1,0 +1,152 @@
+"""Methods that train one model in rounds on the data of several devices: what they have in common, and their hooks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Generic
+
+from typing_extensions import TypeVar
+
+from testbed.device import Device
+from testbed.kits.layers.feed import Requests
+from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.rounds import planner
+from testbed.kits.rounds.client import Client, LocalTraining, Sent, TrainLocal, send_weights, train_whole, with_server
+from testbed.kits.rounds.figures import DECLARED
+from testbed.kits.rounds.layers import Layers
+from testbed.kits.rounds.messages import KINDS
+from testbed.kits.rounds.options import GroupOptions, RoundOptions
+from testbed.kits.rounds.planner import Participants, RoundDetails
+from testbed.kits.rounds.rounds import Choose, RoundPolicy, Rounds, everyone
+from testbed.kits.rounds.server import EvaluationSchedule, GlobalModel, Merge, Server, ServerSide, mean
+from testbed.kits.rounds.share import Share
+from testbed.method import Job, Method, Problem
+from testbed.plan import Plan
+
+LATE = 3.0
+"""How many times what a round should take it may take by default."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Where methods that train in rounds differ; what is not given is federated averaging."""
+
+    choose: Choose = everyone
+    """Who takes part in a round."""
+    train_local: TrainLocal = train_whole
+    """What a device does in a round."""
+    sent: Sent = send_weights
+    """What it sends to the server."""
+    merge: Merge = mean
+    """What the server makes of that."""
+    min_updates: int = 1
+    """Updates that a round needs."""
+
+
+O = TypeVar("O", bound=RoundOptions, default=GroupOptions)  # noqa: E741
+
+
+class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
+    """A server, which is the first device, and devices with data that train the whole model, in rounds.
+
+    A method of one's own gives `hooks`. A device that is gone is left out of a round at its deadline, and takes part
+    again once it is back. Momentum stays on the device where it was made.
+    """
+
+    Options: type[O] = GroupOptions  # type: ignore[assignment]  # the default of its type
+    Details = RoundDetails
+    declared = DECLARED
+    timing_only = True
+    takes_weights = True
+
+    @abstractmethod
+    def hooks(self, options: O) -> Hooks:
+        """Return what is this method's own."""
+
+    def data_owners(self, problem: Problem[O]) -> tuple[str, ...]:
+        """Return all devices but the first, which is the server."""
+        return Participants(problem).names
+
+    def plan(self, problem: Problem[O]) -> Plan[RoundDetails]:
+        """Give the whole model to each device. Raises `InputError` where it does not fit."""
+        return planner.whole_plan(self.name, Participants(problem))
+
+    async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
+        """Be the server on the first device, a client on the others."""
+        async with Mailbox(device, job.problem.links, KINDS) as mailbox:
+            if device.name == job.plan.lead:
+                await self.serve(mailbox, job)
+            else:
+                training = local_training(device, job, self.hooks(job.problem.options))
+                await Client(mailbox, job.plan.lead, training).serve()
+
+    async def serve(self, mailbox: Mailbox, job: Job[O, RoundDetails]) -> None:
+        """Hold one round after the other, to the last; the server's program."""
+        await hold_rounds(mailbox, job, self.hooks(job.problem.options))
+
+
+class SplitMethod(RoundMethod[O], ABC, Generic[O]):
+    """The same with a model that is split: the first layers on the devices, the rest on the server.
+
+    Updates on both sides go as if the model were whole, so there is nothing to hook in but who takes part.
+    """
+
+    in_turn = False
+    """Whether one device trains after the other, with one copy of the server's layers for all."""
+
+    async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
+        """Hold rounds on the first device, train the first layers on the others."""
+        hooks, server = self.hooks(job.problem.options), job.plan.lead
+        async with Mailbox(device, job.problem.links, KINDS) as mailbox:
+            if device.name == server:
+                await hold_rounds(mailbox, job, hooks, split=True, in_turn=self.in_turn)
+            else:
+                training = local_training(device, job, replace(hooks, train_local=with_server(mailbox, server)))
+                await Client(mailbox, server, training).serve()
+
+
+def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hooks()) -> LocalTraining:
+    """Return what a device with data does in a round, by its plan."""
+    problem, mine = job.problem, job.plan.details.portions[device.name]
+    assert job.dataset is not None
+    share = Share(job.dataset, problem.workload.batch_size, mine.parallel, problem.seed)
+    layers = Layers(device, problem, 0, mine.split)
+    return LocalTraining(share, Participants(problem).length, layers, hooks.train_local, hooks.sent)
+
+
+def global_model(device: Device, job: Job[O, RoundDetails], merge: Merge = mean) -> GlobalModel:
+    """Return the whole model on the server: as it was before a restart, or as the run begins with it."""
+    problem = job.problem
+    assert job.dataset is not None
+    tests = Requests(job.dataset, problem.workload.batch_size)
+    schedule = EvaluationSchedule(problem.options.evaluate_every, Participants(problem).length.rounds)
+    layers = Layers(device, problem, 0, len(problem.model.units))
+    return GlobalModel(device, layers, job.weights, tests, schedule, merge)
+
+
+async def hold_rounds(
+    mailbox: Mailbox, job: Job[O, RoundDetails], hooks: Hooks, split: bool = False, in_turn: bool = False
+) -> None:
+    """Be the server: hold the rounds that are left; ``split``: it trains layers of its own.
+
+    ``in_turn``: one device trains after the other, with one copy of the server's layers for all.
+    """
+    problem, clients = job.problem, job.plan.details.portions
+    assert job.dataset is not None
+    device, options, depth = mailbox.device, problem.options, len(problem.model.units)
+    model = global_model(device, job, hooks.merge)
+    splits = {name: client.split for name, client in clients.items()}
+    side = None
+    if split:
+        shared = {first: Layers(device, problem, first, depth) for first in splits.values()} if in_turn else {}
+        copies = {name: shared.get(first) or Layers(device, problem, first, depth) for name, first in splits.items()}
+        side = ServerSide(mailbox, {name: client.parallel for name, client in clients.items()}, copies)
+    deadline = options.round_deadline or LATE * max(client.round_time for client in clients.values())
+    policy = RoundPolicy(0 if in_turn else hooks.min_updates, deadline, hooks.choose)
+    server = Server(mailbox, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn)
+    size = problem.workload.batch_size
+    if few := [name for name, there in problem.samples.items() if there < size]:
+        text = f"{', '.join(few)}: fewer samples than a batch of {size}, which is all of them there"
+        device.record("log", text=text)
+    await server.run()

@@ -1,0 +1,38 @@
+"""Split learning (Gupta and Raskar, 2018; Vepakomma et al., 2018): round robin."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from testbed.kits.rounds.method import Hooks, SplitMethod
+from testbed.kits.rounds.options import SPLIT, RoundOptions, SplitPoints
+from testbed.kits.rounds.planner import Participants, RoundDetails, split_plan
+from testbed.method import Problem
+from testbed.plan import Plan
+
+
+class SplitLearningOptions(RoundOptions):
+    """Options of `SplitLearning`."""
+
+    split: SplitPoints = Field("best", description=SPLIT)
+
+
+class SplitLearning(SplitMethod[SplitLearningOptions]):
+    """One device after the other trains the first layers, the server the rest.
+
+    A device's layers go to the next one by way of the server, for devices are linked to that alone. In a round each
+    device has one turn; one that is gone is passed over.
+    """
+
+    name = "split-learning"
+    summary = "split learning: the first layers on one device after the other, the rest on the server"
+    Options = SplitLearningOptions
+    in_turn = True
+
+    def hooks(self, options: SplitLearningOptions) -> Hooks:
+        """Let each device have its turn."""
+        return Hooks()
+
+    def plan(self, problem: Problem[SplitLearningOptions]) -> Plan[RoundDetails]:
+        """Split the model for each device. Raises `InputError` where that cannot be."""
+        return split_plan(self.name, Participants(problem), problem.options.split, concurrent_clients=1)
