@@ -42,9 +42,11 @@ class FedBuff(RoundMethod[FedBuffOptions]):
             versions[name], given[name] = model.rounds, given.get(name, -1) + 1
             mailbox.post(name, Begin(mailbox.configuration, given[name], model.state))
 
-        mailbox.on(Hello, lambda hello: begin(hello.sender))
+        mailbox.on(Hello, lambda hello: begin(hello.sender) if hello.incarnation > start else None)
         mailbox.on(Begun, lambda _: None)
         start, buffer = device.now(), []
+        for name in job.plan.details.portions:
+            begin(name)
         while not model.finished:
             update = await mailbox.take(Update)
             weight = (1 + model.rounds - versions[update.sender]) ** -options.staleness

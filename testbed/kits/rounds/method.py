@@ -122,7 +122,10 @@ def global_model(device: Device, job: Job[O, RoundDetails], merge: Merge = mean)
     tests = Requests(job.dataset, problem.workload.batch_size)
     schedule = EvaluationSchedule(problem.options.evaluate_every, Participants(problem).length.rounds)
     layers = Layers(device, problem, 0, len(problem.model.units))
-    return GlobalModel(device, layers, job.weights, tests, schedule, merge)
+    model = GlobalModel(device, layers, job.weights, tests, schedule, merge)
+    if model.numbers:
+        device.expose(lambda: model.state)
+    return model
 
 
 async def hold_rounds(

@@ -213,8 +213,6 @@ class Server:
 
     async def run(self) -> None:
         """Hold the rounds that are left."""
-        if self._model.numbers:
-            self._device.expose(lambda: self._model.state)
         devices = list(self._splits)
         turns = [[name] for name in devices] if self._in_turn else [devices]
         if not self._model.is_reported():
