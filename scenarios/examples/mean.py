@@ -83,7 +83,7 @@ class Mean(Method[MeanOptions]):
             deadline = began + job.problem.options.deadline
             replies = [await mailbox.take(Reply, (number, name), deadline=deadline) for name in others]
             values = [reply.value for reply in replies if reply is not None]
-            mailbox.expire(Reply, (number + 1, ""))
+            mailbox.discard_before(Reply, (number + 1, ""))
             mean = sum(values) / len(values) if values else None
             device.record("mean", batch=number, value=mean, late=len(replies) - len(values))
             device.record("request", request=number, latency=device.now() - began)

@@ -179,7 +179,7 @@ class Mailbox:
                 return kept.pop(key)  # type: ignore[no-any-return]
         return None
 
-    def expire(self, kind: type[Typed], key: Any) -> None:
+    def discard_before(self, kind: type[Typed], key: Any) -> None:
         """Drop what was not taken of a kind with a lower key, and whatever of it still comes."""
         self._expired[kind.kind] = key
         kept = self._kept.get(kind.kind, {})

@@ -41,7 +41,7 @@ class RecoveryPolicy(Protocol):
         """Decide which devices to go on with, and from where. Raises `TestbedError` where that cannot be."""
 
 
-async def persist(
+async def run_with_recovery(
     work: ResumableWork, recovery: RecoveryPolicy, supervisor: Supervisor, recovering: bool = False
 ) -> None:
     """Work to the end through whatever happens; raises `TestbedError` when nothing helps.

@@ -13,7 +13,7 @@ from testbed.kits.layers.feed import Training
 from testbed.kits.layers.shard import State, restrict
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Status
-from testbed.kits.messaging.recovery import RecoveryPolicy, ResumableWork, persist
+from testbed.kits.messaging.recovery import RecoveryPolicy, ResumableWork, run_with_recovery
 from testbed.kits.messaging.roles import RoleHolder
 from testbed.kits.messaging.supervision import Supervisor, Timeouts
 from testbed.kits.messaging.typed import Typed
@@ -80,7 +80,7 @@ async def run_pipeline(device: Device, job: Job[OptionsT], hooks: PipelineHooks[
         timeouts = Timeouts(options.patience, options.return_window, hooks.standstill or options.return_window)
         supervisor = Supervisor(mailbox, member.holder.presence, problem, timeouts, partial(_backlog, problem))
         recovery = await hooks.recovery(member, supervisor, job)
-        await persist(hooks.work(supervisor, recovery, job), recovery, supervisor, recovery.recovering)
+        await run_with_recovery(hooks.work(supervisor, recovery, job), recovery, supervisor, recovery.recovering)
 
 
 def _backlog(problem: Problem, part: Piece) -> float:

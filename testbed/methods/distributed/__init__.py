@@ -8,7 +8,7 @@ from testbed.device import Device
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import MEMBERSHIP_KINDS
-from testbed.kits.messaging.recovery import persist
+from testbed.kits.messaging.recovery import run_with_recovery
 from testbed.kits.messaging.roles import RoleHolder
 from testbed.kits.messaging.supervision import Supervisor, Timeouts
 from testbed.kits.pipeline.checkpointing import FromCheckpoint
@@ -77,7 +77,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             )
             supervisor.start(job.plan.pieces)
             serving = Serving(supervisor, job, options.in_flight, gives_up=options.on_loss == "fail")
-            await persist(serving, recovery, supervisor)
+            await run_with_recovery(serving, recovery, supervisor)
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a member; a device that the plan leaves out becomes one after a recovery at most."""

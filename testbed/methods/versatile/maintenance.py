@@ -248,7 +248,7 @@ class Confirming:
         await self._mailbox.cast(others, Complete(arrived.batch, layer))
         deadline = device.now() + self._wait
         found = [await self._mailbox.take(Complete, (arrived.batch, layer, name), deadline=deadline) for name in others]
-        self._mailbox.expire(Complete, (arrived.batch,))
+        self._mailbox.discard_before(Complete, (arrived.batch,))
         return None not in found
 
 

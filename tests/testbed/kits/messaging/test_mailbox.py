@@ -89,7 +89,7 @@ def test_a_message_that_comes_too_late_can_be_dropped():
 
     async def listen(mailbox):
         assert await mailbox.take(Word, 4, deadline=0.5) is None
-        mailbox.expire(Word, 5)
+        mailbox.discard_before(Word, 5)
         assert (await mailbox.take(Word)).number == 5
 
     talk(speak, listen)
