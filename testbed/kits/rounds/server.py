@@ -122,7 +122,8 @@ class GlobalModel:
             samples[each.device] = samples.get(each.device, 0) + each.samples
         loss = sum(each.loss * each.samples for each in trained) / sum(samples.values())
         duration = self._device.now() - start
-        self._report = {"round": self.rounds, "start": start, "duration": duration, "samples": samples, **loss_fields(loss)}
+        made = {"round": self.rounds, "start": start, "duration": duration, "samples": samples}
+        self._report = {**made, **loss_fields(loss)}
         self.rounds += 1
         fields = {"rounds": self.rounds, "report": self._report}
         await self._device.save(GLOBAL, Message(GLOBAL, fields, {**self.state, **self._memory}))
