@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tools.stress import files
@@ -44,9 +46,9 @@ def test_a_step_that_is_not_recorded_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     prepared = prepare(trial)
     outcome = run(prepared)
     assert [*ended(prepared, outcome), *every_step(prepared, outcome), *repeats(outcome, run(prepared))] == []
-    outcome.events[:] = [each for each in outcome.events if (each.event, each.fields.get("step")) != ("step", 2)]
-    assert list(every_step(prepared, outcome)) == ["steps: 3 of 4 are recorded: [0, 1, 3]"]
-    assert any(each.startswith("repetition") for each in repeats(outcome, run(prepared)))
+    lacking = replace(outcome, events=[each for each in outcome.events if each.fields.get("step") != 2])
+    assert list(every_step(prepared, lacking)) == ["steps: 3 of 4 are recorded: [0, 1, 3]"]
+    assert any(each.startswith("repetition") for each in repeats(lacking, run(prepared)))
 
 
 @pytest.mark.parametrize("seed", range(1000, 1040))

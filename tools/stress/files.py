@@ -22,6 +22,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from testbed.common.errors import InputError, Key
+from testbed.common.formats import visible
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -153,10 +154,9 @@ def answered(path: Path) -> Iterator[str]:
         for trial in trials(load(path))[:2]:
             prepare(trial)
     except InputError as refused:
-        if len(str(refused)) > WORDIEST:
-            yield f"words: an answer of {len(str(refused))} characters: {str(refused)[:200]}"
-        if any(ord(letter) < 32 and letter not in "\n\t" for letter in str(refused)):
-            yield f"words: an answer with control characters: {str(refused)[:200]!r}"
+        answer = visible(str(refused))  # as the command shows it
+        if len(answer) > WORDIEST or any(not letter.isprintable() and letter not in "\n\t" for letter in answer):
+            yield f"words: an answer of {len(answer)} characters: {answer[:200]!r}"
     except Exception:  # noqa: BLE001  (whatever it is, it is what is looked for)
         yield "traceback: " + traceback.format_exc().strip().replace("\n", " | ")[-500:]
     if (took := time.process_time() - began) > LONGEST:

@@ -83,7 +83,7 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
     ratios = [1 - link.message_loss for link in problem.links.values()]
     details = VersatileDetails(
         **planned.details.model_dump(),
-        threshold=fmean(ratios) if options.credibility is None else options.credibility,
+        threshold=options.credibility if options.credibility is not None else fmean(ratios or [1.0]),
         window=options.window,
         grace=grace,
         scattered=options.allocation == "random",

@@ -7,10 +7,12 @@ import random
 import pytest
 
 from testbed.kits.slots.arrangement import partition
+from testbed.methods.versatile import Versatile
 from testbed.methods.versatile.maintenance import DynamicUpdate, merged, valid
 from testbed.methods.versatile.planner import VersatileOptions
 from testbed.methods.versatile.rearrangement import joined, left, moves, rearranged, shares
 from testbed.methods.versatile.records import ALPHA, SERIES, ReceptionRecords, average, credibility, silent
+from tests.helpers.runs import problem_of, scenario
 
 INITIAL = [[1.0, 0.9, 0.3, 0.5], [0.6, 1.0, 0.9, 1.0], [0.3, 0.8, 1.0, 0.8], [0.5, 1.0, 0.9, 1.0]]
 RUNTIME = [[1.0, 0.0, 0.5, 0.1], [0.0, 1.0, 0.0, 0.0], [0.6, 0.0, 1.0, 0.3], [0.0, 0.0, 0.2, 0.1]]
@@ -213,3 +215,8 @@ def test_a_stage_begins_where_the_loss_was_not_better_for_so_many_steps():
     impatient = DynamicUpdate(VersatileOptions(patience=1))
     impatient.observe(0, 2.0)
     assert impatient.stage == 0
+
+
+def test_a_single_device_is_planned_though_there_are_no_links_to_judge_by():
+    plan = Versatile().plan(problem_of(scenario(workers=0, method={"name": "versatile"}))[0])
+    assert plan.details.threshold == 1.0
