@@ -86,7 +86,7 @@ def facts(runner: Runner) -> dict[str, Any]:
 
 
 def application(runner: Runner, renew: Callable[[], None]) -> Flask:
-    """Make the Flask application; see "Agent over HTTP" in ARCHITECTURE.md."""
+    """Make the Flask application; see docs/protocols.md."""
     from flask import Flask
     from werkzeug.exceptions import HTTPException
 

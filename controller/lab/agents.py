@@ -1,4 +1,4 @@
-"""Client of the agents' control API; see "Agent over HTTP" in ARCHITECTURE.md."""
+"""Client of the agents' control API; see docs/protocols.md."""
 
 from __future__ import annotations
 

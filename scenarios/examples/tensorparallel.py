@@ -47,7 +47,7 @@ class TensorParallel(Method):
         """Ask and answer on the lead; elsewhere do the same part of every request until the lead has all answers."""
         workload = job.problem.workload
         async with Mailbox(device, job.problem.links, (Contribution,)) as mailbox:
-            group = Group(mailbox, job.plan.devices)
+            group = Group(mailbox, [each.name for each in job.problem.devices])
             layers = await load_slices(group, job, divide(job.problem))
             while device.name != job.plan.lead:
                 await self.infer(group, layers, None, job.plan.lead)
