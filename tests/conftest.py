@@ -1,15 +1,19 @@
 """Shared by all tests."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.helpers.remembered import RememberedLab
+if TYPE_CHECKING:
+    from tests.helpers.remembered import RememberedLab
 
 # Before anything imports torch: with several threads, tiny tensors wait for threads that a busy machine does not run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -79,5 +83,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RememberedLab:
+    from tests.helpers.remembered import RememberedLab
+
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return RememberedLab()

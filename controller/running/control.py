@@ -199,6 +199,9 @@ def flap(
             down = phase == "strike"
             turns, late = turns + down, max(late, time.monotonic() - began - when)
             yield turns, late
+    except InputError:  # refused: nothing of it is in force
+        down = False
+        raise
     finally:
         if down:
             ask({"undo": handle})

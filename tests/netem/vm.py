@@ -24,7 +24,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from tests.helpers import ROOT
+ROOT = Path(__file__).resolve().parents[2]
 
 UNAVAILABLE, TIMED_OUT = 3, 124
 BUILD = ROOT / ".build" / "vm"
