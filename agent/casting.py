@@ -49,7 +49,7 @@ Hears = Callable[[Message, int, int], Message | None]
 
 
 def mark(run: str) -> bytes:
-    """Return what tells the run's datagrams from others."""
+    """Return what distinguishes the run's datagrams from others."""
     return hashlib.sha256(b"cast " + run.encode()).digest()[:4]
 
 

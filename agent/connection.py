@@ -3,7 +3,7 @@
 Requests follow each other without waiting for answers, which come back in the order of the requests.
 
 Neither ``requests`` nor ``socket.sendall`` will do between emulated devices: a time-out there limits a whole message,
-and a slow link must not be cut off while bytes still get through. Here the kernel is told to give up
+and a slow link must not be cut off while bytes still get through. Here the kernel is set to give up
 (``TCP_USER_TIMEOUT``) when nothing it sent was acknowledged for a while, however long the message takes as a whole.
 And a thread for each peer costs four wake-ups a message where this costs one, half a millisecond on a small host.
 """
@@ -25,7 +25,7 @@ STALL_SECONDS = 2.0
 STALL_SECONDS_MOST = 30.0
 """Grows when an established connection stalls, so that a link that a fault made very slow works in the end."""
 QUIET_SECONDS = 0.05
-"""Without an answer for so long after everything has left, the kernel is told to ask whether the peer is there."""
+"""Without an answer for so long after everything has left, the kernel is set to ask whether the peer is there."""
 UNSENT_BYTES = 128 << 10
 """What the kernel takes beyond what the link lets it send: more would still leave after it was withdrawn."""
 _TCP_NOTSENT_LOWAT = 25
@@ -97,7 +97,7 @@ class Connection:
             loop.add_writer(link, self._settle, True)
         try:
             if not await self._ready:
-                # Nothing of ours is under way that could tell that the peer is gone.
+                # Nothing of ours is under way that could show that the peer is gone.
                 self._ask(True)
         finally:
             self._ready = None
@@ -142,7 +142,7 @@ class Connection:
             link.close()
 
     def abort(self) -> None:
-        """Break the connection off: the kernel drops what it has not sent, and tells the peer."""
+        """Break the connection off: the kernel drops what it has not sent, and notifies the peer."""
         if self._socket is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close()

@@ -75,8 +75,8 @@ def _of_program(device: RealDevice) -> Iterator[Metric]:
     yield _counter("received_bytes", "Bytes of messages that arrived.", totals.bytes_received)
     yield _counter("sent_messages", "Messages acknowledged, and casts.", totals.messages_sent)
     yield _counter("received_messages", "Messages that arrived.", totals.messages_received)
-    yield _counter("steps", "Training steps that this device told of.", totals.steps)
-    yield _counter("requests", "Inferences that this device told of.", totals.requests)
+    yield _counter("steps", "Training steps that this device recorded.", totals.steps)
+    yield _counter("requests", "Inferences that this device recorded.", totals.requests)
     for name, value in list(totals.learned.items()):
         yield _gauge(name, _LEARNED[name], value)
     yield _gauge("inbox_messages", "Messages that wait for the program.", device.waiting)

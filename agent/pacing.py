@@ -255,7 +255,7 @@ class Processors:
 
 
 def precise_sleep() -> None:
-    """Ask the kernel to wake this thread when told, not up to 50 us later to save power."""
+    """Ask the kernel to wake this thread on time, not up to 50 us later to save power."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
 
 

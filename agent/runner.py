@@ -47,7 +47,7 @@ class Runner:
     """Holds one deployment and runs its program in a thread."""
 
     def __init__(self, settings: Settings, data: DataApplication, make_room: Callable[[int], None]) -> None:
-        """``make_room`` is told how many peers there are, before any of them sends."""
+        """``make_room`` is given how many peers there are, before any of them sends."""
         self.settings = settings
         self.log = EventLog(settings.event_limit)
         self.pace = Pace()
@@ -181,7 +181,7 @@ class Runner:
             state = "stopped"
         except TestbedError as failure:
             error = str(failure)
-        except BaseException:  # noqa: BLE001 - whatever ends a program is told to the controller
+        except BaseException:  # noqa: BLE001 - whatever ends a program is reported to the controller
             error = traceback.format_exc()
             print(error, file=sys.stderr, flush=True)
         self._record(time.monotonic(), origin, state, error)
@@ -264,7 +264,7 @@ def _fractions(body: bytearray, peers: Collection[str]) -> dict[str, float]:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """A loop that tells the device when a timer of its program goes off: what the program does next, it does then."""
+    """A loop that notifies the device when a timer of its program fires: what the program does next, it does then."""
 
     def __init__(self) -> None:
         # Timers as fine as the kernel's: epoll would round every wait up to a millisecond.

@@ -70,7 +70,7 @@ class Settings:
 
 
 def control_address(settings: Settings) -> Address:
-    """Return where the control API listens: not on the data network, where that is told by its address.
+    """Return where the control API listens: not on the data network, where its address is given.
 
     Raises SystemExit where there is no other.
     """

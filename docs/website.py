@@ -112,7 +112,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
-    """Return the page of a method: what it is, its options, what it tells of its runs, scenarios to try."""
+    """Return the page of a method: what it is, its options, what it reports of its runs, scenarios to try."""
     text = f"# {method.name}\n\n{method.summary[:1].upper()}{method.summary[1:]}. Tasks: {', '.join(method.tasks)}.\n\n"
     text += inspect.cleandoc(type(method).__doc__ or "") + "\n\n"
     if method.name in PAPER_OF:

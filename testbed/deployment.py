@@ -148,7 +148,7 @@ class Deployments:
         """Return what a device is given, as JSON."""
         problem, plan = self.method.facts(self.problem, self.plan, device)
         numbers: dict[Link, int] = {}
-        known: dict[int, int] = {}  # by identity, since pairs share links and it takes long to tell two apart
+        known: dict[int, int] = {}  # by identity, since pairs share links and it takes long to compare two
         links = []
         for pair, link in problem.links.items():
             if id(link) not in known:

@@ -37,7 +37,7 @@ MethodOptions = TypeVar("MethodOptions", bound=Options, default=Options)
 ProblemOptions = TypeVar("ProblemOptions", bound=Options, default=Options, covariant=True)
 """The same where they are only read: a problem with a pipeline's options is a problem with options."""
 MethodDetails = TypeVar("MethodDetails", bound=Details, default=Details)
-"""What a method's plans tell beyond their pieces."""
+"""What a method's plans say beyond their pieces."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Alternative:
     messages: int
     """Of a request."""
     step_time: float | None = None
-    """Predicted seconds per training step or inference, where the planner can tell."""
+    """Predicted seconds per training step or inference, where the planner can predict them."""
     notes: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Values of JSON."""
@@ -151,7 +151,7 @@ class Job(Generic[ProblemOptions, PlanDetails]):
 
 
 class Method(ABC, Generic[MethodOptions, MethodDetails]):
-    """A published system, or a baseline, with options of its own type and details that its plans tell.
+    """A published system, or a baseline, with options of its own type and details that its plans have.
 
     Stateless: state lives in the programs.
     """

@@ -35,7 +35,7 @@ class Piece(BaseModel):
 
 
 class Details(BaseModel):
-    """What else a method's planner tells; a method with something to tell declares its own.
+    """What else a method's planner says; a method with something to say declares its own.
 
     As such, it takes whatever there is: a reader who does not know the method keeps its details as plain values.
     """
@@ -61,7 +61,7 @@ class Plan(BaseModel, Generic[PlanDetails]):
     """The device whose program ends the run when it returns."""
     pieces: tuple[Piece, ...]
     step_time: float | None = None
-    """Predicted seconds per training step or inference, where the planner can tell."""
+    """Predicted seconds per training step or inference, where the planner can predict them."""
     steps: int | None = None
     """Training steps at most, where the planner bounds them; the workload may have fewer."""
     # Without details the type's own default holds, which mypy does not follow.

@@ -86,7 +86,7 @@ def models(
 
     With --measure each layer is trained by itself on one thread of this machine, and all of them in a row; printed are
     the processor times, what a device is charged whose `speed` and `memory_rate` fit all layers best, and the two
-    rates. With --profile it is the device of that file: how well it tells the time of this network.
+    rates. With --profile it is the device of that file: how well it predicts the time of this network.
 
     \b
     Examples:

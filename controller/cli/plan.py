@@ -249,7 +249,7 @@ def _print_radio(console: Console, radio: dict[str, Any]) -> None:
 def letters(positions: Mapping[str, Position], names: Mapping[str, str], area: tuple[float, float]) -> str:
     """Return a map in letters, framed, north up: each device's short name begins where it is.
 
-    Where two are too close to tell apart, the later one stands in the next free place to its right, or is left out.
+    Where two are too close to distinguish, the later one stands in the next free place to its right, or is left out.
     """
     # A letter is about twice as high as it is wide.
     rows = min(30, max(5, round(COLUMNS * area[1] / area[0] / 2)))

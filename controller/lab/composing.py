@@ -85,8 +85,8 @@ def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     endpoints = [
         Endpoint(spec.name, 0, addresses[spec.name], spec.uplink, spec.downlink, str(subnet)) for spec in specs
     ]
-    told = attachment(endpoints, trial.experiment.links, trial.experiment.seed, trial.experiment.cells)
-    for endpoint in told["endpoints"]:
+    attached = attachment(endpoints, trial.experiment.links, trial.experiment.seed, trial.experiment.cells)
+    for endpoint in attached["endpoints"]:
         endpoint["pid"] = f"pid of {endpoint['name']}"
     text = StringIO()
     writer = YAML()
@@ -94,7 +94,7 @@ def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     writer.dump({"services": services, "networks": networks}, text)
     return {
         "docker-compose.yml": _HEAD.format(name=name) + text.getvalue(),
-        "links.json": _lines(told),
+        "links.json": _lines(attached),
         "shape": _SHAPE.format(devices=" ".join(addresses), port=FIRST_PORT),
     }
 
@@ -116,10 +116,10 @@ def service(settings: Mapping[str, Any], port: int, networks: Mapping[str, Any])
     return {**found, "ports": [f"127.0.0.1:{port}:{CONTROL_PORT}"], "networks": {"control": {}, **networks}}
 
 
-def _lines(told: Mapping[str, Any]) -> str:
+def _lines(attached: Mapping[str, Any]) -> str:
     """Write JSON with a line for each item of a list."""
     parts = []
-    for key, value in told.items():
+    for key, value in attached.items():
         written = json.dumps(value)
         if isinstance(value, list):
             written = "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"

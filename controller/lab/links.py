@@ -19,7 +19,7 @@ from testbed.trace.outcome import LinkMeasurement
 def attachment(
     endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], seed: int, cells: Iterable[Cell]
 ) -> dict[str, Any]:
-    """Return what the shaper is told to attach."""
+    """Return what the shaper is asked to attach."""
     return {
         "endpoints": [dataclasses.asdict(each) for each in endpoints],
         "links": links_to_json(links),

@@ -23,7 +23,7 @@ from testbed.common import formats
 
 BAND = "Mean of the repetitions; pale band: 95% confidence interval."
 MOST_PLACES = 200
-"""At which a mean is taken: more than that are not told apart in a band."""
+"""At which a mean is taken: more than that cannot be distinguished in a band."""
 
 Points = list[tuple[float, float]]
 HEAD = 24
@@ -37,7 +37,7 @@ AROUND = 20
 def show(console: Console, compared: Mapping[str, Any]) -> None:
     """Print a comparison: a row a figure, a column a run or its repetitions, ratios to the first beside the figures.
 
-    Where columns do not fit side by side the table goes on below, so that each can be told by its head.
+    Where columns do not fit side by side the table goes on below, so that each keeps its head.
     """
     names = [row["name"].replace("_", " ") for row in compared["figures"]]
     columns = [_column(compared, index) for index in range(len(compared["runs"]))]

@@ -39,11 +39,11 @@ COLOURS = {
     "recovery": "#d99a1c",
 }
 """Those of style.css by its names; inline, each becomes the page's own, in a dark page too. The series are after Okabe
-and Ito (Color Universal Design, 2008): colour-blind readers tell them apart."""
+and Ito (Color Universal Design, 2008): colour-blind readers can distinguish them."""
 SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
 """Colours of the series of a plot, in this order; it has no more series than that."""
 MARKS = ("o", "s", "^", "D", "v", "P")
-"""Of the series, in the same order: they can be told apart without colours, too."""
+"""Of the series, in the same order: they can be distinguished without colours, too."""
 WIDTH, HEIGHT = 4.2, 2.4
 """Inches, on a page."""
 PRINT = {"": 3.5, "-wide": 7.16}
@@ -61,7 +61,7 @@ _STEPS = (1, 2, 2.5, 5, 10)
 MOST_POINTS = 1500
 """Points drawn of a line: more than pixels across add weight, not detail."""
 FEW = 60
-"""Points of a line that can be told apart: each gets a mark."""
+"""Points of a line that can be distinguished: each gets a mark."""
 MOST_LETTERS = 60
 """Of a name in the legend."""
 AXIS_LETTERS, BESIDE_LETTERS = 9, 16

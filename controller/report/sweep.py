@@ -73,7 +73,7 @@ def _row(
 
 
 def charts(summary: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[tuple[str, str, Draw]]:
-    """Yield (title, note, plot) of the figures that a run is told by, and of what runs of few points went through."""
+    """Yield (title, note, plot) of the figures that runs are compared by, and of what few points went through."""
     points = summary["points"]
     keys = _keys(points)
     for name, about in summary["figures"].items():

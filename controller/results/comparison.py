@@ -74,7 +74,7 @@ def _worst(group: Sequence[Run]) -> dict[str, str]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return short names that tell the runs apart: of the runs of one sweep, only where they differ."""
+    """Return short names that distinguish the runs: of the runs of one sweep, only where they differ."""
     names = [run.path.name for run in runs]
     parts = [name.split(",") for name in names]
     if len({len(each) for each in parts}) == 1 and len(parts[0]) > 1 and len(set(names)) > 1:

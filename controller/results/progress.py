@@ -13,7 +13,7 @@ READ = 1 << 18
 
 @dataclass
 class Progress:
-    """What the last events tell."""
+    """What the last events say."""
 
     time: float = 0.0
     """Seconds of the run, at its last event."""

@@ -65,7 +65,7 @@ class Run:
 
     @property
     def pauses(self) -> list[Standstill]:
-        """When work stood still without a fault, as the method tells."""
+        """When work stood still without a fault, as the method declares."""
         return pauses(EventLog.made_of(self.outcome.events).within(-math.inf, self.end), self.declared.events)
 
     @property
@@ -105,7 +105,7 @@ def point_text(point: Mapping[str, object]) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Return what a reader calls each of some dotted keys: as many of its last parts as tell it from the others.
+    """Return what a reader calls each of some dotted keys: as many of its last parts as distinguish it from the others.
 
     The name of a part is called as the part is: ``workload.method.name`` is the method.
     """

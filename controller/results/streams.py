@@ -17,7 +17,7 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
     "evaluate": {"loss": "loss/test", "accuracy": "accuracy"},
     "request": {"latency": "latency"},
 }
-"""Events of the streams, the fields that are told of each, and what TensorBoard calls them."""
+"""Events of the streams, the fields that are written of each, and what TensorBoard calls them."""
 COLUMNS = ("time", "device", "event", "step", "loss", "accuracy", "latency")
 
 Take = Callable[[Event], None]
@@ -48,8 +48,8 @@ def _csv(stack: ExitStack, folder: Path) -> Take:
     table.writeheader()
 
     def take(event: Event) -> None:
-        told = {"time": event.time, "device": event.device, "event": event.event, "step": _step(event)}
-        table.writerow(told | {name: event.fields.get(name) for name in ("loss", "accuracy", "latency")})
+        row = {"time": event.time, "device": event.device, "event": event.event, "step": _step(event)}
+        table.writerow(row | {name: event.fields.get(name) for name in ("loss", "accuracy", "latency")})
 
     return take
 

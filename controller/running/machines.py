@@ -82,7 +82,7 @@ class Containers:
             yield
 
     def show(self, now: Conditions, changed: Changed) -> None:
-        """Shape the links that changed, write down what is in force, and tell the agents what is theirs to do.
+        """Shape the links that changed, write down what is in force, and give the agents what is theirs to do.
 
         What the shaper refuses is not in force. A device that is deployed meanwhile reads what was written.
         """
@@ -93,8 +93,8 @@ class Containers:
         draft.write_text(json.dumps(_written(now)))
         draft.replace(self._path)
         losses = changed.links.items()
-        self._tell_losses({p: link for p, link in losses if link.message_loss != before.link(p).message_loss})
-        self._tell_speeds(changed.speeds)
+        self._send_losses({p: link for p, link in losses if link.message_loss != before.link(p).message_loss})
+        self._send_speeds(changed.speeds)
 
     def kill(self, device: str) -> None:
         """End the container of a device at once."""
@@ -126,7 +126,7 @@ class Containers:
 
     def pause(self, device: str) -> None:
         """Freeze a device; it computes nothing from then on, since while it is frozen no paced time must pass."""
-        self._tell_speeds({device: HALTED})
+        self._send_speeds({device: HALTED})
         self._lab.pause(device)
 
     def resume(self, device: str) -> None:
@@ -135,38 +135,38 @@ class Containers:
         self.inform(device, fresh=False)
 
     def inform(self, name: str, *, fresh: bool = True) -> None:
-        """Tell a device what its links and its speed are like right now.
+        """Send a device what its links and its speed are like right now.
 
-        It has just been booted or deployed (``fresh``), so that it knows the scenario only, or could not be told for a
-        while.
+        It has just been booted or deployed (``fresh``), so that it knows nothing but its deployment, or could not be
+        reached for a while.
         """
         now = self.shown
         incoming = {pair: now.link(pair) for pair in now.links if pair[1] == name}
         if any(link.message_loss or now.links[pair].message_loss for pair, link in incoming.items()):
-            self._tell_losses(incoming)
+            self._send_losses(incoming)
         if not fresh or now.factor(name) != 1.0:
-            self._tell_speeds({name: now.factor(name)})
+            self._send_speeds({name: now.factor(name)})
 
-    def _tell_losses(self, links: Mapping[Pair, Link]) -> None:
+    def _send_losses(self, links: Mapping[Pair, Link]) -> None:
         """Tell the receivers which fraction of casts they lose whole: the one thing of a link that agents do."""
         by_receiver: dict[str, dict[str, float]] = {}
         for (source, destination), link in links.items():
             by_receiver.setdefault(destination, {})[source] = link.message_loss
         for name, fractions in by_receiver.items():
-            # One that is dead, or whose program is not there yet, is told when it is deployed.
+            # One that is dead, or whose program is not there yet, learns of it when it is deployed.
             with suppress(AgentGone):
                 agent = self._agent(name)
                 if agent is not None and agent.health()["state"] != "idle":
                     agent.set_message_loss(fractions)
 
-    def _tell_speeds(self, factors: Mapping[str, float]) -> None:
+    def _send_speeds(self, factors: Mapping[str, float]) -> None:
         for name, factor in factors.items():
             with suppress(AgentGone):
                 if (agent := self._agent(name)) is not None:
                     agent.set_speed(factor)
 
     def _agent(self, name: str) -> Agent | None:
-        """Return a device's agent, if it runs; one that is dead or paused is told once it is there again."""
+        """Return a device's agent, if it runs; one that is dead or paused learns of it once it is there again."""
         if self._lab.devices[name].state != "running":
             self._lab.refresh()
         return self._lab.agent(name) if self._lab.devices[name].state == "running" else None

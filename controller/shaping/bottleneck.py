@@ -1,4 +1,4 @@
-"""A rate that several sources share: a device's downlink. Pure; it is told the time."""
+"""A rate that several sources share: a device's downlink. Pure; the time is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's end of the delay line: starts its process (`engine.py`) and tells it what to do with each queue.
+"""The server's end of the delay line: starts its process (`engine.py`) and sends it what to do with each queue.
 
 It is a process of its own so that no request ever makes a packet late. The server hands it sockets of the devices'
 network namespaces over a local socket.
@@ -30,7 +30,7 @@ class QueueImpairment:
 
 
 class DelayLine(Helper):
-    """The server's end. Its statistics also tell, per device and queue, what passed and was dropped."""
+    """The server's end. Its statistics also count, per device and queue, what passed and was dropped."""
 
     def __init__(self) -> None:
         super().__init__("controller.shaping.engine", "delay line")

@@ -19,7 +19,7 @@ from controller.shaping.namespaces import command
 class Gate(Helper):
     """The server's end of the gate. Its rules come and go by `apply`, in the device's namespace.
 
-    Its statistics also tell what passed and was lost.
+    Its statistics also count what passed and was lost.
     """
 
     def __init__(self, iptables: str) -> None:

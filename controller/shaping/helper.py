@@ -82,7 +82,7 @@ class Helper:
     """The server's end. Safe to use from several threads.
 
     The process runs the ``Loop`` of a module: it first sends a JSON object with its ``priority``, then answers
-    each request, ends when the socket does, and tells of what goes wrong under the key ``error``.
+    each request, ends when the socket does, and reports what goes wrong under the key ``error``.
     """
 
     def __init__(self, module: str, what: str) -> None:

@@ -23,7 +23,7 @@ _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 @dataclass(frozen=True)
 class Tree:
-    """The classes of one interface; the number tells two interfaces' apart in what ``tc`` shows."""
+    """The classes of one interface; the number distinguishes those of two interfaces in what ``tc`` shows."""
 
     device: str
     number: int

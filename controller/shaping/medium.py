@@ -1,4 +1,4 @@
-"""Channels that carry one transmission at a time: who transmits when. Pure; it is told the time.
+"""Channels that carry one transmission at a time: who transmits when. Pure; the time is an argument.
 
 A cell's devices share one channel. A device that casts over a slow link has a channel of its own for that, so that its
 casts take as long as the rate says, to the last byte.

@@ -170,7 +170,7 @@ def differences(
 ) -> list[str]:
     """Compare a plan with ``tc class show`` of the IFB, ``tc -j qdisc show``, and the filters at the ingress.
 
-    All but the distribution, which the kernel does not tell.
+    All but the distribution, which the kernel does not report.
     """
     wanted = _redirected(plan)
     shared = [line for line in wanted.values() if device_of(line) == IFB]

@@ -59,7 +59,7 @@ def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]
         if pace is not None:
             now = pace * (time.monotonic() - began)
         ready = []
-        # Events stand in the order of their times, but for a few that come late: they are told late.
+        # Events stand in the order of their times, but for a few that come late: they are shown late.
         while waiting and (pace is None or waiting[0]["time"] <= now):
             ready.append(waiting.popleft())
         if pace is None:

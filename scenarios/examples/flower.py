@@ -15,7 +15,7 @@ CLIENTS, STEPS, BATCH = 3, 5, 32
 
 
 class Timed(flwr.server.strategy.FedAvg):
-    """Federated averaging that tells when a round is over."""
+    """Federated averaging that reports when a round is over."""
 
     last = None
 

@@ -69,7 +69,7 @@ def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadP
 
 
 class _Bar:
-    """What pooch reports to while it downloads; ``total`` is 0 where the server does not tell."""
+    """What pooch reports to while it downloads; ``total`` is 0 where the server does not say."""
 
     def __init__(self, file: str, progress: DownloadProgress) -> None:
         self.total = 0
@@ -81,7 +81,7 @@ class _Bar:
         self._progress(self._file, self._done, self.total or None)
 
     def reset(self) -> None:
-        """Begin again: pooch tells the whole once more at the end."""
+        """Begin again: pooch reports the whole once more at the end."""
         self._done = 0
 
     def close(self) -> None:

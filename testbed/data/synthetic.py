@@ -51,7 +51,7 @@ def make(name: str, train: int | None, test: int | None, blank: bool = False) ->
     shape, classes = parse(name)
     channels, height, width = shape
     generator = np.random.default_rng(derive(0, "synthetic", "prototypes", *shape, classes))
-    # Blocks of equal pixels, so that convolution and pooling leave something to tell the classes by.
+    # Blocks of equal pixels, so that convolution and pooling leave something to distinguish the classes by.
     coarse = generator.random((classes, channels, -(-height // _BLOCK), -(-width // _BLOCK)), dtype=np.float32)
     prototypes = coarse.repeat(_BLOCK, axis=2).repeat(_BLOCK, axis=3)[:, :, :height, :width]
 

@@ -36,7 +36,7 @@ _IN_PLACE = {
 }
 """What changes its input, and the same as a new value: a unit must leave alone what other units may read."""
 _MAKING = (torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.arange)
-"""Functions that make tensors of sizes, the number of samples among them: torch does not tell a tracer of them."""
+"""Functions that make tensors of sizes, the number of samples among them: torch does not show a tracer these."""
 _REMEDY = "write it without that, or put it into a module of its own and name that in `units`"
 
 

@@ -1,6 +1,6 @@
 """Weights to begin with, from a file: safetensors as a run leaves them, or Darknet's.
 
-Which of the two a file is, its first bytes tell: in a safetensors file the length of a header, then a brace.
+The first bytes show which of the two a file is: in a safetensors file the length of a header, then a brace.
 """
 
 from __future__ import annotations

@@ -361,7 +361,7 @@ class Channel:
         self._launch_waiting()
 
     def _answer_late(self) -> None:
-        """Acknowledge what could not be while the way back was closed: the sender tries again, and is told."""
+        """Acknowledge what could not be while the way back was closed: the sender tries again, and learns of it."""
         now, unanswered = self._loop.now, self._unanswered
         self._unanswered = []
         for since, parcel in unanswered:

@@ -27,7 +27,7 @@ from testbed.trace.outcome import without_lead
 
 BOOT_SECONDS = 2.0
 """From the restart of a device to the start of its program: kernel or container, Python, torch."""
-DEVICES_TOLD = 16
+DEVICES_NAMED = 16
 """Devices named in the report of a deadlock."""
 
 Program = Callable[[SimulatedDevice], Coroutine[Any, Any, None]]
@@ -271,9 +271,9 @@ class World:
 
     def why_still(self) -> str:
         """Say what each device waits for."""
-        told = [f"{host.name} {host.condition()}" for host in self.hosts.values()]
-        rest = f"; and {len(told) - DEVICES_TOLD} more" if len(told) > DEVICES_TOLD else ""
-        return f"at {self.loop.now:.6g} s " + "; ".join(told[:DEVICES_TOLD]) + rest
+        conditions = [f"{host.name} {host.condition()}" for host in self.hosts.values()]
+        rest = f"; and {len(conditions) - DEVICES_NAMED} more" if len(conditions) > DEVICES_NAMED else ""
+        return f"at {self.loop.now:.6g} s " + "; ".join(conditions[:DEVICES_NAMED]) + rest
 
     def _boot(self, boot: tuple[Host, int]) -> None:
         host, number = boot

@@ -153,7 +153,7 @@ class _LinksInForce:
             self._begun.setdefault(pair, []).append(event.time)
 
     def time(self, pair: Pair, content: float, instant: float) -> float | None:
-        """Return the seconds a message takes on a link that is its own, None where that cannot be told."""
+        """Return the seconds a message takes on a link that is its own, None where that is not known."""
         link = self._own(pair, instant)
         return None if link is None else link.delay + link.transmission_time(wire_bytes(content))
 

@@ -73,7 +73,7 @@ EVENTS = (
     EventType("memory", "the device holds more than ever before, in bytes", (), ("weights", "activations")),
     EventType(
         "recovery",
-        "a fault was detected, or work resumed after it; a method may tell of further phases",
+        "a fault was detected, or work resumed after it; a method may record further phases",
         ("batch",),
         ("phase", "step", "missing", "partition"),
     ),

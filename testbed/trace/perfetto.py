@@ -151,9 +151,9 @@ def _windows(log: EventLog, end: float) -> list[dict[str, Any]]:
 
 
 def _counters(log: EventLog) -> Iterator[dict[str, Any]]:
-    told = log.of("step", "evaluate")
-    every = -(-len(told) // MOST_COUNTED) or 1
-    for event in islice(told, 0, None, every):
+    counted = log.of("step", "evaluate")
+    every = -(-len(counted) // MOST_COUNTED) or 1
+    for event in islice(counted, 0, None, every):
         key = "loss" if event.event == "step" else "accuracy"
         figure = event.fields.get(key)
         if isinstance(figure, int | float) and figure == figure:

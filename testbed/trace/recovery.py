@@ -76,8 +76,8 @@ def recovery_list(record: Record) -> list[dict[str, Any]]:
     ``deficit`` is by how many seconds the host made one device's computations late meanwhile, on the mean of its
     processors, the worst device's.
     """
-    told = record.tell_recovery
-    return [_recovery(item, record) | (told(item, record) if told else {}) for item in record.recoveries]
+    details = record.tell_recovery
+    return [_recovery(item, record) | (details(item, record) if details else {}) for item in record.recoveries]
 
 
 def _recovery(item: Recovery, record: Record) -> dict[str, Any]:

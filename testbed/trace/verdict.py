@@ -35,7 +35,7 @@ The host's load only explains.
 RECOVERY_DEFICIT_SHARE = 0.1
 """Of a recovery: the same for what the devices compute between the strike and the resumption."""
 STOLEN_SHARE = 0.03
-"""Of the processors' time that a hypervisor may take from the host: nothing here can tell whom it hit."""
+"""Of the processors' time that a hypervisor may take from the host: nothing here can show whom it hit."""
 FAULT_LATENESS = 0.5
 """Seconds after its intended instant within which a fault must strike."""
 CHANGE_LATENESS = 0.05

@@ -76,7 +76,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True)
 class Envelope:
-    """A message as it arrived, with what tells a repetition from a new one."""
+    """A message as it arrived, with what distinguishes a repetition from a new one."""
 
     message: Message
     incarnation: int

@@ -75,7 +75,7 @@ def scenario(schedule: str) -> Scenario:
 
 
 def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
-    """Return what each device's gloo program is told: the plan's cuts, a rank for each stage."""
+    """Return what each device's gloo program is given: the plan's cuts, a rank for each stage."""
     common = {
         "world": len(plan.pieces),
         "schedule": schedule,

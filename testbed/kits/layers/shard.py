@@ -42,7 +42,7 @@ def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
 class Shard:
     """Units ``first`` up to but without ``last`` with their gradients and optimizer state.
 
-    Several forwards may be under way at once, told apart by a key; what backward needs is kept from a key's
+    Several forwards may be under way at once, distinguished by a key; what backward needs is kept from a key's
     forward to its backward. Nothing handed in is changed and nothing handed out is changed later, so tensors may be
     shared between devices of one process.
 

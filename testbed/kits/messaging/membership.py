@@ -21,7 +21,7 @@ class Hello(Typed, kind="hello"):
     """To the coordinator: the program has started and holds nothing."""
 
     incarnation: float
-    """When it started: tells it from the one before a restart."""
+    """When it started, which distinguishes it from the one before a restart."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class Membership:
         self.present: dict[str, float] = {}
         """Devices heard of since this configuration began, with their incarnations."""
         self.known: dict[str, float] = {}
-        """Incarnations of the devices when they were told what to be."""
+        """Incarnations of the devices when they were given their roles."""
         self.restarted: set[str] = set()
-        """Devices that have started again since they were told what to be, and so hold nothing any more."""
+        """Devices that have started again since they were given their roles, and so hold nothing any more."""
         self.ready: set[str] = set()
         """Devices that said that they are ready for their role."""
         self.answers: dict[str, Alive] = {}
@@ -148,7 +148,7 @@ class Membership:
         self.mark_configured()
 
     def mark_configured(self) -> None:
-        """From now on, a device that starts again has lost what it is being told."""
+        """From now on, a device that starts again has lost the role that it is being given."""
         self.restarted.clear()
         self.known = dict(self.present)
 

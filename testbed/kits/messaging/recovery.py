@@ -50,7 +50,7 @@ async def run_with_recovery(
     """
     record = supervisor.device.record
     fruitless = 0
-    await asyncio.sleep(0)  # devices that start at this very instant greet before they are told anything
+    await asyncio.sleep(0)  # devices that start at this very instant greet before they are sent anything
     while True:
         before = supervisor.progress
         try:

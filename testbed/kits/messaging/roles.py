@@ -48,7 +48,7 @@ class RoleHolder:
         mailbox.on_open(self._end)
 
     def follow(self, configure: type[Typed], role_of: Callable[[Any], Role]) -> None:
-        """Have the roles that messages of this kind bring, each as soon as it is told.
+        """Have the roles that messages of this kind bring, each as soon as it arrives.
 
         The kind has a field ``configuration`` and opens it.
         """

@@ -84,7 +84,7 @@ class Supervisor:
 
     @property
     def stages(self) -> list[tuple[str, int, int]]:
-        """The layout as it is told and recorded: (device, first unit, one after its last)."""
+        """The layout as it is sent and recorded: (device, first unit, one after its last)."""
         return [(part.device, part.first, part.last) for part in self.layout]
 
     def watch(self, layout: Sequence[Piece]) -> None:
@@ -98,7 +98,7 @@ class Supervisor:
         self.mailbox.open(int(self.device.now() * 1000) + 1)
 
     def begin(self) -> None:
-        """The devices are told what to be now: one that starts again from here on has lost it."""
+        """The devices are given their roles now: one that starts again from here on has lost it."""
         self.membership.mark_configured()
         self._still = (-1, 0.0)
 
@@ -128,7 +128,7 @@ class Supervisor:
     def learn_patience(self, lost: Lost, known: Mapping[str, float]) -> None:
         """Be more patient if a device was there all the time, only slow to reach.
 
-        ``known`` are the incarnations that were told what to be: one that has started again is not slow. What a device
+        ``known`` are the incarnations that were given roles: one that has started again is not slow. What a device
         holds says less, since it may be so slow to reach that it never heard what to be.
         """
         present, answers = self.membership.present, self.membership.answers

@@ -37,7 +37,7 @@ class Typed:
     kind: ClassVar[str] = ""
     """Its name on the wire."""
     key: ClassVar[tuple[str, ...]] = ()
-    """The fields that tell two messages of a kind apart, ``sender`` among them if wanted; none: each is another."""
+    """The fields that distinguish two messages of a kind, ``sender`` among them if wanted; none: each is another."""
     opens: ClassVar[bool] = False
     """Whether it may be of a newer configuration than its receiver's. Its handler opens that one."""
 

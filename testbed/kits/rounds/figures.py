@@ -1,4 +1,4 @@
-"""What methods of the family tell of their runs: rounds, who took part, how long server and devices idled."""
+"""Figures of training in rounds: how long rounds took, who took part, how long server and devices idled."""
 
 from __future__ import annotations
 

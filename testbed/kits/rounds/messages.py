@@ -1,4 +1,4 @@
-"""What the server and the devices tell each other. A round of training is a configuration of theirs."""
+"""Messages between the server and the devices. A round of training is a configuration of theirs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GLOBAL = "global"
 """What the server's disk keeps the global model under."""
 REPORTED = "reported"
-"""What it keeps the number of rounds under that the run's events tell of."""
+"""What it keeps the number of rounds under that are recorded among the run's events."""
 
 
 @dataclass(frozen=True)

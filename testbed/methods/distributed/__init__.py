@@ -85,7 +85,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
 
 
 def _configure(job: DistributedJob, supervisor: Supervisor, part: Piece, state: State | None) -> ConfigureMember:
-    """Return the message that tells a device to be a member, with its slices of a state; None: from the seed."""
+    """Return the message that makes a device a member, with its slices of a state; None: from the seed."""
     there = {piece.device for piece in supervisor.layout}
     planned = there == {piece.device for piece in job.plan.pieces}
     decided = job.plan.details.distributed if planned else distributed(job.problem, there)

@@ -1,4 +1,4 @@
-"""What distributed inference tells of its runs beside the figures of every run."""
+"""Figures of distributed inference beside those of every run."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class PlanFigures(BaseModel):
 
 
 class DistributedDetails(Details):
-    """What the plan of a distributed inference tells."""
+    """What the plan of a distributed inference says beyond its pieces."""
 
     model_config = ConfigDict(extra="forbid")
     distributed: DistributedPlan

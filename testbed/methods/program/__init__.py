@@ -73,7 +73,7 @@ class Program(Method[Options]):
     )
 
     def plan(self, problem: Problem[Options]) -> Plan:
-        """Divide nothing; the lead is told of each end, so all that end have links with it: in a star, the hub."""
+        """Divide nothing; the lead is notified of each end, so all that end have links with it: in a star, the hub."""
         programs = _programs(problem)
         ending = [name for name, part in programs.items() if not part.background]
         if not ending:

@@ -57,10 +57,10 @@ def _over_time(name: str, record: Record) -> list[dict[str, Any]]:
 
 def _neurons(record: Record) -> list[dict[str, Any]]:
     """Return how many neurons each device holds, whenever that changes; one that has failed says nothing of it."""
-    told = [(event.time, event.device, event.fields["neurons"]) for event in record.of("arranged")]
+    changes = [(event.time, event.device, event.fields["neurons"]) for event in record.of("arranged")]
     failures = (event for event in record.of("rearrangement") if event.fields["cause"] == "failure")
-    told += [(event.time, name, 0) for event in failures for name in event.fields["devices"]]
-    return [{"time": time, "device": name, "neurons": held} for time, name, held in sorted(told, key=itemgetter(0))]
+    changes += [(event.time, name, 0) for event in failures for name in event.fields["devices"]]
+    return [{"time": time, "device": name, "neurons": held} for time, name, held in sorted(changes, key=itemgetter(0))]
 
 
 def _rearrangements(record: Record) -> list[dict[str, Any]]:
