@@ -108,7 +108,10 @@ class Running:
 
     def events(self) -> list[dict[str, Any]]:
         path = self.results / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if not path.exists():
+            return []
+        whole, _, _ = path.read_text().rpartition("\n")  # the last line may be only half written
+        return [json.loads(line) for line in whole.splitlines()]
 
     def over(self, seconds: float = 60.0) -> str:
         """Return what it said, once it is over."""
