@@ -22,7 +22,6 @@ from testbed.data import load
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 from testbed.validation import find_method
@@ -154,17 +153,13 @@ def repeats(first: Outcome, second: Outcome) -> Iterator[str]:
     if (first.status, first.error) != (second.status, second.error):
         yield f"repetition: {first.status} ({first.error}), then {second.status} ({second.error})"
     for number, (one, other) in enumerate(zip(first.events, second.events, strict=False)):
-        if _line(one) != _line(other):
-            yield f"repetition: event {number} differs: {_line(one)[:150]} / {_line(other)[:150]}"
+        if (first_line := one.to_json()) != (second_line := other.to_json()):
+            yield f"repetition: event {number} differs: {first_line[:150]} / {second_line[:150]}"
             return
     if len(first.events) != len(second.events):
         yield f"repetition: {len(first.events)} events, then {len(second.events)}"
     if first.weights_file != second.weights_file:
         yield "repetition: the weights differ"
-
-
-def _line(event: Event) -> str:
-    return event.to_json()
 
 
 def as_undivided(tree: Tree, outcome: Outcome) -> Iterator[str]:

@@ -43,11 +43,6 @@ class ClientPlan(BaseModel):
         """Predicted seconds of a round."""
         return self.iterations * self.iteration_time + self.exchange_time
 
-    @property
-    def choice(self) -> Choice:
-        """P and N."""
-        return Choice(self.split, self.parallel)
-
 
 class RoundDetails(Details):
     """What a plan of training in rounds says beyond its pieces."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 from pydantic import Field
@@ -56,12 +55,11 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
     def plan(self, problem: Problem[PipeLearnOptions]) -> Plan[RoundDetails]:
         """Choose P and N for each device. Raises `InputError` where that cannot be."""
         team, options = Participants(problem), problem.options
-        choices = partial(optimise.choices, least=options.least, paper=options.candidates == "paper")
         return split_plan(
             self.name,
             team,
             options.split,
             concurrent_clients=len(team.devices),
             parallel=options.parallel,
-            choices=choices,
+            choices=optimise.choices(options.least, options.candidates == "paper"),
         )

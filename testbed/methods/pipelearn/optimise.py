@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import cache, partial
 
 from testbed.kits.rounds.estimate import Choice, PairProfile, mini_batch
+from testbed.kits.rounds.planner import Choices
 
 
 def parallel_batches(profile: PairProfile, split: int, batch_size: int) -> int:
@@ -40,6 +42,10 @@ def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[C
     return tuple(dict.fromkeys(found))
 
 
-def choices(profile: PairProfile, batch_size: int, least: int, paper: bool) -> tuple[Choice, ...]:
-    """Return what P and N are chosen from; ``paper``: equation (14) alone says what N may be."""
-    return shortlist(profile, batch_size) if paper else candidates(profile, batch_size, least)
+@cache
+def choices(least: int, paper: bool) -> Choices:
+    """Return what P and N are chosen from; ``paper``: equation (14) alone says what N may be.
+
+    The same function for equal arguments, so that the planner knows what it has worked out for a device like another.
+    """
+    return shortlist if paper else partial(candidates, least=least)
