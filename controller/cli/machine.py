@@ -98,10 +98,10 @@ def bench(arguments: tuple[str, ...]) -> None:
     Example:
       testbed bench transfer memory --json
     """
-    from controller.lab.paths import CHECKOUT
+    from controller.lab.paths import ROOT
     from testbed.common.errors import HostError
 
-    if not (CHECKOUT / "tools/bench").is_dir():
+    if not (ROOT / "tools/bench").is_dir():
         raise HostError("the bench is part of a checkout: clone the repository and run 'make bench' there")
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     sys.exit(subprocess.call([sys.executable, "-m", "tools.bench", *arguments], env=environment))

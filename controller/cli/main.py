@@ -19,6 +19,7 @@ from testbed.common.errors import HostError, TestbedError
 from testbed.common.formats import visible
 
 COMMANDS = {
+    "init": "controller.cli.init:init",
     "run": "controller.cli.run:run",
     "up": "controller.cli.lab:up",
     "start": "controller.cli.start:start",

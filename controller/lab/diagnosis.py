@@ -59,7 +59,7 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
         client = connect()
     except HostError as error:
         startable = os.geteuid() == 0 and not os.environ.get("DOCKER_HOST") and shutil.which("apt-get") is not None
-        help_ = "'make scenario' as root installs and starts one" if startable else str(error)
+        help_ = "'testbed images' as root installs and starts one" if startable else str(error)
         yield HostCheck("engine", "missing", "none answers", help_, needed=not startable)
         yield from _host(None)
         return
@@ -99,7 +99,11 @@ def _python() -> HostCheck:
     version = platform.python_version()
     if lacking:
         return HostCheck(
-            "python", "missing", f"{version} without {', '.join(lacking)}", "run 'make environment'", needed=True
+            "python",
+            "missing",
+            f"{version} without {', '.join(lacking)}",
+            "install them by pip, or in a checkout by 'make environment'",
+            needed=True,
         )
     return HostCheck("python", "ok", f"{version} in {sys.prefix}")
 
@@ -136,7 +140,7 @@ def _images(client: docker.DockerClient) -> HostCheck:
     lacking = [kind for kind, tag in vars(wanted).items() if not exists(client, tag)]
     if lacking:
         return HostCheck(
-            "images", "missing", f"not built yet: {', '.join(lacking)}", "'make images', or the first run does"
+            "images", "missing", f"not built yet: {', '.join(lacking)}", "'testbed images', or the first run does"
         )
     return HostCheck("images", "ok", f"{wanted.device}, {wanted.shaper}")
 
@@ -175,7 +179,7 @@ def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
     """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
     image = names().shaper
     if not exists(client, image):
-        yield HostCheck("links", "unknown", "the shaper's image is not built yet", "'make images', then ask again")
+        yield HostCheck("links", "unknown", "the shaper's image is not built yet", "'testbed images', then ask again")
         return
     found = _backend_problems(client, image)
     for name, works in (

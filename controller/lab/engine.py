@@ -17,7 +17,7 @@ import requests
 from docker.errors import DockerException
 from requests.adapters import BaseAdapter
 
-from controller.lab.paths import CHECKOUT, state_folder
+from controller.lab.paths import RECIPES, state_folder
 from testbed.common.errors import HostError
 
 Say = Callable[[str], None]
@@ -142,7 +142,7 @@ def install_packages(packages: list[str], say: Say, why: str) -> None:
     Raises HostError where this is no Debian, or apt failed; says what to run by hand.
     """
     say(f"{why}: apt-get install {' '.join(packages)}")
-    command = [str(CHECKOUT / "images" / "install"), why, *packages]
+    command = ["sh", str(RECIPES / "install"), why, *packages]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -166,7 +166,7 @@ def _advice(error: BaseException) -> str:
             f"{os.environ.get('USER', '$USER')}) and log in again, or run as root"
         )
     if shutil.which("dockerd") is None:
-        return "there is no Docker engine: run 'make scenario' once as root, or 'sudo apt-get install docker.io'"
+        return "there is no Docker engine: run 'testbed images' once as root, or 'sudo apt-get install docker.io'"
     return "no Docker engine answers: start it with 'sudo systemctl start docker', or run once as root"
 
 

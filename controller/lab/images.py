@@ -29,7 +29,7 @@ import docker
 from docker.errors import APIError, BuildError, DockerException, ImageNotFound
 
 from controller.lab.engine import Say, install_packages
-from controller.lab.paths import BUILD, CHECKOUT
+from controller.lab.paths import BUILD, RECIPES, ROOT
 from testbed.common.errors import HostError
 
 PYTHON = "3.11"
@@ -38,14 +38,12 @@ REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
 PULL_PATIENCE = 60.0
 LABEL = "testbed.image"
 
-RECIPES = CHECKOUT / "images"
-
 CODE = {
     "device": ("testbed", "agent"),
     "shaper": ("testbed", "controller/__init__.py", "controller/shaping"),
     "agent": ("testbed", "agent"),
 }
-"""What of the checkout each image carries."""
+"""What of the code each image carries."""
 HOSTS = ("testbed/scenario/", "testbed/simulation/", "testbed/prepare.py", "testbed/validation.py")
 """What no image carries of that: scenarios are read, planned and simulated on the host."""
 
@@ -58,7 +56,7 @@ SPARE = {"program": 4, "packages": 4, "device": 8, "shaper": 8, "agent": 2, "run
 
 @dataclass(frozen=True)
 class ImageTags:
-    """The tags that the current checkout needs."""
+    """The tags that the present code needs."""
 
     base: str
     device_runtime: str
@@ -196,9 +194,9 @@ def _base_packages() -> list[str]:
 def _code_files(kind: str) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for part in CODE[kind]:
-        root = CHECKOUT / part
+        root = ROOT / part
         for path in [root] if root.is_file() else sorted(root.rglob("*")):
-            name = path.relative_to(CHECKOUT).as_posix()
+            name = path.relative_to(ROOT).as_posix()
             if (
                 path.is_file()
                 and path.suffix != ".pyc"
@@ -228,8 +226,8 @@ def requirements(kind: str) -> dict[str, str]:
             distribution = metadata.distribution(requirement.name)
         except metadata.PackageNotFoundError:
             raise HostError(
-                f"the Python package '{requirement.name}' of images/{kind}.requirements is not installed: "
-                "add it to requirements.lock and run 'make'"
+                f"the Python package '{requirement.name}' of {RECIPES.name}/{kind}.requirements is not installed here, "
+                f"and images take their versions from here: '{sys.executable} -m pip install {requirement.name}'"
             ) from None
         found[name] = distribution.version
         waiting += [Requirement(line) for line in distribution.requires or ()]
@@ -334,7 +332,7 @@ def fetch_wheels(versions: Mapping[str, str]) -> list[Path]:
     """Return a wheel of each package and of pip itself from the cache, fetched by the host's pip where missing."""
     folder = BUILD / "wheels"
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {**versions, "pip": metadata.version("pip")}
+    wanted = {**versions, "pip": pip_version()}
     missing = [f"{name}=={version}" for name, version in wanted.items() if _wheel(folder, name, version) is None]
     if missing and (complaint := pip_wheels(folder, "--no-deps", *missing)):
         raise HostError(f"pip cannot fetch the wheels for the images: {complaint}; check pip's configuration")
@@ -343,6 +341,15 @@ def fetch_wheels(versions: Mapping[str, str]) -> list[Path]:
     if lost:
         raise HostError(f"pip made no wheel of {', '.join(lost)}: remove {folder} and try again")
     return [path for path in found.values() if path is not None]
+
+
+def pip_version() -> str:
+    """Return the version of the host's pip; raises HostError where this environment has none."""
+    try:
+        return metadata.version("pip")
+    except metadata.PackageNotFoundError:
+        text = f"images are made of wheels that pip fetches, and there is none here: '{sys.executable} -m ensurepip'"
+        raise HostError(text) from None
 
 
 def pip_wheels(folder: Path, *arguments: str) -> str:
@@ -440,7 +447,7 @@ def exists(client: docker.DockerClient, tag: str) -> bool:
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Keep two commands from building the same image at once."""
-    BUILD.mkdir(exist_ok=True)
+    BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "images.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Where the controller keeps what outlives a command: the checkout, its build folder, the user's state folder."""
+"""Where the code lies, and where the controller keeps what outlives a command."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from pathlib import Path
 
 from testbed.common.errors import HostError
 
-CHECKOUT = Path(__file__).resolve().parent.parent.parent
-BUILD = CHECKOUT / ".build"
+ROOT = Path(__file__).resolve().parents[2]
+"""What holds the packages: a checkout, or the folder that pip installed them into."""
+IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()
+RECIPES = ROOT / "images" if IS_CHECKOUT else ROOT / "controller" / "lab" / "recipes"
+"""What makes the images: Dockerfiles, and lists of what goes into them. setup.py puts them into the wheel."""
+BUILD = ROOT / ".build" if IS_CHECKOUT else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "testbed"
+"""What was fetched for the images; may be removed."""
 _OWNED = ".owned"
 
 

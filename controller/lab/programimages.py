@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import docker
@@ -18,6 +17,7 @@ from controller.lab.images import (
     ensure_agent,
     exists,
     one_at_a_time,
+    pip_version,
     pip_wheels,
     recipe,
 )
@@ -76,6 +76,6 @@ def _with_packages(client: docker.DockerClient, packages: Sequence[str], ours: I
 def _wheels(packages: Sequence[str]) -> list[Path]:
     """Return wheels of packages, of what they need, and of pip itself, fetched by the host's pip."""
     folder = BUILD / "packages" / digest(dict.fromkeys(packages, b""))
-    if complaint := pip_wheels(folder, *packages, f"pip=={metadata.version('pip')}"):
+    if complaint := pip_wheels(folder, *packages, f"pip=={pip_version()}"):
         raise HostError(f"pip cannot fetch {', '.join(packages)}: {complaint}; check the names and pip's configuration")
     return sorted(folder.glob("*.whl"))

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from controller.lab.paths import CHECKOUT, disown, own, state_folder
+from controller.lab.paths import ROOT, disown, own, state_folder
 
 if TYPE_CHECKING:
     import docker
@@ -42,7 +42,7 @@ class Reaper:
         with (state_folder() / "reaper.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "controller.lab.reaper", run],
-                cwd=CHECKOUT,
+                cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

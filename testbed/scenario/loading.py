@@ -20,8 +20,9 @@ from testbed.scenario.schema import Scenario
 from testbed.scenario.source import Source
 
 SCENARIOS = Path("scenarios")
-SHIPPED = Path(__file__).parents[2] / SCENARIOS
-"""Those of the testbed itself, which are found from any folder."""
+_INSTALLED = Path(__file__).parent / "shipped"
+SHIPPED = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / SCENARIOS
+"""Those of the testbed itself, which are found from any folder; setup.py puts them into the wheel."""
 M = TypeVar("M", bound=BaseModel)
 _TAG = "tag:yaml.org,2002:"
 _MAX_BYTES = 1 << 20

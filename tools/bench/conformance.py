@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from controller.lab.paths import BUILD, CHECKOUT
+from controller.lab.paths import BUILD, ROOT
 from controller.shaping import modules
 from controller.shaping.plan import FRAME
 from controller.shaping.shaper import Shaping
@@ -420,10 +420,10 @@ def _figure(entry: Mapping[str, Any]) -> Measurement:
 
 
 def _in_virtual_machine(backend: str) -> dict[str, Any]:
-    machine = CHECKOUT / "tests/netem/vm.py"
+    machine = ROOT / "tests/netem/vm.py"
     if not machine.exists():
         raise HostError("this kernel has none, and a virtual machine is booted only from a checkout")
-    found = CHECKOUT / ".build/vm/out/conformance.json"
+    found = ROOT / ".build/vm/out/conformance.json"
     found.unlink(missing_ok=True)
     inside = ["-m", "tools.bench.conformance", "--links", backend, "--slow-host", "--json", str(found)]
     booted = [sys.executable, str(machine), "--timeout", "3600", "--", sys.executable, *inside]

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from controller.lab.paths import CHECKOUT
+from controller.lab.paths import ROOT
 from tools.bench.figure import Measurement
 
 DEVICES = 4
@@ -53,7 +53,7 @@ class Series:
 def pace(devices: int = DEVICES, seconds: float = SECONDS) -> list[Series]:
     """Have as many processes of the agent as there are devices pace work at once."""
     command = [sys.executable, "-m", "agent.pace", json.dumps(CHARGES), str(seconds)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=CHECKOUT) for _ in range(devices)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) for _ in range(devices)]
     said = [json.loads(process.communicate()[0]) for process in running]
     return [Series([Paced(*span) for span in each["spans"]], each["wall"]) for each in said]
 

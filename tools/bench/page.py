@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.lab.paths import CHECKOUT
+from controller.lab.paths import ROOT
 
-PAGE = CHECKOUT / "docs" / "fidelity.md"
+PAGE = ROOT / "docs" / "fidelity.md"
 _BEGIN, _END = "<!-- figures -->\n", "<!-- /figures -->\n"
 
 

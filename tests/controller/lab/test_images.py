@@ -11,13 +11,13 @@ from testbed.common.errors import HostError
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of all that goes into the images, to edit."""
     for part in ("images", *images.CODE["device"], *images.CODE["shaper"]):
-        source = images.CHECKOUT / part
+        source = images.ROOT / part
         for path in [source] if source.is_file() else source.rglob("*"):
             if path.is_file():
-                target = tmp_path / path.relative_to(images.CHECKOUT)
+                target = tmp_path / path.relative_to(images.ROOT)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
-    monkeypatch.setattr(images, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(images, "ROOT", tmp_path)
     monkeypatch.setattr(images, "RECIPES", tmp_path / "images")
     return tmp_path
 

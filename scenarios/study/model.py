@@ -1,0 +1,20 @@
+"""The network: plain torch, nothing here knows the testbed."""
+
+from torch import nn
+
+
+class Network(nn.Sequential):
+    """Two convolutions and a fully connected layer."""
+
+    def __init__(self, shape, classes, width):
+        """Take the shape of a sample and the number of classes from the data, the rest from the scenario."""
+        channels, height, across = shape
+        super().__init__(
+            nn.Conv2d(channels, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(2 * width * (height // 2) * (across // 2), classes),
+        )
