@@ -226,8 +226,8 @@ def requirements(kind: str) -> dict[str, str]:
             distribution = metadata.distribution(requirement.name)
         except metadata.PackageNotFoundError:
             raise HostError(
-                f"the Python package '{requirement.name}' of {RECIPES.name}/{kind}.requirements is not installed here, "
-                f"and images take their versions from here: '{sys.executable} -m pip install {requirement.name}'"
+                f"the Python package '{requirement.name}' of {RECIPES.name}/{kind}.requirements is not installed: "
+                "install it by pip, or in a checkout add it to requirements.lock and run 'make'"
             ) from None
         found[name] = distribution.version
         waiting += [Requirement(line) for line in distribution.requires or ()]
