@@ -22,8 +22,8 @@ from testbed.data.split import split
 from testbed.deployment import Deployments, model_of
 from testbed.experiment import Experiment
 from testbed.faults import checks
+from testbed.faults.conditions import FaultSetting
 from testbed.faults.replay import traced_links
-from testbed.faults.setting import Setting
 from testbed.method import Method, Problem
 from testbed.methods.external import code_of
 from testbed.models import weights
@@ -269,7 +269,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
     traced = [(pair, link) for _, pair, link in traced_links(links, experiment.changes, experiment.devices[0].name)]
     found = checks.problems(
         experiment.faults,
-        Setting(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
+        FaultSetting(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
         lambda device: method.spans(plan, device),
         events_of(method.declared),
         batches(trial.scenario, plan),

@@ -30,12 +30,11 @@ from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.running.machines import Containers
 from testbed.common.errors import InputError, TestbedError
-from testbed.faults.actions.flap import Flap
-from testbed.faults.conditions import Changed, Conditions
+from testbed.faults.conditions import Changed, Conditions, FaultSetting
+from testbed.faults.link_actions import Flap
 from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
-from testbed.faults.setting import Setting
 from testbed.network import checks
 from testbed.network.link import Link, Pair, links_to_json
 from testbed.network.overlay import overlay
@@ -89,7 +88,7 @@ def _strike(request: Request, containers: Containers) -> FaultOperation:
     for _, name in action.named():
         if name not in devices:
             raise InputError(f"there is no device '{name}' in {containers.run_id}: {', '.join(devices)}")
-    for _, text in action.problems(Setting(run.devices, run.links, radio=run.radio)):
+    for _, text in action.problems(FaultSetting(run.devices, run.links, radio=run.radio)):
         raise InputError(text)
     return FaultOperation(action, str(request.get("handle") or new_handle(action.name)))
 

@@ -19,8 +19,8 @@ from controller.lab import runstate
 from controller.lab.agents import AgentGone
 from controller.lab.lab import Lab
 from testbed.common.errors import TestbedError
-from testbed.faults.actions.throttle import MIN_FACTOR
 from testbed.faults.conditions import Changed, Conditions, DeviceState
+from testbed.faults.device_actions import MIN_FACTOR
 from testbed.faults.machines import RecordedStep
 from testbed.faults.parts import ActionPart
 from testbed.network.link import Link, Pair, links_from_json, links_to_json

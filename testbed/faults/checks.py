@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from testbed.common.errors import Diagnostic, Key
-from testbed.faults.conditions import ALL
+from testbed.faults.conditions import ALL, FaultSetting
 from testbed.faults.parts import FaultPart, TriggerPart
-from testbed.faults.setting import Setting
 
 
 def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
@@ -19,7 +18,7 @@ def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
 
 def problems(
     faults: Sequence[FaultPart],
-    setting: Setting,
+    setting: FaultSetting,
     spans: Callable[[str], Collection[str] | None],
     events: Mapping[str, Collection[str]],
     batches: int | None = None,

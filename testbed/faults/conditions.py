@@ -6,12 +6,12 @@ in `testbed.faults.machines`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from testbed.common.errors import Key
-from testbed.faults.setting import Setting
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 from testbed.network.radio import Radio
@@ -22,6 +22,21 @@ ALL = "all"
 """The target of an action that concerns everything."""
 
 V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class FaultSetting:
+    """The facts of a run against which its faults are checked before it begins."""
+
+    devices: Sequence[DeviceSpec]
+    links: Mapping[Pair, Link]
+    """Of the scenario."""
+    traced: Sequence[tuple[Pair, Link]] = ()
+    """Links as the scenario's trace leaves them, one entry for each of its changes."""
+    time_limit: float = math.inf
+    """Seconds after which the run is over."""
+    radio: Radio | None = None
+    """By which the devices hear each other."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class FaultAction(Generic[V]):
         """Return every device that it names, with the key of the name below the action's own."""
         return [((), self.target)]
 
-    def problems(self, setting: Setting) -> Iterator[tuple[Key, str]]:
+    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
         """Yield what is wrong with it in such a run; each key is below the action's own. All names exist."""
         yield from ()
 

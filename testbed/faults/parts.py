@@ -1,4 +1,4 @@
-"""What a scenario file says about faults: what breaks or mends, where, and when."""
+"""What a scenario file says about faults: what breaks or mends, where, and when. A new action is listed here."""
 
 from __future__ import annotations
 
@@ -8,12 +8,30 @@ from pydantic import Field, model_validator
 
 from testbed.common.part import Name, Part
 from testbed.common.quantities import Duration
-from testbed.faults.actions import ACTIONS
-from testbed.faults.actions.degrade import DegradePart
-from testbed.faults.actions.flap import FlapPart
-from testbed.faults.actions.obstruct import ObstructPart
-from testbed.faults.actions.throttle import ThrottlePart
 from testbed.faults.conditions import FaultAction
+from testbed.faults.device_actions import Join, Kill, Pause, Restart, Resume, Retire, Throttle, ThrottlePart, Unthrottle
+from testbed.faults.link_actions import (
+    Degrade,
+    DegradePart,
+    Flap,
+    FlapPart,
+    Heal,
+    NetworkPartition,
+    Obstruct,
+    ObstructPart,
+)
+
+_KINDS: tuple[type[FaultAction[Any]], ...] = (
+    Kill, Restart, Retire, Join, Pause, Resume, NetworkPartition, Degrade, Obstruct, Flap, Heal, Throttle, Unthrottle,
+)  # fmt: skip
+ACTIONS = {kind.name: kind for kind in _KINDS}
+"""By name, which is the key in a scenario; in the order in which users read them."""
+
+
+def mending(name: str, target: str) -> FaultAction[str] | None:
+    """Return the mending action with that name and target, both as recorded; None where the name's does not mend."""
+    kind = ACTIONS.get(name)
+    return kind(target) if kind is not None and kind.undoes else None
 
 
 class TriggerPart(Part):

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.faults.actions.throttle import ThrottlePart
 from testbed.faults.conditions import Conditions
+from testbed.faults.device_actions import ThrottlePart
 from testbed.network.link import Link, Pair
 from testbed.network.overlay import overlay
 from testbed.network.parts import LinkPart

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from testbed.faults.actions.flap import Flap
 from testbed.faults.conditions import Conditions, FaultAction
+from testbed.faults.link_actions import Flap
 from testbed.faults.parts import FaultPart, TriggerPart
 
 FaultPhase = Literal["strike", "undo"]

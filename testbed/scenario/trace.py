@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from testbed.common.errors import Diagnostic, Key
 from testbed.common.quantities import parse_duration
-from testbed.faults.actions.throttle import MIN_FACTOR, ThrottlePart
+from testbed.faults.device_actions import MIN_FACTOR, ThrottlePart
 from testbed.faults.replay import Change, traced_links
 from testbed.hardware import DeviceSpec
 from testbed.network import checks

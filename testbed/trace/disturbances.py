@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from testbed.faults.actions import mending
+from testbed.faults.parts import mending
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog
 

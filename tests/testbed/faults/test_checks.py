@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from testbed.faults.checks import devices_named, problems
+from testbed.faults.conditions import FaultSetting
 from testbed.faults.parts import FaultPart
-from testbed.faults.setting import Setting
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.network.radio import Propagation, Radio
@@ -44,7 +44,7 @@ def script(*parts):
     )
     links = {("a", "b"): Link(), ("b", "a"): Link(), ("a", "c"): Link(), ("c", "a"): Link()}
     devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
-    return scenario.faults, Setting(devices, links, time_limit=60)
+    return scenario.faults, FaultSetting(devices, links, time_limit=60)
 
 
 def spans(device):
@@ -131,7 +131,7 @@ def test_impossible_faults_of_links_and_speeds(part, key, said):
     devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
     link = Link(rate=1e6, delay=0.005)
     links = {("a", "b"): link, ("b", "a"): link}
-    (problem,) = problems(scenario.faults, Setting(devices, links), lambda _: (), events_of(NOTHING))
+    (problem,) = problems(scenario.faults, FaultSetting(devices, links), lambda _: (), events_of(NOTHING))
     assert problem.key == ("faults", 0, *key)
     assert said in problem.text
 

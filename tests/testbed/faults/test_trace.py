@@ -157,7 +157,7 @@ def test_trace_that_is_no_trace():
 
 def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
     from testbed.faults.checks import problems
-    from testbed.faults.setting import Setting
+    from testbed.faults.conditions import FaultSetting
 
     tree = {
         "name": "x",
@@ -170,7 +170,7 @@ def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
     scenario = validate(tree, Source("x.yaml"))
     found = trials(scenario)[0].experiment
     traced = [(pair, link) for _, pair, link in traced_links(found.links, found.changes, "a")]
-    (problem,) = problems(scenario.faults, Setting(found.devices, found.links, traced), lambda _: (), {})
+    (problem,) = problems(scenario.faults, FaultSetting(found.devices, found.links, traced), lambda _: (), {})
     assert problem.key == ("faults", 0, "degrade", "jitter")
     assert "a jitter of 10ms is above the delay of 2ms" in problem.text
 

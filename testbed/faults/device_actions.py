@@ -1,20 +1,88 @@
-"""A device that computes more slowly, and at its own speed again."""
+"""What can happen to one device: it loses its power, leaves, stands still or computes more slowly, and recovers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from testbed.common.errors import Key
 from testbed.common.part import Name, Part
 from testbed.common.quantities import Speed, format_speed
-from testbed.faults.conditions import FaultAction
-from testbed.faults.setting import Setting
+from testbed.faults.conditions import Conditions, DeviceState, FaultAction, FaultSetting
 
+States = Mapping[DeviceState, DeviceState]
+"""The state that a device is in -> the one that it is given; in every other state it stays."""
+_BOOTS: States = {"down": "up", "retired": "up"}
 MIN_FACTOR = 1e-6
 """Least share of its own speed at which a device can compute."""
+
+
+class StateAction(FaultAction[str]):
+    """Changes the state of a device and nothing else."""
+
+    switches = True
+    changes: ClassVar[States]
+    restores: ClassVar[States] = {}
+    """What undoing it changes."""
+
+    def apply(self, now: Conditions, handle: str) -> Conditions:
+        """Give the device its next state."""
+        return now.switch(self.value, self.changes)
+
+    def undo(self, now: Conditions, handle: str) -> Conditions:
+        """Give the device back the state that it had."""
+        return now.switch(self.value, self.restores)
+
+
+class Kill(StateAction):
+    """A device ends at once: its memory is lost, its disk is kept."""
+
+    name = "kill"
+    changes: ClassVar[States] = {"up": "down", "paused": "down"}
+    restores = _BOOTS
+
+
+class Restart(StateAction):
+    """A killed device boots."""
+
+    name = "restart"
+    undoes: ClassVar[tuple[str, ...]] = (Kill.name,)
+    waits = True
+    changes = _BOOTS
+
+
+class Retire(StateAction):
+    """A device is asked to leave; it is off as soon as its program, which hands over what it holds, has returned."""
+
+    name = "retire"
+    waits = True
+    changes: ClassVar[States] = {"up": "retired"}
+    restores = _BOOTS
+
+
+class Join(Restart):
+    """A device that was killed or has retired boots."""
+
+    name = "join"
+    undoes = (Kill.name, Retire.name)
+
+
+class Pause(StateAction):
+    """A device stands still: its memory and its connections are kept."""
+
+    name = "pause"
+    changes: ClassVar[States] = {"up": "paused"}
+    restores: ClassVar[States] = {"paused": "up"}
+
+
+class Resume(StateAction):
+    """A paused device goes on."""
+
+    name = "resume"
+    undoes = (Pause.name,)
+    changes = Pause.restores
 
 
 class ThrottlePart(Part):
@@ -52,7 +120,7 @@ class Throttle(FaultAction[ThrottlePart]):
         """Return the device."""
         return [(("device",), self.value.device)]
 
-    def problems(self, setting: Setting) -> Iterator[tuple[Key, str]]:
+    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
         """Yield a speed that is too low."""
         if self.value.speed is None:
             return

@@ -1,0 +1,232 @@
+"""What can happen to links: worse figures, something in the way, outages, groups that are cut off, and healing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, count
+from typing import Literal, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from testbed.common.errors import Key
+from testbed.common.part import Name, Part
+from testbed.common.quantities import Duration
+from testbed.faults.conditions import Conditions, FaultAction, FaultSetting
+from testbed.network import checks
+from testbed.network.link import Link, Pair
+from testbed.network.overlay import FIGURES, given, overlay
+from testbed.network.parts import LinkPart
+from testbed.network.presets import PRESETS
+
+
+class LinkSetPart(Part):
+    """One link, both directions between two devices, or all links of a device."""
+
+    between: tuple[Name, Name] | None = Field(None, description="both directions between two devices")
+    from_: Name | None = Field(None, alias="from", description="sender, of one direction")
+    to: Name | None = Field(None, description="receiver, of one direction")
+    device: Name | None = Field(None, description="every link from and to this device")
+
+    @model_validator(mode="after")
+    def _one_target(self) -> Self:
+        named = [self.between is not None, self.from_ is not None and self.to is not None, self.device is not None]
+        if sum(named) != 1:
+            raise ValueError("name the links with one of 'between', 'from' and 'to', or 'device'")
+        return self
+
+    def touches(self, pair: Pair) -> bool:
+        """Return whether a directed link is among them."""
+        if self.device is not None:
+            return self.device in pair
+        if self.between is not None:
+            return pair in (self.between, self.between[::-1])
+        return pair == (self.from_, self.to)
+
+    @property
+    def target(self) -> str:
+        """Which links, in words."""
+        if self.between is not None:
+            return " <-> ".join(self.between)
+        return self.device or f"{self.from_} -> {self.to}"
+
+    def named(self) -> list[tuple[Key, str]]:
+        """Return every device named, with the key that names it."""
+        single = (("from", self.from_), ("to", self.to), ("device", self.device))
+        named: list[tuple[Key, str]] = [((key,), name) for key, name in single if name is not None]
+        return [*named, *((("between", place), name) for place, name in enumerate(self.between or ()))]
+
+    def absent(self, links: Collection[Pair]) -> Iterator[str]:
+        """Say which link is meant that is not there."""
+        if self.device is None:
+            pair = self.between or (str(self.from_), str(self.to))
+            if pair not in links:
+                yield f"there is no link from '{pair[0]}' to '{pair[1]}'"
+
+
+L = TypeVar("L", bound=LinkSetPart)
+
+
+class LinkFault(FaultAction[L]):
+    """Something that happens to such links."""
+
+    @property
+    def target(self) -> str:
+        """The links."""
+        return self.value.target
+
+    def named(self) -> list[tuple[Key, str]]:
+        """Return the ends of the links."""
+        return self.value.named()
+
+    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+        """Yield links that are not there."""
+        for text in self.value.absent(setting.links):
+            yield (), f"{text} to {self.name}"
+
+    def touches(self, pair: Pair) -> bool:
+        """Return whether a link is among those named."""
+        return self.value.touches(pair)
+
+
+class DegradePart(LinkSetPart, LinkPart):
+    """The links to make worse, and their new figures."""
+
+
+class Degrade(LinkFault[DegradePart]):
+    """Links take the figures given; of several degradations of a link the latest decides about each figure."""
+
+    name = "degrade"
+
+    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+        """Yield links that are not there, and figures that are unknown or cannot be."""
+        part = self.value
+        yield from super().problems(setting)
+        if part.preset is None and not given(part):
+            yield (), f"changes nothing: give at least one of preset, {', '.join(FIGURES)}"
+        if part.preset is not None and part.preset not in PRESETS:
+            yield ("preset",), f"there is no preset '{part.preset}': use one of {', '.join(PRESETS)}"
+            return
+        states = chain(setting.links.items(), setting.traced)
+        # By identity: a mesh of a thousand devices has a million links, but few values.
+        for link in {id(link): link for pair, link in states if part.touches(pair)}.values():
+            # Which direction a preset has is of no matter here: presets state nothing that could clash.
+            for figure, text in checks.problems(overlay(link, part, from_first=True)):
+                key = figure.partition(".")[0]
+                yield (key,) if getattr(part, key) is not None else (), text
+
+    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+        """Replace the figures that are given."""
+        return overlay(link, self.value, now.from_first(pair))
+
+
+class ObstructPart(LinkSetPart):
+    """Links over the air that fade faster with distance."""
+
+    path_loss_exponent: float = Field(
+        gt=0, description="of these links, above the radio's own; 6 is a long-lasting failure"
+    )
+
+
+class Obstruct(LinkFault[ObstructPart]):
+    """The path loss exponent of links rises, and with it what they lose of casts.
+
+    A link loses no less than it did: of several obstructions the highest exponent counts.
+    """
+
+    name = "obstruct"
+
+    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+        """Yield links that are not there, and an exponent that raises nothing."""
+        yield from super().problems(setting)
+        if setting.radio is None:
+            yield (), "there is no radio to obstruct: give `network.radio`, or degrade the links' message_loss"
+        elif self.value.path_loss_exponent <= (own := setting.radio.propagation.path_loss_exponent):
+            yield ("path_loss_exponent",), f"is no more than the radio's own, {own:g}: use a higher one"
+
+    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+        """Lose what arrives too weak."""
+        assert now.radio is not None, "checked before the run"
+        lost = 1 - now.radio.reception_ratio(pair, self.value.path_loss_exponent)
+        return replace(link, message_loss=max(link.message_loss, lost))
+
+
+class FlapPart(LinkSetPart):
+    """Links that go down and come up again, over and over."""
+
+    down: Duration = Field(gt=0, description="so long they drop everything")
+    up: Duration = Field(gt=0, description="so long they work again before they next go down")
+    times: int | None = Field(None, ge=1, le=100_000, description="how often; default: until `for`, or the end")
+
+
+class Flap(LinkFault[FlapPart]):
+    """Links drop everything. This is one time that they are down; `turns` says when they are."""
+
+    name = "flap"
+
+    @property
+    def takes_no_for(self) -> str | None:
+        """Why it cannot be ended after some time: it is known already when it ends."""
+        return None if self.value.times is None else "a flap ends after 'times' or after 'for': give one of the two"
+
+    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+        """Drop everything."""
+        return replace(link, up=False)
+
+    def turns(self, began: float, ends: float) -> Iterator[tuple[Literal["strike", "undo"], float]]:
+        """Yield when the links go down (strike) and come up (undo); up is the last. Turns count from the first."""
+        part = self.value
+        for turn in count() if part.times is None else range(part.times):
+            down = began + turn * (part.down + part.up)
+            if down >= ends:
+                return
+            yield "strike", down
+            yield "undo", min(ends, down + part.down)
+
+
+class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
+    """Devices reach each other only within their group; those that no group names form one more."""
+
+    name = "partition"
+
+    @property
+    def target(self) -> str:
+        """The groups."""
+        return " | ".join(",".join(group) for group in self.value)
+
+    def named(self) -> list[tuple[Key, str]]:
+        """Return the members of all groups."""
+        return [((number, place), name) for number, group in enumerate(self.value) for place, name in enumerate(group)]
+
+    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+        """Yield devices that are named twice, and groups that separate nobody."""
+        listed = [name for group in self.value for name in group]
+        for name in sorted({name for name in listed if listed.count(name) > 1}):
+            yield (), f"'{name}' is named twice: a device is in one group"
+        kept = len([group for group in self.value if group]) + (len(set(listed)) < len(setting.devices))
+        if kept < 2:
+            yield (), "separates nobody: name at least two groups, or leave devices out of the only one"
+
+    @cached_property
+    def _group(self) -> dict[str, int]:
+        return {name: number for number, names in enumerate(self.value) for name in names}
+
+    def touches(self, pair: Pair) -> bool:
+        """Return whether the two devices are in different groups."""
+        return self._group.get(pair[0], -1) != self._group.get(pair[1], -1)
+
+    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+        """Drop everything."""
+        return replace(link, up=False)
+
+
+class Heal(FaultAction[str]):
+    """Every partition, degradation and obstruction is undone, every flap ends."""
+
+    name = "heal"
+    undoes = (NetworkPartition.name, Degrade.name, Obstruct.name, Flap.name)
+
+    def named(self) -> list[tuple[Key, str]]:
+        """Return nothing: it concerns all."""
+        return []
