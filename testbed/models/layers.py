@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from testbed.device import Cost, Kind
 from testbed.models.shapes import BYTES_PER_VALUE, Shape
@@ -47,60 +47,89 @@ class PixelWindow:
     """The value of padded pixels."""
 
 
-class Layer(Protocol):
-    """A plain, frozen description of one layer."""
+@dataclass(frozen=True)
+class Layer:
+    """A frozen description of one layer; what it does not say itself is that of one that works value by value."""
 
     @property
     def kind(self) -> Kind:
         """Whose rates a device has for it."""
+        return "activation"
 
     @property
     def division(self) -> Division:
         """How several devices can share it."""
+        return "values"
 
     @property
     def window(self) -> PixelWindow | None:
         """Of layers that look at pixels near each other; None for the others."""
+        return None
 
     @property
     def channel_values(self) -> int:
         """Values that are stored for each output channel beside the weights: a bias, a normalisation."""
+        return 0
 
     def output(self, shape: Shape) -> Shape:
         """Shape after the layer; raises ValueError when the input does not fit."""
-
-    def parameters(self, shape: Shape) -> int:
-        """Number of trained values."""
-
-    def weights(self, shape: Shape) -> int:
-        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
+        return shape
 
     def weight_shape(self, shape: Shape) -> Shape:
         """(output channels, input channels, rows and columns of the kernel); () without one weight tensor."""
+        return ()
+
+    def parameters(self, shape: Shape) -> int:
+        """Number of trained values."""
+        return self.weights(shape) + self.channel_values * self.output(shape)[0]
+
+    def weights(self, shape: Shape) -> int:
+        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
+        weight = self.weight_shape(shape)
+        return math.prod(weight) if weight else 0
 
     def flops(self, shape: Shape) -> float:
-        """Forward floating-point operations for one sample, multiply and add counted as two."""
+        """Forward FLOPs for one sample: each weight is used once for each pixel that leaves."""
+        return 2.0 * self.weights(shape) * math.prod(self.output(shape)[1:])
 
     def activations(self, shape: Shape) -> int:
         """Values of all outputs made within the layer for one sample, its own output among them."""
+        return math.prod(self.output(shape))
 
     def accesses(self, shape: Shape) -> int:
         """Values that forward reads and writes for one sample: what enters and what leaves, without weights."""
+        return math.prod(shape) + math.prod(self.output(shape))
 
     def cost(self, shape: Shape) -> Cost:
         """Return what forward is charged for one sample."""
+        accessed, weights = BYTES_PER_VALUE * self.accesses(shape), BYTES_PER_VALUE * self.weights(shape)
+        return Cost(self.flops(shape), accessed, weights, self.kind)
 
     def least_samples(self, shape: Shape) -> int:
         """Samples that training needs at once, at least: statistics of one value say nothing."""
+        return 1
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module, its initial weights drawn from ``generator`` and nothing else."""
+        """Make the torch module, its initial weights drawn from ``generator`` and nothing else.
+
+        Raises TypeError for what is no module by itself, such as a unit of one's own network.
+        """
+        raise TypeError(f"{type(self).__name__} is not built by itself")
 
     def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
         """Return the slice of what `build` would draw, by its names in the module; empty tensors are left out.
 
         The generator is left as `build` leaves it. A layer that cannot be divided is returned whole.
         """
+        import torch
+
+        weight = self.weight_shape(shape)
+        if not weight:
+            return {}
+        found = {"weight": _draw(weight, generator, part)}
+        if self.channel_values:
+            found["bias"] = torch.zeros(len(part.channels))
+        return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
         """Return what the layer makes of some channels, without a bias; for the divisions ``weights`` and ``channels``.
@@ -108,6 +137,7 @@ class Layer(Protocol):
         ``inputs`` is (samples, input channels, ...), ``weight`` (output channels, input channels, ...) of any of them.
         Raises TypeError for other divisions.
         """
+        raise TypeError(f"{type(self).__name__} is not computed channel by channel")
 
 
 def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
@@ -180,86 +210,7 @@ def _real(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Plain:
-    """The formulas that most layers share; as it is, a layer without weights that works value by value."""
-
-    @property
-    def kind(self) -> Kind:
-        """Whose rates a device has for it."""
-        return "activation"
-
-    @property
-    def division(self) -> Division:
-        """How several devices can share it."""
-        return "values"
-
-    @property
-    def window(self) -> PixelWindow | None:
-        """What a pixel sees."""
-        return None
-
-    @property
-    def channel_values(self) -> int:
-        """Values stored for each output channel beside the weights."""
-        return 0
-
-    def output(self, shape: Shape) -> Shape:
-        """Shape after the layer."""
-        return shape
-
-    def weight_shape(self, shape: Shape) -> Shape:
-        """Shape of the weight tensor; () without one."""
-        return ()
-
-    def parameters(self, shape: Shape) -> int:
-        """Number of trained values."""
-        return self.weights(shape) + self.channel_values * self.output(shape)[0]
-
-    def weights(self, shape: Shape) -> int:
-        """Elements of the weight tensor."""
-        weight = self.weight_shape(shape)
-        return math.prod(weight) if weight else 0
-
-    def flops(self, shape: Shape) -> float:
-        """Forward FLOPs for one sample: each weight is used once for each pixel that leaves."""
-        return 2.0 * self.weights(shape) * math.prod(self.output(shape)[1:])
-
-    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
-        """Return the first weights and biases of the slice."""
-        import torch
-
-        weight = self.weight_shape(shape)
-        if not weight:
-            return {}
-        found = {"weight": _draw(weight, generator, part)}
-        if self.channel_values:
-            found["bias"] = torch.zeros(len(part.channels))
-        return {name: tensor for name, tensor in found.items() if tensor.numel()}
-
-    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
-        """Refuse: nothing is computed channel by channel."""
-        raise TypeError(f"{type(self).__name__} is not computed channel by channel")
-
-    def activations(self, shape: Shape) -> int:
-        """Values of all outputs made within the layer for one sample."""
-        return math.prod(self.output(shape))
-
-    def accesses(self, shape: Shape) -> int:
-        """Values that forward reads and writes for one sample."""
-        return math.prod(shape) + math.prod(self.output(shape))
-
-    def cost(self, shape: Shape) -> Cost:
-        """Return what forward is charged for one sample."""
-        accessed, weights = BYTES_PER_VALUE * self.accesses(shape), BYTES_PER_VALUE * self.weights(shape)
-        return Cost(self.flops(shape), accessed, weights, self.kind)
-
-    def least_samples(self, shape: Shape) -> int:
-        """One: each sample is treated by itself."""
-        return 1
-
-
-@dataclass(frozen=True)
-class ReLU(Plain):
+class ReLU(Layer):
     """max(0, x); with ``ceiling`` 6 the ReLU6 of MobileNet."""
 
     ceiling: float | None = None
@@ -272,7 +223,7 @@ class ReLU(Plain):
 
 
 @dataclass(frozen=True)
-class LeakyReLU(Plain):
+class LeakyReLU(Layer):
     """x where it is positive, ``slope`` x elsewhere."""
 
     slope: float = 0.1
@@ -285,15 +236,12 @@ class LeakyReLU(Plain):
 
 
 @dataclass(frozen=True)
-class Reorganise(Plain):
+class Reorganise(Layer):
     """Darknet's reorganisation layer: fewer pixels, more channels, in its own order of the values."""
 
     stride: int = 2
 
-    @property
-    def division(self) -> Division:
-        """Pixels become channels."""
-        return "moves"
+    division = "moves"
 
     def output(self, shape: Shape) -> Shape:
         """(channels stride^2, height / stride, width / stride)."""
@@ -313,7 +261,7 @@ class Reorganise(Plain):
 
 
 @dataclass(frozen=True)
-class Dropout(Plain):
+class Dropout(Layer):
     """Zeroes values at random in training.
 
     Draws from torch's global generator: what trains seeds that for each unit and batch (`testbed.kits.layers.shard`),
@@ -330,13 +278,10 @@ class Dropout(Plain):
 
 
 @dataclass(frozen=True)
-class Flatten(Plain):
+class Flatten(Layer):
     """(channels, height, width) to (features,)."""
 
-    @property
-    def division(self) -> Division:
-        """The values stay in their order."""
-        return "flattens"
+    division = "flattens"
 
     def output(self, shape: Shape) -> Shape:
         """One axis with all values."""
@@ -354,7 +299,7 @@ class Flatten(Plain):
 
 
 @dataclass(frozen=True)
-class MaxPool2d(Plain):
+class MaxPool2d(Layer):
     """The largest value of each window."""
 
     kernel: int = 2
@@ -362,15 +307,8 @@ class MaxPool2d(Plain):
     """None is the kernel's size."""
     padding: int = 0
 
-    @property
-    def kind(self) -> Kind:
-        """Whose rates a device has for it."""
-        return "pooling"
-
-    @property
-    def division(self) -> Division:
-        """Each channel by itself."""
-        return "channels"
+    kind = "pooling"
+    division = "channels"
 
     @property
     def window(self) -> PixelWindow:
@@ -399,18 +337,11 @@ class MaxPool2d(Plain):
 
 
 @dataclass(frozen=True)
-class GlobalAveragePool2d(Plain):
+class GlobalAveragePool2d(Layer):
     """The mean of each channel: (channels, height, width) to (channels,)."""
 
-    @property
-    def kind(self) -> Kind:
-        """Whose rates a device has for it."""
-        return "pooling"
-
-    @property
-    def division(self) -> Division:
-        """Each channel by itself."""
-        return "channels"
+    kind = "pooling"
+    division = "channels"
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
         """Map (samples, channels, height, width) to (samples, channels)."""
@@ -428,7 +359,7 @@ class GlobalAveragePool2d(Plain):
 
 
 @dataclass(frozen=True)
-class BatchNorm2d(Plain):
+class BatchNorm2d(Layer):
     """Normalisation by the statistics of the (micro-)batch in training, by running ones in evaluation.
 
     Micro-batches are normalised each by itself, so a split batch does not give the gradients of the whole one. The
@@ -436,15 +367,8 @@ class BatchNorm2d(Plain):
     versions, since training never reads them; each forward adds to them, in the order of the batches.
     """
 
-    @property
-    def kind(self) -> Kind:
-        """Whose rates a device has for it."""
-        return "normalisation"
-
-    @property
-    def channel_values(self) -> int:
-        """Scale, shift, running mean and variance."""
-        return 4
+    kind = "normalisation"
+    channel_values = 4  # scale, shift, running mean and variance
 
     def output(self, shape: Shape) -> Shape:
         """Keep the shape."""
@@ -475,7 +399,7 @@ class BatchNorm2d(Plain):
 
 
 @dataclass(frozen=True)
-class Conv2d(Plain):
+class Conv2d(Layer):
     """Square convolution; ``groups`` equal to the channels that enter is a depthwise one."""
 
     channels: int
@@ -537,21 +461,14 @@ class Conv2d(Plain):
 
 
 @dataclass(frozen=True)
-class Linear(Plain):
+class Linear(Layer):
     """Fully connected."""
 
     features: int
     bias: bool = True
 
-    @property
-    def kind(self) -> Kind:
-        """Whose rates a device has for it."""
-        return "linear"
-
-    @property
-    def division(self) -> Division:
-        """By output and input features."""
-        return "weights"
+    kind = "linear"
+    division = "weights"
 
     @property
     def channel_values(self) -> int:
@@ -588,16 +505,13 @@ def _all_of(weight: Shape) -> Slice:
 
 
 @dataclass(frozen=True)
-class Residual(Plain):
+class Residual(Layer):
     """A block whose output is added to its input, brought to the same shape by ``shortcut`` where that differs."""
 
     block: tuple[Layer, ...]
     shortcut: tuple[Layer, ...] = ()
 
-    @property
-    def division(self) -> Division:
-        """As a whole: what is within is not described."""
-        return "no"
+    division = "no"  # what is within is not described
 
     def output(self, shape: Shape) -> Shape:
         """Shape of the sum."""

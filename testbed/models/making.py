@@ -10,11 +10,10 @@ from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.device import Cost
-from testbed.models.layers import Division, Plain
+from testbed.models.layers import Layer
 from testbed.models.shapes import BYTES_PER_VALUE, Shape
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 KEY = ("model", "file")
@@ -41,7 +40,7 @@ class Maker:
 
 
 @dataclass(frozen=True)
-class CountedUnit(Plain):
+class CountedUnit(Layer):
     """A unit of a traced network as one layer: its figures were counted as torch ran it."""
 
     shape: Shape
@@ -54,10 +53,7 @@ class CountedUnit(Plain):
     charged: Cost
     """By kind of layer: FLOPs, and bytes that its operations read and write, for a sample; bytes of weights."""
 
-    @property
-    def division(self) -> Division:
-        """As a whole: what is within is not described."""
-        return "no"
+    division = "no"  # what is within is not described
 
     def output(self, shape: Shape) -> Shape:
         """Shape that leaves."""
@@ -86,7 +82,3 @@ class CountedUnit(Plain):
     def cost(self, shape: Shape) -> Cost:
         """Return what forward is charged for one sample."""
         return self.charged
-
-    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Refuse: the units of such a network are built by `Model.build` alone."""
-        raise TypeError("a unit of one's own network is made by the function that makes the network")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from testbed.methods.distributed.options import DistributedOptions, PlanSettings
 from testbed.models.graph import Graph, GraphLayer
-from testbed.models.layers import Conv2d, Division, LeakyReLU, Linear, MaxPool2d, Plain, Reorganise
+from testbed.models.layers import Conv2d, Division, Layer, LeakyReLU, Linear, MaxPool2d, Reorganise
 from testbed.models.shapes import Shape
 
 
@@ -60,7 +60,7 @@ def yolov2(size: int = 608) -> Graph:
 
 
 @dataclass(frozen=True)
-class Halve(Plain):
+class Halve(Layer):
     """As many values as are left when each ``by`` of them become one: something that cannot be divided."""
 
     by: int = 2
