@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from testbed.common.part import Part
 from testbed.models.chain import Model, chain
 from testbed.models.detection import Detector
 from testbed.models.layers import Conv2d, Layer, LeakyReLU, MaxPool2d, Reorganise
-from testbed.models.options import ModelOptions
 from testbed.models.shapes import Shape
 
 CLASSES = 80
@@ -55,7 +55,7 @@ _LAYERS = (
 """All but the last: convolutions with their activation, poolings, routes."""
 
 
-class Yolov2Options(ModelOptions):
+class Yolov2Options(Part):
     """Options of YOLOv2."""
 
     threshold: float = Field(0.5, gt=0, le=1, description="least score of a box that is reported")
