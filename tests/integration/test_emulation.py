@@ -219,7 +219,7 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
             "task": "infer",
             "model": {"name": "mlp"},
             "method": {"name": "exchange", "cast": True, "payload": "8kB"},  # six datagrams each
-            "requests": 300,
+            "requests": 450,
         },
         "faults": [{"degrade": {"from": "source", "to": "worker2", "message_loss": "100%"}, "at": "1s"}],
     }
@@ -228,22 +228,24 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
     assert outcome.status == "finished", outcome.error
     [struck] = [each["time"] for each in events(outcome, "fault")]
     casts = {each["number"]: each["time"] for each in events(outcome, "cast")}
-    assert len(casts) == 300
+    assert len(casts) == 450
+    # The run ends soon after its last cast: a receiver that the host keeps waiting may not have heard the latest.
+    counted = {number for number, when in casts.items() if when < max(casts.values()) - 1.0}
     received: dict[str, set[int]] = {"worker1": set(), "worker2": set()}
     for each in events(outcome, "receive"):
-        received[each["device"]].add(each["cast"])
+        received[each["device"]] |= {each["cast"]} & counted
     # Each receiver by draws of its own, which whoever runs this scenario makes alike.
     drawn = {
-        name: {number for number in casts if heard(prepared.trial.scenario.seed, "source", name, number, 0.3)}
+        name: {number for number in counted if heard(prepared.trial.scenario.seed, "source", name, number, 0.3)}
         for name in received
     }
     assert received["worker1"] == drawn["worker1"]
-    before = {number for number, when in casts.items() if when < struck - 0.1}
-    after = {number for number, when in casts.items() if when > struck}
+    before = {number for number in counted if casts[number] < struck - 0.1}
+    after = {number for number in counted if casts[number] > struck}
     assert received["worker2"] & before == drawn["worker2"] & before
     assert not received["worker2"] & after
     assert drawn["worker1"] != drawn["worker2"]
-    assert 0.6 < len(drawn["worker1"]) / 300 < 0.8
+    assert 0.6 < len(drawn["worker1"]) / len(counted) < 0.8
     assert before
     assert after
 

@@ -96,6 +96,8 @@ class Running:
             text=True,
             env=environment,
             start_new_session=True,
+            # Whoever runs the tests under nohup ignores this signal, and so would what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     def run_id(self) -> str:

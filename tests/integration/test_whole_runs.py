@@ -339,13 +339,16 @@ def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["fedprox", "fedadam", "fedbuff", "gossip"])
 def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(name: str, tmp_path: Path) -> None:
     changes = ["--set", "workload.steps=40", "--set", "expect={}"]
+    same = 0.3  # who comes first decides what asynchronous methods compute
+    if name in ("fedprox", "fedadam"):
+        # These compute the same on both clocks, unless the host is so late that a round ends without a device.
+        changes += ["--set", "workload.method.round_deadline=60s"]
+        same = 1e-6
     accuracy = {}
     for runtime in ("emulate", "simulate"):
         where = ["--runtime", runtime, "--out", tmp_path / runtime, "--accept-links"]
         done = command("run", ROOT / "scenarios" / "examples" / f"{name}.yaml", *where, *changes)
         assert done.returncode == 0, done.stdout + done.stderr
         accuracy[runtime] = json.loads((tmp_path / runtime / "metrics.json").read_text())["accuracy"]
-    # Who comes first decides what asynchronous methods compute; rounds compute the same on both clocks.
-    same = 1e-6 if name in ("fedprox", "fedadam") else 0.3
     assert accuracy["emulate"] == pytest.approx(accuracy["simulate"], abs=same)
     assert left_of(name) == []
