@@ -27,7 +27,7 @@ MOST = 10**12
 class Part(BaseModel):
     """Base of every part of a scenario: unknown keys are refused, values are frozen, true is no number, numbers end."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod
