@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from testbed.faults.parts import FaultPart
 from testbed.faults.replay import Change
 from testbed.hardware import DeviceSpec
-from testbed.network.cell import Cell, cell_of
 from testbed.network.link import Link, Pair
 from testbed.network.radio import Radio
+from testbed.network.topology import Cell, cell_of
 from testbed.workload import WorkloadPart
 
 

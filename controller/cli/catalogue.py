@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from controller.profiling.layers import LayerTime
     from testbed.hardware import DeviceSpec, Profile
     from testbed.models.chain import Model
-    from testbed.network.presets import LinkPreset
+    from testbed.network.overlay import LinkPreset
 
 
 @click.command()
@@ -229,7 +229,7 @@ def profiles(as_json: bool) -> None:
     """
     from testbed.common.quantities import format_rate, format_size
     from testbed.hardware import PROFILES
-    from testbed.network.presets import PRESETS
+    from testbed.network.overlay import PRESETS
     from testbed.network.radio import TRANSCEIVERS
 
     if as_json:

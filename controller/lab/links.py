@@ -11,8 +11,8 @@ import requests
 from controller.lab.client import Client, refusal
 from controller.shaping.plan import Endpoint
 from testbed.common.errors import HostError, InputError
-from testbed.network.cell import Cell
 from testbed.network.link import Link, Pair, links_to_json
+from testbed.network.topology import Cell
 from testbed.trace.outcome import LinkMeasurement
 
 

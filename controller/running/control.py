@@ -37,9 +37,8 @@ from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
 from testbed.network import checks
 from testbed.network.link import Link, Pair, links_to_json
-from testbed.network.overlay import overlay
+from testbed.network.overlay import PRESETS, overlay
 from testbed.network.parts import LinkPart
-from testbed.network.presets import PRESETS
 from testbed.scenario.loading import parse
 
 Request = Mapping[str, Any]

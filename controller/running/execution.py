@@ -30,7 +30,7 @@ from controller.running.machines import Containers, changes_of, events_of
 from testbed.common.errors import HostError, TestbedError
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
-from testbed.faults.replay import Changes, TraceScript
+from testbed.faults.replay import TraceScript
 from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
@@ -103,7 +103,7 @@ class Execution:
             monitor.start()
             self._recall()
             # The first figures of a trace are those that the run begins with.
-            first = Changes(self._trace.due(0.0))
+            first = self._trace.due(0.0)
             self._settle(first, 0.0, 0.0, carry_out(first, self._containers))
             self._origin = time.monotonic() + START_MARGIN
             list(pool.map(lambda each: self._if_there(each[0], lambda: self._start(*each)), there.items()))
@@ -238,7 +238,7 @@ class Execution:
             for operation in operations + self._script.due(self._now()):
                 strikers.submit(operation.action.target, partial(self._carry_out, operation))
             if changes := self._trace.due(self._now()):
-                replayer.submit("trace", partial(self._carry_out, Changes(changes)))
+                replayer.submit("trace", partial(self._carry_out, changes))
             if self._now() >= limit:
                 return "timed out", f"not over after {limit:g} s{self._missing()}"
 

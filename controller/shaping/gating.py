@@ -9,8 +9,8 @@ from controller.shaping.chain import RuleChain
 from controller.shaping.medium import Route
 from controller.shaping.plan import queue_limit
 from testbed.network.broadcast import broadcast_rate
-from testbed.network.cell import Cell, cell_of
 from testbed.network.link import Link, Pair
+from testbed.network.topology import Cell, cell_of
 
 QUEUE = 60_000
 """Number of the netfilter queue in each device's namespace; the delay line's count from 1."""

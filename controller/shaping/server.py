@@ -12,8 +12,8 @@ import flask
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import InputError, TestbedError
-from testbed.network.cell import Cell
 from testbed.network.link import links_from_json
+from testbed.network.topology import Cell
 from testbed.wire.serving import PatientServer
 from testbed.wire.token import authorised
 

@@ -33,9 +33,9 @@ from controller.shaping.namespaces import Namespace, command
 from controller.shaping.plan import Endpoint, InterfacePlan
 from controller.shaping.probes import measure
 from testbed.common.errors import HostError, InputError
-from testbed.network.cell import Cell
 from testbed.network.checks import problems
 from testbed.network.link import Link, Pair, links_to_json
+from testbed.network.topology import Cell
 from testbed.trace.outcome import LinkMeasurement
 
 

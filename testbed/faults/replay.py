@@ -33,11 +33,6 @@ class Change:
     speed: ThrottlePart | None = None
     """The device and its speed, or how much slower than its own speed it is from then on."""
 
-    @property
-    def switches(self) -> bool:
-        """Whether it changes the state of a device: never."""
-        return False
-
     def apply(self, now: Conditions) -> Conditions:
         """Return the conditions after it."""
         if self.link is not None:
@@ -48,16 +43,15 @@ class Change:
             now = now.set_speed(device, self.speed.slowed(1.0, now.speeds[device]))
         return now
 
-    def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the ``trace`` event that records it."""
-        return [("trace", {"what": self.what, "value": self.value, "intended": self.time})]
-
 
 @dataclass(frozen=True)
 class Changes:
     """Changes that are due together, as one step."""
 
     changes: Sequence[Change]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
 
     def __str__(self) -> str:
         """Return what they change."""
@@ -75,8 +69,8 @@ class Changes:
         return now
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return an event for each."""
-        return [event for change in self.changes for event in change.events()]
+        """Return a ``trace`` event for each."""
+        return [("trace", {"what": each.what, "value": each.value, "intended": each.time}) for each in self.changes]
 
 
 class TraceScript:
@@ -90,12 +84,12 @@ class TraceScript:
         """Return the next instant at which something changes."""
         return self._changes[self._next].time if self._next < len(self._changes) else None
 
-    def due(self, now: float) -> list[Change]:
+    def due(self, now: float) -> Changes:
         """Take what is due, in the order of the trace."""
         first = self._next
         while self._next < len(self._changes) and self._changes[self._next].time <= now:
             self._next += 1
-        return list(self._changes[first : self._next])
+        return Changes(self._changes[first : self._next])
 
 
 def traced_links(links: Mapping[Pair, Link], changes: Iterable[Change], first: str) -> Iterator[tuple[int, Pair, Link]]:

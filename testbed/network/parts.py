@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Network
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,6 +11,7 @@ from testbed.common.errors import Key
 from testbed.common.part import Name, Part
 from testbed.common.quantities import Duration, Fraction, Rate, Size
 from testbed.network.link import Distribution
+from testbed.network.topology import Topology
 
 
 class BurstsPart(Part):
@@ -110,7 +111,7 @@ class RadioPart(Part):
 class NetworkPart(Part):
     """Which devices are linked, and how."""
 
-    topology: Literal["mesh", "star", "line", "explicit"] = Field(
+    topology: Topology = Field(
         "mesh",
         description="mesh: all to all; star: all to the first device; line: neighbours in the order of the file; "
         "explicit: what `links` lists. Devices without a link cannot talk, nobody forwards",

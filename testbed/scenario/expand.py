@@ -16,14 +16,12 @@ from testbed.experiment import Experiment
 from testbed.faults.replay import Change
 from testbed.hardware import PROFILES, DeviceSpec, Profile, Rates
 from testbed.network import checks
-from testbed.network.cell import Cell
 from testbed.network.checks import rate_problem
 from testbed.network.link import Link, Pair
-from testbed.network.overlay import overlay
+from testbed.network.overlay import PRESETS, overlay
 from testbed.network.parts import LinkPart
-from testbed.network.presets import PRESETS
 from testbed.network.radio import Radio
-from testbed.network.topology import directed_pairs
+from testbed.network.topology import Cell, directed_pairs
 from testbed.scenario import paper
 from testbed.scenario.loading import nearest, parse, put, read_keys, validate
 from testbed.scenario.radio import radio

@@ -83,14 +83,9 @@ def _with_trace(scenario: Scenario, source: Source) -> Scenario:
 def _trace_lines(file: Path, named: str) -> dict[int, str]:
     """Return the lines of a CSV file that say something, by their numbers; ``named`` is where the file is named."""
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise InputError(f"{file}: is larger than 1 MiB: a trace has at most {MAX_CHANGES} entries")
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}: is not text (byte {error.start} is not UTF-8): a trace is a CSV file") from None
+        text = _text(file, f"a trace has at most {MAX_CHANGES} entries", "a trace is a CSV file")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{named}: trace: {file} cannot be read: {reason}") from None
+        raise InputError(f"{named}: trace: {file} cannot be read: {_reason(error)}") from None
     lines = {number: line.strip() for number, line in enumerate(text.splitlines(), 1)}
     lines = {number: line for number, line in lines.items() if line and not line.startswith("#")}
     header = next(iter(lines), 0)
@@ -148,16 +143,26 @@ def _find(path: str | Path) -> Path:
 
 
 def _read(file: Path) -> str:
+    if file.is_dir():
+        raise InputError(f"{file}: is a folder: name a scenario file in it")
     try:
-        if file.is_dir():
-            raise InputError(f"{file}: is a folder: name a scenario file in it")
-        if file.stat().st_size > _MAX_BYTES:
-            raise InputError(f"{file}: is larger than 1 MiB: a scenario is a short text")
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}: is not text (byte {error.start} is not UTF-8): a scenario is a YAML file") from None
+        return _text(file, "a scenario is a short text", "a scenario is a YAML file")
     except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise InputError(f"{file}: cannot be read: {_reason(error)}") from None
+
+
+def _text(file: Path, small: str, form: str) -> str:
+    """Return a file's text; ``small`` and ``form`` say of what kind it should be, where it is too large or no text."""
+    if file.stat().st_size > _MAX_BYTES:
+        raise InputError(f"{file}: is larger than 1 MiB: {small}")
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: is not text (byte {error.start} is not UTF-8): {form}") from None
+
+
+def _reason(error: Exception) -> object:
+    return getattr(error, "strerror", None) or error
 
 
 class _Reader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from testbed.faults.machines import RecordedStep, carry_out
-from testbed.faults.replay import TraceScript
+from testbed.faults.replay import Changes, TraceScript
 from testbed.faults.script import FaultOperation, FaultScript
 from testbed.simulation.world import World
 from testbed.trace.events import Event
@@ -21,8 +21,8 @@ class TraceExecution:
         self._change(None)
 
     def _change(self, _nothing: None) -> None:
-        for change in self._script.due(self._world.loop.now):
-            _record_and_carry_out(change, self._world)
+        for change in self._script.due(self._world.loop.now).changes:
+            _record_and_carry_out(Changes([change]), self._world)
         deadline = self._script.next_deadline()
         if deadline is not None:
             self._world.loop.at(deadline, self._change, None)

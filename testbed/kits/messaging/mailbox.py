@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from testbed.device import Device
-from testbed.kits.messaging.sends import MailboxFullError, Sends
-from testbed.kits.messaging.tasks import Tasks
+from testbed.kits.messaging.sends import MailboxFullError, Sends, Tasks
 from testbed.kits.messaging.typed import Typed, decode, encode
 from testbed.network.link import Link, Pair
 from testbed.wire.message import WireError

@@ -12,7 +12,7 @@ from testbed.common.errors import InputError
 from testbed.hardware import PROFILES
 from testbed.methods import METHODS
 from testbed.models import CATALOG
-from testbed.network.presets import PRESETS
+from testbed.network.overlay import PRESETS
 
 
 @pytest.fixture

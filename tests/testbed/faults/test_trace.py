@@ -180,12 +180,12 @@ def test_script_keeps_to_its_schedule():
         [parse("1,device a slowdown,2"), parse("1,device b slowdown,2"), parse("3,device a slowdown,1")]
     )
     assert script.next_deadline() == 1
-    assert script.due(0.9) == []
-    assert [change.what for change in script.due(2.9)] == ["device a slowdown", "device b slowdown"]
+    assert not script.due(0.9)
+    assert [change.what for change in script.due(2.9).changes] == ["device a slowdown", "device b slowdown"]
     assert script.next_deadline() == 3
-    assert len(script.due(99)) == 1
+    assert len(script.due(99).changes) == 1
     assert script.next_deadline() is None
-    assert script.due(999) == []
+    assert not script.due(999)
 
 
 def test_what_a_change_changes():

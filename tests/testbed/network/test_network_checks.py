@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.network.cell import Cell, cell_of
 from testbed.network.checks import problems
 from testbed.network.link import GilbertElliott, Link
 from testbed.network.overlay import overlay
 from testbed.network.parts import LinkPart
+from testbed.network.topology import Cell, cell_of
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, validate
 from testbed.scenario.source import Source

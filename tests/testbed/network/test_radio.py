@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from controller.cli.main import testbed as command_line
 from controller.cli.plan import letters
 from testbed.common.errors import InputError
-from testbed.network.presets import PRESETS
+from testbed.network.overlay import PRESETS
 from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate

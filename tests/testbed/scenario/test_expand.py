@@ -5,7 +5,7 @@ import pytest
 from testbed.common.errors import InputError
 from testbed.hardware import PROFILES
 from testbed.network.link import Link
-from testbed.network.presets import PRESETS
+from testbed.network.overlay import PRESETS
 from testbed.network.topology import directed_pairs
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.device import Device
-from testbed.network.cell import Cell
 from testbed.network.link import Link
+from testbed.network.topology import Cell
 from testbed.simulation.sharing import Shared, SharedTransfer, fair
 from testbed.wire.framing import cast_wire_bytes
 from testbed.wire.message import Message

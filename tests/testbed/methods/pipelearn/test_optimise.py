@@ -20,7 +20,7 @@ from testbed.kits.rounds.estimate import (
 from testbed.methods.pipelearn.optimise import candidates, parallel_batches, shortlist
 from testbed.models.catalog import create
 from testbed.network.link import Link
-from testbed.network.presets import PRESETS
+from testbed.network.overlay import PRESETS
 from testbed.workload import OptimizerPart
 
 SAMPLES, BATCH, DEVICES = 10_000, 100, 4

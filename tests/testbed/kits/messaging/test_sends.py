@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from testbed.kits.messaging.tasks import Tasks
+from testbed.kits.messaging.sends import Tasks
 
 
 def test_failure_ends_the_program_with_what_went_wrong():
