@@ -1,9 +1,10 @@
-"""Attack the testbed with random scenarios under random faults on the virtual clock, or with files that are wrong.
+"""Attack the testbed: random scenarios under random faults, on either clock, or scenario files that are wrong.
 
-    python -m tools.stress [--files] [--seconds 600] [--jobs 2] [--first SEED] [--count N] [--only METHOD] [--fresh]
+    python -m tools.stress [--containers | --files] [--seconds 600] [--jobs 2] [--first SEED] [--count N]
+        [--only METHOD] [--fresh] [--keep]
 
 Goes on after the last seed that was tried (--fresh: from 0). Prints each violation with its seed, makes its scenario as
-small as it can be, and writes that to .build/stress/. Exits with 1 when anything was violated.
+small as it can be (not on containers), and writes that to .build/stress/. Exits with 1 when anything was violated.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from io import BytesIO
 from multiprocessing import get_context
 from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from tools.stress import files
+from tools.stress import containers, files
 from tools.stress.check import violations
 from tools.stress.generate import Tree, scenario
 from tools.stress.reduce import reduced
@@ -45,22 +47,50 @@ def attack(seed: int) -> tuple[int, str, list[str]]:
     return seed, tree["workload"]["method"]["name"], violations(tree, repeat=seed % REPEATED == 0)
 
 
+def attack_on_containers(seed: int) -> tuple[int, str, list[str]]:
+    """Do as `attack` does, on containers."""
+    tree = scenario(seed)
+    return seed, tree["workload"]["method"]["name"], containers.violations(tree)
+
+
 def attack_by_file(seed: int) -> tuple[int, str, list[str]]:
     """Return the seed, the folder of the scenario that its file was made of, and what is wrong with the answer."""
     return seed, files.file(seed)[0].parent.name, files.attack(seed)
 
 
-def smallest(seed: int, found: str) -> bytes:
-    """Return the smallest scenario that violates the same as that of a seed, as a file has it."""
+def smallest(seed: int, found: str) -> Tree:
+    """Return the smallest scenario that violates the same as that of a seed."""
 
     def violates(tree: Tree) -> bool:
         return any(kind(other) == found for other in violations(tree, repeat=found in ("repetition", "weights")))
 
+    return reduced(scenario(seed), violates)
+
+
+def written(tree: Tree) -> bytes:
+    """Return a scenario as a file has it."""
     out = BytesIO()
     yaml = YAML()
     yaml.default_flow_style = None
-    yaml.dump(json.loads(json.dumps(reduced(scenario(seed), violates))), out)
+    yaml.dump(json.loads(json.dumps(tree)), out)
     return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to attack: what is done for a seed, and the file that shows what it violated."""
+
+    by: Attack
+    shown: Callable[[int, str], bytes]
+    """Of a seed and a kind of violation."""
+
+
+WAYS = {
+    "seed": Way(attack, lambda seed, found: written(smallest(seed, found))),
+    "containers": Way(attack_on_containers, lambda seed, _: written(scenario(seed))),
+    "file": Way(attack_by_file, lambda seed, _: files.file(seed)[1]),
+}
+"""By the name under which the next seed is kept."""
 
 
 def main() -> int:
@@ -68,7 +98,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="stress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--files", action="store_true", help="scenario files that are wrong, which are not run")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument(
+        "--containers", dest="way", action="store_const", const="containers", help="run them on containers"
+    )
+    way.add_argument(
+        "--files", dest="way", action="store_const", const="file", help="files that are wrong, which are not run"
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="stop after this time (default 120)")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default 2)")
     parser.add_argument("--first", type=int, help="begin with this seed")
@@ -76,17 +112,17 @@ def main() -> int:
     parser.add_argument("--only", help="only scenarios of this method")
     parser.add_argument("--fresh", action="store_true", help="begin with seed 0")
     parser.add_argument("--keep", action="store_true", help="do not make scenarios smaller")
+    parser.set_defaults(way="seed")
     given = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    by = attack_by_file if given.files else attack
-    last_seed = FOLDER / f"next-{'file' if given.files else 'seed'}"
+    last_seed = FOLDER / f"next-{given.way}"
     known = int(last_seed.read_text()) if last_seed.exists() and not given.fresh else 0
     first = known if given.first is None else given.first
     seeds = itertools.count(first) if given.count is None else iter(range(first, first + given.count))
     chosen = (seed for seed in seeds if given.only in (None, scenario(seed)["workload"]["method"]["name"]))
     print(f"seeds from {first}, for {given.seconds:g} s")
     tried, refused, bad, last = Counter[str](), 0, 0, first
-    for seed, method, found in side_by_side(by, chosen, given.jobs, time.monotonic() + given.seconds):
+    for seed, method, found in side_by_side(WAYS[given.way].by, chosen, given.jobs, time.monotonic() + given.seconds):
         last = max(last, seed)
         tried[method] += 1
         refused += any(kind(each) == "refused" for each in found)
@@ -95,8 +131,8 @@ def main() -> int:
                 bad += 1
                 print(f"seed {seed}, {method}: {violation}", flush=True)
                 if not given.keep:
-                    path = FOLDER / f"{'file-' if given.files else ''}{seed}-{kind(violation)}.yaml"
-                    path.write_bytes(files.file(seed)[1] if given.files else smallest(seed, kind(violation)))
+                    path = FOLDER / f"{given.way}-{seed}-{kind(violation)}.yaml"
+                    path.write_bytes(WAYS[given.way].shown(seed, kind(violation)))
                     print(f"    {path}", flush=True)
     if given.first is None and given.only is None:
         last_seed.write_text(str(last + 1))

@@ -11,7 +11,8 @@ import math
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 from testbed.validation import find_method
 from testbed.wire import tensors
-from tools.stress.generate import COLLABORATIVE, LOSSLESS, Tree
+from tools.stress.generate import COLLABORATIVE, LOSSLESS, SYNCHRONOUS, Tree
 
 LONGEST = 120
 """Seconds of this host's time that a run of a few steps may take before it counts as hanging."""
@@ -40,37 +41,51 @@ class HangError(Exception):
 
 def violations(tree: Tree, repeat: bool = False) -> list[str]:
     """Run a scenario on the virtual clock and return what must not be; ``["refused: ..."]`` where it is no scenario."""
+    return held_against(tree, partial(_on_the_virtual_clock, tree, repeat), LONGEST)
+
+
+def held_against(tree: Tree, oracles: Callable[[Prepared], Iterable[str]], longest: int) -> list[str]:
+    """Prepare a scenario and return what its oracles yield in ``longest`` seconds, or that they took longer."""
     previous = signal.signal(signal.SIGALRM, _too_long)
-    signal.alarm(LONGEST)
+    signal.alarm(longest)
     try:
-        return list(_violations(tree, repeat))
+        try:
+            (trial,) = trials(build(**json.loads(json.dumps(tree))))
+            prepared = prepare(trial)
+        except InputError as refused:
+            return [f"refused: {refused}"]
+        return list(oracles(prepared))
     except HangError:
-        return [f"hang: not over after {LONGEST} s of this host's time"]
+        return [f"hang: not over after {longest} s of this host's time"]
     except Exception:  # noqa: BLE001  (whatever it is, it is what is looked for)
-        return ["traceback: " + traceback.format_exc().strip().replace("\n", " | ")[-600:]]
+        return ["traceback: " + one_line(traceback.format_exc())]
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
+
+
+def one_line(text: str) -> str:
+    """Return the end of a traceback as one line."""
+    return text.strip().replace("\n", " | ")[-600:]
 
 
 def _too_long(*_: object) -> None:
     raise HangError
 
 
-def _violations(tree: Tree, repeat: bool) -> Iterator[str]:
-    try:
-        (trial,) = trials(build(**json.loads(json.dumps(tree))))
-        prepared = prepare(trial)
-    except InputError as refused:
-        yield f"refused: {refused}"
-        return
+def _on_the_virtual_clock(tree: Tree, repeat: bool, prepared: Prepared) -> Iterator[str]:
     outcome = run(prepared)
-    yield from ended(prepared, outcome)
-    yield from every_step(prepared, outcome)
-    yield from same_figures(prepared, outcome)
+    yield from of_any_run(prepared, outcome)
     if repeat:
         yield from repeats(outcome, run(prepared))
         yield from as_undivided(tree, outcome)
+
+
+def of_any_run(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
+    """Yield what must not be of any run, on either clock."""
+    yield from ended(prepared, outcome)
+    yield from every_step(prepared, outcome)
+    yield from same_figures(prepared, outcome)
 
 
 def run(prepared: Prepared) -> Outcome:
@@ -82,7 +97,7 @@ def ended(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
     """Yield how a run ended that did not end as it should."""
     error = outcome.error or ""
     if "Traceback" in error:
-        yield "traceback: " + error.strip().replace("\n", " | ")[-600:]
+        yield "traceback: " + one_line(error)
     elif outcome.status == "timed out":
         yield f"hang: {error[:300]}"
     elif outcome.status == "failed":
@@ -165,16 +180,19 @@ def repeats(first: Outcome, second: Outcome) -> Iterator[str]:
 def as_undivided(tree: Tree, outcome: Outcome) -> Iterator[str]:
     """Yield weights that are not those of the undivided model, where a method computes the same whatever happens."""
     work = tree["workload"]
-    if work["method"]["name"] not in ("pipeline", "gpipe", "model-parallelism") or outcome.status != "finished":
+    if work["method"]["name"] not in SYNCHRONOUS or outcome.status != "finished":
         return
     alone = {**tree, "faults": [], "workload": {**work, "method": {"name": "single"}}}
     (trial,) = trials(build(**json.loads(json.dumps(alone))))
-    expected, found = (
-        tensors.to_torch(tensors.read(each.weights_file or b"")[0]) for each in (run(prepare(trial)), outcome)
-    )
-    for name, tensor in expected.items():
-        if not torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-5):
-            yield f"weights: {name} is {float((found[name] - tensor).abs().max()):.3g} from the undivided model's"
+    yield from same_weights(run(prepare(trial)), outcome, "the undivided model's")
+
+
+def same_weights(expected: Outcome, found: Outcome, whose: str) -> Iterator[str]:
+    """Yield the first tensor that differs by more than rounding between the weights that two runs have left."""
+    right, seen = weights(expected), weights(found)
+    for name, tensor in right.items():
+        if not torch.allclose(seen[name], tensor, rtol=1e-4, atol=1e-5):
+            yield f"weights: {name} is {float((seen[name] - tensor).abs().max()):.3g} from {whose}"
             return
 
 

@@ -73,7 +73,9 @@ OPTIONS: Mapping[str, Mapping[str, Sequence[Any]]] = {
 INFERENCE = ("sequential", "distributed")
 COLLABORATIVE = ("federated", "split-learning", "split-federated", "pipelearn")
 SLOTTED = ("edgepipe", "versatile")
-LOSSLESS = (*COLLABORATIVE, "single", "pipeline", "gpipe", "model-parallelism", "ftpipehd", "pipedream", "respipe")
+SYNCHRONOUS = ("pipeline", "gpipe", "model-parallelism")
+"""Methods that compute what the undivided model does, whatever happens."""
+LOSSLESS = (*COLLABORATIVE, "single", *SYNCHRONOUS, "ftpipehd", "pipedream", "respipe")
 """Methods that train every step however often it takes."""
 
 SPANS: Mapping[str, Sequence[str]] = {
