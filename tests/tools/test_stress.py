@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from controller.api import build
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
 from tools.stress import files
 from tools.stress.attack import attack
 from tools.stress.check import ended, every_step, repeats, run
+from tools.stress.containers import as_virtual
 from tools.stress.generate import OPTIONS, scenario
 from tools.stress.reduce import reduced
 
@@ -33,17 +37,28 @@ def test_what_is_reduced_still_violates_and_has_nothing_needless() -> None:
     assert smaller["network"] == {"link": {}}
 
 
-def test_a_step_that_is_not_recorded_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from controller.api import build
-    from testbed.prepare import prepare
-    from testbed.scenario.expand import trials
-
-    tree = scenario(0)
-    tree |= {"faults": [], "devices": {"source": {}, "w0": {}}, "network": {"link": {}}}
+def pipeline() -> Prepared:
+    """Return four steps of a pipeline of two devices without faults."""
+    tree = scenario(0) | {"faults": [], "devices": {"source": {}, "w0": {}}, "network": {"link": {}}}
     tree["workload"] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train": 64, "test": 32}, "steps": 4}
     tree["workload"]["method"] = {"name": "pipeline"}
     (trial,) = trials(build(**tree))
-    prepared = prepare(trial)
+    return prepare(trial)
+
+
+def test_what_containers_compute_otherwise_than_the_virtual_clock_is_seen() -> None:
+    prepared = pipeline()
+    outcome = run(prepared)
+    assert list(as_virtual(prepared, outcome, outcome)) == []
+    events = [
+        replace(each, fields={**each.fields, "loss": 9.0}) if each.event == "step" else each for each in outcome.events
+    ]
+    (violation,) = as_virtual(prepared, replace(outcome, events=events), outcome)
+    assert violation.startswith("clocks: step 0 has loss 9.0")
+
+
+def test_a_step_that_is_not_recorded_is_seen() -> None:
+    prepared = pipeline()
     outcome = run(prepared)
     assert [*ended(prepared, outcome), *every_step(prepared, outcome), *repeats(outcome, run(prepared))] == []
     lacking = replace(outcome, events=[each for each in outcome.events if each.fields.get("step") != 2])

@@ -70,17 +70,19 @@ def file(seed: int) -> tuple[Path, bytes]:
     original = draw.choice(_originals())
     text = original.read_text()
     if draw.random() < 0.4:
-        return original, _torn(draw, text)
+        return original, torn(draw, text.encode())
     tree = YAML(typ="safe").load(text)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
-        _bend(draw, tree)
+        bend(draw, tree)
     return original, _dumped(tree)
 
 
-def _torn(draw: random.Random, text: str) -> bytes:
-    """Return a text with some bytes changed, or a piece of it missing, doubled or elsewhere."""
-    data = bytearray(text.encode())
+def torn(draw: random.Random, content: bytes) -> bytes:
+    """Return bytes of which some are changed, or a piece of which is missing, doubled or foreign."""
+    data = bytearray(content)
     for _ in range(draw.randint(1, 4)):
+        if not data:
+            return b""
         begin = draw.randrange(len(data))
         end = min(len(data), begin + draw.randint(1, 60))
         piece = bytes(data[begin:end])
@@ -92,15 +94,11 @@ def _torn(draw: random.Random, text: str) -> bytes:
             case 2:
                 data[begin:begin] = piece
             case _:
-                data[begin:begin] = draw.choice(
-                    [b"{", b"]", b": ", b"- ", b"&a ", b"*a ", b"!!python/none ", b"\t", b"'", b"\n---\n"]
-                )
-        if not data:
-            return b""
+                data[begin:begin] = draw.choice(SYNTAX)
     return bytes(data)
 
 
-def _bend(draw: random.Random, tree: Any) -> None:
+def bend(draw: random.Random, tree: Any) -> None:
     """Change one value or key of a tree."""
     places = list(_places(tree))
     if not places:
