@@ -9,6 +9,7 @@ import pytest
 from controller.api import build
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
+from testbed.trace.events import Event
 from tools.stress import files
 from tools.stress.attack import attack
 from tools.stress.check import ended, every_step, repeats, run
@@ -51,7 +52,8 @@ def test_what_containers_compute_otherwise_than_the_virtual_clock_is_seen() -> N
     outcome = run(prepared)
     assert list(as_virtual(prepared, outcome, outcome)) == []
     events = [
-        replace(each, fields={**each.fields, "loss": 9.0}) if each.event == "step" else each for each in outcome.events
+        Event(each.time, each.device, "step", {**each.fields, "loss": 9.0}) if each.event == "step" else each
+        for each in outcome.events
     ]
     (violation,) = as_virtual(prepared, replace(outcome, events=events), outcome)
     assert violation.startswith("clocks: step 0 has loss 9.0")
