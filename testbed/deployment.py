@@ -68,6 +68,8 @@ class Deployment(BaseModel):
     """Source text of a method that is no part of this code."""
     model_code: Code | None = None
     """The same of a model."""
+    codes: dict[str, Code] = {}
+    """The same of what its training takes from files."""
     files: dict[str, Base64Bytes] = {}
     """What the device's own program finds in its folder, by the name in the scenario."""
     plan: Plan
@@ -102,6 +104,7 @@ class Deployment(BaseModel):
             seed=self.seed,
             samples=self.samples,
             files=self.files,
+            codes=self.codes,
         )
 
 
@@ -200,6 +203,7 @@ class Deployments:
                 "samples": dict(problem.samples),
                 "method_code": self.method_code and self.method_code.model_dump(mode="json"),
                 "model_code": self.model_code and self.model_code.model_dump(mode="json"),
+                "codes": {name: code.model_dump(mode="json") for name, code in problem.codes.items()},
                 "broadcast": self.broadcast,
             }
         )

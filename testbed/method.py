@@ -12,11 +12,13 @@ from pydantic import ConfigDict
 from typing_extensions import TypeVar
 
 from testbed.common.part import Part
+from testbed.common.usercode import Code
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 from testbed.plan import Details, Plan, PlanDetails
 from testbed.trace.figures import Declared
+from testbed.training.recipe import Recipe
 from testbed.workload import WorkloadPart
 
 if TYPE_CHECKING:
@@ -85,6 +87,13 @@ class Problem(Generic[ProblemOptions]):
     """Training samples by device, of those that own data; none where all samples are the lead's."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """What the workload's programs find in their folder, by the name in the scenario."""
+    codes: Mapping[str, Code] = field(default_factory=dict)
+    """Text of what ``workload.training`` takes from files, by `testbed.training.schema.NamedPart.title`."""
+
+    @cached_property
+    def training(self) -> Recipe:
+        """How the model is trained."""
+        return Recipe(self.workload.training, self.codes, self.workload.steps)
 
     def device(self, name: str) -> DeviceSpec:
         """Return the device of that name."""
@@ -168,6 +177,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """Whether its program on the lead begins with `Job.weights`; else a scenario that names weights is refused."""
     samples_everywhere: ClassVar[bool] = False
     """Whether every device of the plan is given all samples, since it reads a part of each; else see `data_owners`."""
+    refuses: ClassVar[Mapping[str, str]] = {}
+    """Keys of ``workload.training`` that it does not follow, such as ``ema`` or ``clip.norm``, with the reason."""
     replans: ClassVar[bool] = False
     """Whether the lead's program plans again as devices come and go, for which it needs the links of all."""
     retires: ClassVar[bool] = False

@@ -101,6 +101,7 @@ def prepare(trial: Trial) -> Prepared:
     method, problem = build_problem(trial)
     try:
         _check_weights(method, problem)
+        _check_training(method, problem)
         _check_normalisation(method, problem)
         shares = _shares(scenario, method, problem)
         problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
@@ -126,6 +127,17 @@ def _check_weights(method: Method, problem: Problem) -> None:
         raise InputError(text, ("model", "weights"))
 
 
+def _check_training(method: Method, problem: Problem) -> None:
+    if problem.workload.task != "train":
+        return
+    problem.training.check()
+    given = problem.workload.training.given()
+    for key, reason in method.refuses.items():
+        if key in given:
+            text = f"'{method.name}' does not do this ({reason}): leave it out, or take another method"
+            raise InputError(text, ("training", *key.split(".")))
+
+
 def _check_normalisation(method: Method, problem: Problem) -> None:
     samples = method.samples_at_once(problem)
     for unit in problem.model.units:
@@ -141,6 +153,15 @@ def model_code(scenario: Scenario) -> Code | None:
     """Return the text of the model's file; None where the model is one of the catalogue. Raises `InputError`."""
     part = scenario.workload.model
     return None if part.file is None else usercode.read(scenario.source.folder / part.file, part.name, MODEL_FILE)
+
+
+def training_codes(scenario: Scenario) -> dict[str, Code]:
+    """Return the text of the files that the training names, by what each is called. Raises `InputError`."""
+    found: dict[str, Code] = {}
+    for key, part in scenario.workload.training.parts():
+        if part.file is not None:
+            found[part.title] = usercode.read(scenario.source.folder / part.file, part.name, ("training", key, "file"))
+    return found
 
 
 def _files(scenario: Scenario) -> dict[str, bytes]:
@@ -167,14 +188,21 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
     scenario, experiment = trial.scenario, trial.experiment
     workload = scenario.workload
     try:
-        method, files = find_method(scenario), _files(scenario)
+        method, files, codes = find_method(scenario), _files(scenario), training_codes(scenario)
         kind = data.describe_part(workload.data, data_folder(scenario))
         model = model_of(workload, model_code(scenario), kind.shape, kind.classes, kind.integers)
     except InputError as error:
         raise scenario.source.error([_locate(error, trial)]) from None
     options = method.Options.model_validate(workload.method.options())
     return method, Problem(
-        model, experiment.devices, experiment.bounded_links(), workload, options, scenario.seed, files=files
+        model,
+        experiment.devices,
+        experiment.bounded_links(),
+        workload,
+        options,
+        scenario.seed,
+        files=files,
+        codes=codes,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a scenario file says about the work: model, data, optimizer, method, and how long."""
+"""What a scenario file says about the work: model, data, training, method, and how long."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from testbed.common.part import Part
+from testbed.training.schema import TrainingPart
 
 MOST_SAMPLES = 2_000_000
 """Of a data set, and of a batch."""
@@ -145,14 +146,6 @@ class DataPart(Part):
         return self
 
 
-class OptimizerPart(Part):
-    """Stochastic gradient descent."""
-
-    learning_rate: float = Field(0.05, gt=0, description="of stochastic gradient descent")
-    momentum: float = Field(0.0, ge=0, lt=1, description="share of the last update in the next")
-    weight_decay: float = Field(0.0, ge=0, description="L2 penalty")
-
-
 class MethodPart(Part):
     """A method by name, with its options (see `testbed methods`)."""
 
@@ -212,7 +205,7 @@ class WorkloadPart(Part):
         description="of the task program: what runs on a device, by its name or that of several (worker for worker1, "
         "worker2, ...); model, data and method are left out then",
     )
-    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="of training")
+    training: TrainingPart = Field(default_factory=lambda: TrainingPart(), description="how the model is trained")
     numerics: Literal["full", "none"] = Field(
         "full",
         description="none: timing only. The same messages, sizes and faults, but no tensor is computed: there are no "
@@ -231,6 +224,8 @@ class WorkloadPart(Part):
     @model_validator(mode="before")
     @classmethod
     def _of_programs(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "optimizer" in value:
+            raise ValueError("'optimizer' is a key of 'training' now: write training: {optimizer: {...}}")
         if isinstance(value, dict) and value.get("task") == "program":
             stands = {"model": {"name": "none"}, "method": {"name": "program"}}
             if unused := [key for key in stands if value.get(key, stands[key]) != stands[key]]:

@@ -16,7 +16,7 @@ from testbed.kits.layers.feed import Requests, Training
 from testbed.kits.layers.score import Score, loss_fields
 from testbed.kits.layers.shape_shard import ShapeShard
 from testbed.kits.layers.shape_shard import shard as make
-from testbed.kits.layers.shard import Shard, weights_of
+from testbed.kits.layers.shard import Shard, result_of
 from testbed.method import Job, Method, Options, Problem
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.plan import Piece, Plan
@@ -50,11 +50,11 @@ class Single(Method[SingleOptions]):
         device, workload, model = problem.device(chosen), problem.workload, problem.model
         units = model.units
         if workload.task == "train":
-            memory = training_bytes(model, range(len(units)), workload.batch_size, workload.optimizer.momentum > 0)
+            memory = training_bytes(model, range(len(units)), workload.batch_size, problem.training.state_values)
             work = [
                 costs.forward(units, workload.batch_size),
                 costs.backward(units, workload.batch_size),
-                costs.update(units, workload.optimizer),
+                costs.update(units, problem.training),
             ]
         else:
             memory = inference_bytes(model, range(len(units)), workload.batch_size)
@@ -73,10 +73,10 @@ class Single(Method[SingleOptions]):
             return
         assert job.dataset is not None
         problem = job.problem
-        shard = make(problem.model, 0, len(problem.model.units), problem.seed, problem.workload)
+        shard = make(problem, 0, len(problem.model.units))
         if job.weights is not None:
             shard.load(job.weights)
-        device.expose(lambda: weights_of(shard.state()))
+        device.expose(lambda: result_of(shard.state()))
         if problem.workload.task == "train":
             await _train(device, problem, job.dataset, shard)
         else:
@@ -88,16 +88,17 @@ class Single(Method[SingleOptions]):
 
 
 async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard) -> None:
-    units, optimizer = problem.model.units, problem.workload.optimizer
+    units = problem.model.units
     training = Training(dataset, problem.workload, problem.seed)
     for step in range(training.steps):
         images, labels = training.batch(step)
         samples = len(labels)
-        forward = partial(shard.forward_loss, step, images, labels, samples)
-        backward = partial(shard.backward, step)
+        forward = partial(shard.forward_loss, (step, 0), images, labels, samples)
+        backward = partial(shard.backward, (step, 0))
         loss = await device.compute(forward, costs.forward(units, samples), Span("forward", step))
         await device.compute(backward, costs.backward(units, samples), Span("backward", step))
-        await device.compute(shard.update, costs.update(units, optimizer), Span("update", step))
+        update = partial(shard.update, step)
+        await device.compute(update, costs.update(units, problem.training), Span("update", step))
         device.record("step", step=step, samples=samples, **loss_fields(loss))
 
     score = Score()

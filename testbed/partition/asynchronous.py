@@ -83,7 +83,7 @@ class AsynchronousPipeline(TrainingPipeline):
         stages = len(self.devices)
         samples = in_flight(stages, stage, self.window) * self.batch_size
         versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
-        own = asynchronous_bytes(self.model, range(first, last), samples, versions, self.momentum)
+        own = asynchronous_bytes(self.model, range(first, last), samples, versions, self.state_values)
         return own + self.extra(stage, first, last)
 
     def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:

@@ -4,7 +4,8 @@ Training, for P parameters and S samples in flight::
 
     4 P (weights) + 4 P (gradients) + 4 P (momentum, if any) + S x (bytes of what enters and of every layer's output)
 
-S is the number of micro-batches the schedule has forwarded and not yet done backward on this stage, times their size.
+What other optimizers keep of a parameter, such as two values of Adam, counts as momentum does. S is the number of
+micro-batches the schedule has forwarded and not yet done backward on this stage, times their size.
 Asynchronous training the same with 4 P for each of the versions of the weights that are kept.
 
 Inference, for a batch of S samples: 4 P + S x the most that one unit reads, passes by for later ones and makes.
@@ -18,14 +19,14 @@ from __future__ import annotations
 from testbed.models.chain import Model
 
 
-def training_bytes(model: Model, units: range, samples: int, momentum: bool) -> float:
+def training_bytes(model: Model, units: range, samples: int, state_values: float) -> float:
     """Return the bytes that a training stage of these units needs with ``samples`` samples in flight."""
-    return asynchronous_bytes(model, units, samples, 1, momentum)
+    return asynchronous_bytes(model, units, samples, 1, state_values)
 
 
-def asynchronous_bytes(model: Model, units: range, samples: int, versions: int, momentum: bool) -> float:
+def asynchronous_bytes(model: Model, units: range, samples: int, versions: int, state_values: float) -> float:
     """Return the bytes that a stage needs with ``samples`` samples in flight and ``versions`` of its weights."""
-    copies = versions + (2 if momentum else 1)
+    copies = versions + 1 + state_values
     entering = model.cut_bytes(units.start) if units else 0
     return float(copies * model.weight_bytes(units) + samples * (model.activation_bytes(units) + entering))
 

@@ -230,7 +230,7 @@ class Chain:
 class TrainingPipeline(Chain):
     """Training over devices in a row: activations go forward, gradients come back."""
 
-    momentum: bool = field(default=False, kw_only=True)
+    state_values: float = field(default=0, kw_only=True)
     half_duplex: bool = field(default=False, kw_only=True)
     """Whether activations and gradients share a link's rate: the factor 2 of FTPipeHD's equation (5)."""
 
@@ -322,8 +322,8 @@ class SynchronousPipeline(TrainingPipeline):
         units, samples = range(first, last), self._in_flight[stage]
         if self._recomputes(stage):
             inputs = self.units[first].input_bytes * samples
-            return training_bytes(self.model, units, self._sizes[0], self.momentum) + inputs
-        return training_bytes(self.model, units, samples, self.momentum)
+            return training_bytes(self.model, units, self._sizes[0], self.state_values) + inputs
+        return training_bytes(self.model, units, samples, self.state_values)
 
     def _recomputes(self, stage: int) -> bool:
         return self.recompute and stage + 1 < len(self.devices)

@@ -21,7 +21,7 @@ def scenario(
     work = {
         "model": {"name": "mlp", "hidden": [12, 8]},
         "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},
-        "optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001},
+        "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001}},
         "batch_size": 16,
         "steps": 4,
         **(workload or {}),
@@ -72,7 +72,7 @@ class Plain:
     def __init__(self, spec: Scenario) -> None:
         problem = prepared(spec).problem
         self.module = problem.model.build(0, len(problem.model.units), problem.seed)
-        settings = spec.workload.optimizer
+        settings = spec.workload.training.optimizer
         self.optimizer = torch.optim.SGD(
             self.module.parameters(),
             lr=settings.learning_rate,

@@ -49,7 +49,7 @@ class Reference:
         ``spans`` gives each unit's delay plus one, ``averaged`` after how many updates how many of its versions become
         one.
         """
-        optimizer = self.problem.workload.optimizer
+        optimizer = self.problem.workload.training.optimizer
         history = {first: self.newest}
         for step in range(first, last):
             used = {name: history[max(first, step - spans[int(name.split(".")[0])] + 1)][name] for name in self.newest}

@@ -15,7 +15,7 @@ workload:
   model: {file: own_tokens.py, name: Text}
   data: {file: own_tokens.py, name: load}
   method: {name: pipeline}
-  optimizer: {learning_rate: 0.5}
+  training: {optimizer: {learning_rate: 0.5}}
   batch_size: 20
   steps: 12
 time_limit: 100s

@@ -20,7 +20,7 @@ WORKLOAD = {
     "model": {"name": "mlp", "hidden": [12, 10, 8, 8]},
     "data": {"name": "digits", "train": 96, "test": 40},
     "method": {"name": "pipeline"},
-    "optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001},
+    "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001}},
     "batch_size": 16,
     "steps": 12,
 }
@@ -85,12 +85,7 @@ def plain(scenario: Scenario, weights=None) -> tuple[torch.nn.Module, list[float
     model = problem.model.build(0, len(problem.model.units), problem.seed)
     if weights is not None:
         model.load_state_dict(weights)
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=workload.optimizer.learning_rate,
-        momentum=workload.optimizer.momentum,
-        weight_decay=workload.optimizer.weight_decay,
-    )
+    optimizer = torch.optim.SGD(model.parameters(), **workload.training.optimizer.arguments())
     losses = []
     for step in range(workload.steps):
         chosen = batch(len(data.train_labels), workload.batch_size, problem.seed, step)

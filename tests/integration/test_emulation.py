@@ -182,7 +182,7 @@ def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
             "model": {"name": "mlp", "hidden": [32, 16]},
             "data": {"name": "digits", "train": 300, "test": 40, "split": "iid"},
             "method": {"name": "pipelearn", "split": 1, "parallel": 2, "local_steps": 2, "round_deadline": "5s"},
-            "optimizer": {"learning_rate": 0.05, "momentum": 0.9},
+            "training": {"optimizer": {"learning_rate": 0.05, "momentum": 0.9}},
             "steps": 6,
         },
         # Almost two seconds before it would have done its part.

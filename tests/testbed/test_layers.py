@@ -30,6 +30,7 @@ FLOORS = {
         ("testbed.schedule",),
         ("testbed.models", "testbed.data", "testbed.network"),
         ("testbed.workload", "testbed.hardware"),
+        ("testbed.training",),
         ("testbed.device",),
         ("testbed.wire",),
         ("testbed.common",),

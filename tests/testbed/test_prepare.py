@@ -112,9 +112,9 @@ def test_prepares_method_problem_and_plan(file):
         ("micro_batches: 4", "micro_batches: true", 14, "workload.method.micro_batches: 'true' is not a whole number"),
         (
             "epochs: 2",
-            "epochs: 2\n  optimizer: {momentum: true}",
+            "epochs: 2\n  training: {optimizer: {momentum: true}}",
             17,
-            "workload.optimizer.momentum: 'true' is not",
+            "workload.training.optimizer.momentum: 'true' is not",
         ),
         ("name: digits", "name: mnist", 13, "workload.data.folder: mnist is read from files and there is no folder"),
         (

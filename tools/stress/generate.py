@@ -111,7 +111,7 @@ def scenario(seed: int) -> Tree:
     else:
         workload |= {
             "steps": draw.randint(1, 16),
-            "optimizer": {"learning_rate": 0.05, "momentum": draw.choice([0, 0.9])},
+            "training": {"optimizer": {"learning_rate": 0.05, "momentum": draw.choice([0, 0.9])}},
         }
     if method in COLLABORATIVE:
         workload["data"]["split"] = draw.choice(["iid", {"dirichlet": 0.5}, {"shards": 3}])

@@ -62,8 +62,8 @@ def _options(tree: Tree) -> Iterator[Key]:
     yield from (("workload", "method", key) for key in tree["workload"]["method"] if key != "name")
     if len(tree["workload"]["model"]["hidden"]) > 1:
         yield ("workload", "model", "hidden", len(tree["workload"]["model"]["hidden"]) - 1)
-    if "optimizer" in tree["workload"]:
-        yield ("workload", "optimizer")
+    if "training" in tree["workload"]:
+        yield ("workload", "training")
 
 
 def _changed(tree: Tree, key: Key, value: object = None) -> Tree:

@@ -1,8 +1,8 @@
 """What a stage is charged and needs: FLOPs and accessed bytes of each piece of work, bytes of memory.
 
-Forward and backward are the units' formulas times the samples. An update is charged 2 FLOPs a parameter for the step
-itself, 2 more with momentum and 2 more with weight decay; copying weights (a checkpoint, a new shard, building one)
-1 a parameter and another with momentum. The loss is charged nothing.
+Forward and backward are the units' formulas times the samples. For an update see `Recipe.update_flops`; copying weights
+(a checkpoint, a new shard, building one) is charged 1 FLOP a parameter and another for each value of the optimizer's
+state, such as momentum. The loss is charged nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.models.chain import Unit, backward_of, cost_of, forward_of
 from testbed.models.shapes import BYTES_PER_VALUE
-from testbed.workload import OptimizerPart
+from testbed.training.recipe import Recipe
 
 
 def parameters(units: Sequence[Unit]) -> int:
@@ -33,24 +33,19 @@ def backward(units: Sequence[Unit], samples: int) -> Cost:
     return backward_of(cost_of(units), samples)
 
 
-def update_flops(optimizer: OptimizerPart) -> float:
-    """Return what an optimizer step is charged for each parameter."""
-    return 2.0 + 2.0 * (optimizer.momentum > 0) + 2.0 * (optimizer.weight_decay > 0)
-
-
-def update(units: Sequence[Unit], optimizer: OptimizerPart) -> Cost:
+def update(units: Sequence[Unit], training: Recipe) -> Cost:
     """Return the cost of an optimizer step."""
-    return Cost(update_flops(optimizer) * parameters(units))
+    return Cost(training.update_flops * parameters(units))
 
 
-def copy(units: Sequence[Unit], optimizer: OptimizerPart) -> Cost:
+def copy(units: Sequence[Unit], training: Recipe) -> Cost:
     """Return the cost of copying weights and optimizer state."""
-    return Cost((1.0 + (optimizer.momentum > 0)) * parameters(units))
+    return Cost((1.0 + training.state_values) * parameters(units))
 
 
-def state_bytes(units: Sequence[Unit], optimizer: OptimizerPart) -> float:
+def state_bytes(units: Sequence[Unit], training: Recipe) -> float:
     """Return the bytes of weights and optimizer state."""
-    return BYTES_PER_VALUE * copy(units, optimizer).of().flops
+    return BYTES_PER_VALUE * copy(units, training).of().flops
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:

@@ -17,15 +17,15 @@ from typing import Protocol
 
 import torch
 
-from testbed.kits.layers.sgd import Sgd
-from testbed.kits.layers.shard import MOMENTUM, State, weights_of
+from testbed.kits.layers.shard import State, weights_of
 from testbed.models import dense
 from testbed.models.dense import DenseStep, is_dense
 from testbed.models.graph import GraphLayer
 from testbed.models.layers import Dropout
 from testbed.models.sliced import SlicedLayer
 from testbed.models.slices import Channels, Slice, as_channels, pick
-from testbed.workload import OptimizerPart
+from testbed.training.optimizers import MOMENTUM, Sgd
+from testbed.training.schema import OptimizerPart
 
 _STATISTICS = ("running_mean", "running_var")
 """Of a normalisation: not trained, but moved with the channel."""

@@ -12,21 +12,23 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from testbed.kits.layers.shard import MOMENTUM, Adjust, Shard, State
+from testbed.kits.layers.shard import Adjust, Shard, State
 from testbed.kits.layers.versions import Versions
+from testbed.method import Problem
 from testbed.models.chain import Model
 from testbed.models.shapes import Shape
-from testbed.workload import OptimizerPart, WorkloadPart
+from testbed.training.optimizers import is_weight
+from testbed.training.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
 
 
-def shard(model: Model, first: int, last: int, seed: int, workload: WorkloadPart) -> Shard | ShapeShard:
+def shard(problem: Problem, first: int, last: int) -> Shard | ShapeShard:
     """Return units ``first`` up to but without ``last``, with numbers or without as the workload says."""
-    if workload.numerics == "none":
-        return ShapeShard(model, first, last, workload.optimizer)
-    return Shard(model, first, last, seed, workload.optimizer)
+    if problem.workload.numerics == "none":
+        return ShapeShard(problem.model, first, last, problem.training)
+    return Shard(problem.model, first, last, problem.seed, problem.training)
 
 
 @lru_cache(maxsize=1024)
@@ -43,7 +45,7 @@ class ShapeShard:
     A loss is no number (nan).
     """
 
-    def __init__(self, model: Model, first: int, last: int, optimizer: OptimizerPart) -> None:
+    def __init__(self, model: Model, first: int, last: int, training: Recipe) -> None:
         import torch
 
         self.first = first
@@ -51,7 +53,7 @@ class ShapeShard:
         crossing = [shape for _, shape in model.crossing(last)]
         self._output: Shape = crossing[0] if len(crossing) == 1 else (sum(math.prod(shape) for shape in crossing),)
         self._model = model
-        self._momentum = optimizer.momentum > 0
+        self._training = training
         self._updated = False
         self.versions = Versions(torch.nn.Module())
         self._kept: dict[Hashable, tuple[int, ...]] = {}
@@ -80,13 +82,20 @@ class ShapeShard:
     def adjust(self, change: Adjust) -> None:
         """Do nothing: there are no gradients."""
 
-    def update(self) -> None:
-        """Take note that there is momentum from now on."""
-        self._updated = self._momentum
+    def norms(self) -> torch.Tensor:
+        """Return as many norms as `Shard.norms`."""
+        import torch
+
+        units = range(self.first, self.last)
+        return torch.zeros(sum(trained for unit in units for _, _, trained in _described(self._model, unit).values()))
+
+    def update(self, step: int, norms: torch.Tensor | None = None) -> None:
+        """Take note that there is an optimizer's state from now on."""
+        self._updated = True
 
     def advance(self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0) -> None:
         """Count a version more, and free those before ``oldest_needed``."""
-        self.update()
+        self._updated = True
         self.versions.begin_next(min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed)
         self.versions.forget(oldest_needed)
 
@@ -105,11 +114,12 @@ class ShapeShard:
         for unit in range(self.first, self.last):
             for name, (shape, dtype, trained) in _described(self._model, unit).items():
                 found[name] = torch.empty(shape, dtype=dtype, device="meta")
-                if trained and self._updated:
-                    running[MOMENTUM + name] = found[name]
+                kept = self._training.kept(shape) if trained and self._updated else {}
+                for kind, (size, type_) in kept.items():
+                    running[kind + name] = torch.empty(size, dtype=type_, device="meta")
         return found | running
 
     def load(self, state: State) -> None:
-        """Forget what was under way; momentum is there if the state has it."""
+        """Forget what was under way; the optimizer has a state if it is there."""
         self._kept.clear()
-        self._updated = any(name.startswith(MOMENTUM) for name in state)
+        self._updated = not all(map(is_weight, state))

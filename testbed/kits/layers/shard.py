@@ -7,31 +7,34 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from testbed.common.seeds import derive
-from testbed.kits.layers.sgd import Sgd
 from testbed.kits.layers.statistics import Statistics
 from testbed.kits.layers.versions import Versions
 from testbed.models.chain import Model
-from testbed.workload import OptimizerPart
+from testbed.training.optimizers import AVERAGE, is_weight
+from testbed.training.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
 
 State = Mapping[str, "torch.Tensor"]
-"""Weights and buffers as `Model.build` names them, and momentum under the same names behind ``MOMENTUM``."""
+"""Weights and buffers as `Model.build` names them, and the optimizer's state by ``kind:name``, such as momentum."""
 Adjust = Callable[[str, "torch.Tensor", "torch.Tensor"], None]
 """Takes the name of a trained tensor, its values and their gradient, of one shape, and alters the gradient in place."""
-
-MOMENTUM = "momentum:"
 
 
 def weights_of(state: State) -> dict[str, torch.Tensor]:
     """Return a state without what belongs to the optimizer."""
-    return {name: tensor for name, tensor in state.items() if not name.startswith(MOMENTUM)}
+    return {name: tensor for name, tensor in state.items() if is_weight(name)}
+
+
+def result_of(state: State) -> dict[str, torch.Tensor]:
+    """Return what a run leaves: the weights, or their moving averages where there are any."""
+    return {name: state.get(AVERAGE + name, tensor) for name, tensor in weights_of(state).items()}
 
 
 def unit_of(name: str) -> int:
     """Return the index of the unit that a tensor of a state belongs to."""
-    return int(name.removeprefix(MOMENTUM).split(".", 1)[0])
+    return int(name.partition(".")[0].rpartition(":")[2])
 
 
 def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
@@ -52,7 +55,7 @@ class Shard:
     backward is done: a batch that was only forwarded, and may have to be forwarded again, has left no trace.
     """
 
-    def __init__(self, model: Model, first: int, last: int, seed: int, optimizer: OptimizerPart) -> None:
+    def __init__(self, model: Model, first: int, last: int, seed: int, training: Recipe) -> None:
         from torch.fx import GraphModule
         from torch.nn.modules.dropout import _DropoutNd
 
@@ -62,7 +65,10 @@ class Shard:
         self._module = model.build(first, last, seed)
         # A network of the user's may draw without a module that says so.
         self._draws = any(isinstance(module, _DropoutNd | GraphModule) for module in self._module.modules())
-        self._sgd = Sgd(optimizer)
+        self._training = training
+        self._optimizer = training.optimizer()
+        self._averages: dict[str, torch.Tensor] = {}
+        """Moving averages of the trained weights; empty before the first update, and where none are wanted."""
         self._statistics = Statistics(self._module)
         self.versions = Versions(self._module)
         self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -103,17 +109,15 @@ class Shard:
     def forward_loss(
         self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int, version: int | None = None
     ) -> float:
-        """Forward through the model's end; return this micro-batch's part of the batch's mean cross-entropy.
+        """Forward through the model's end; return this micro-batch's part of the batch's mean loss.
 
-        ``inputs`` is as in `forward`, ``labels`` (samples,) of classes from 0.
+        ``inputs`` is as in `forward`, ``labels`` (samples,) of classes from 0, or what else the loss takes.
         ``samples`` is the size of the whole batch: each part weighs as many samples as it has, so the parts add up
         to the mean, and their gradients to its gradient, however unevenly the batch was split.
         """
-        import torch
-
         inputs = inputs.detach().requires_grad_(self.first > 0)
         outputs = self._train(key, inputs, version)
-        loss = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / samples
+        loss = self._training.loss(outputs, labels, samples)
         self._kept[key] = (inputs, loss)
         return float(loss.detach())
 
@@ -139,20 +143,47 @@ class Shard:
             if weight.grad is not None:
                 change(name, weight.detach(), weight.grad)
 
-    def update(self) -> None:
-        """Take one optimizer step with the gradients added up, and forget them."""
-        self._sgd.step(self.versions.latest, _taken(self.versions.latest))
+    def norms(self) -> torch.Tensor:
+        """Return the norms of the gradients added up, (trained tensors that have one,)."""
+        return self._training.norms([each.grad for each in self.versions.latest.values() if each.grad is not None])
 
-    def advance(self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0) -> None:
+    def update(self, step: int, norms: torch.Tensor | None = None) -> None:
+        """Take one optimizer step, counted from 0, with the gradients added up, and forget them.
+
+        ``norms`` are those of the gradients of the whole model, (tensors,), for clipping; None: this is all of it.
+        """
+        self._step(step, self.versions.latest, _taken(self.versions.latest), norms)
+
+    def _step(
+        self,
+        step: int,
+        parameters: Mapping[str, torch.nn.Parameter],
+        gradients: dict[str, torch.Tensor],
+        norms: torch.Tensor | None = None,
+    ) -> None:
+        import torch
+
+        self._training.prepare(gradients, norms)
+        self._optimizer.step(parameters, gradients, self._training.settings(step))
+        if (share := self._training.part.ema) is not None:
+            with torch.no_grad():
+                for name, weight in parameters.items():
+                    average = self._averages.get(name)
+                    if average is None:
+                        self._averages[name] = weight.detach().clone()
+                    else:
+                        average.mul_(share).add_(weight, alpha=1 - share)
+
+    def advance(self, key: tuple[int, int], version: int, oldest_needed: int, aggregate: int = 0) -> None:
         """Make the next version from the newest one with the gradients that were computed with ``version``.
 
-        ``key`` is that of the batch just done backward. ``aggregate`` versions, if more than one, are then averaged in
-        the new one; those before ``oldest_needed`` are freed.
+        ``key`` is that of the batch just done backward, the training step first. ``aggregate`` versions, if more than
+        one, are then averaged in the new one; those before ``oldest_needed`` are freed.
         """
         gradients = _taken(self.versions[version])
         # What is to be averaged has to be there, the newest so far among it.
         needed = min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed
-        self._sgd.step(self.versions.begin_next(needed), gradients)
+        self._step(key[0], self.versions.begin_next(needed), gradients)
         self._statistics.apply(key)
         if aggregate > 1:
             self.versions.aggregate(aggregate)
@@ -163,22 +194,25 @@ class Shard:
         import torch
 
         self.versions.use(self.versions.newest)
+        if self._averages:
+            self.versions.put({name: torch.nn.Parameter(average) for name, average in self._averages.items()})
         self._module.eval()
         with torch.no_grad():
             outputs = self._module(inputs.detach())
         self._module.train()
+        self.versions.use(self.versions.newest)
         assert isinstance(outputs, torch.Tensor)
         return outputs
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the newest weights, of buffers and momentum."""
+        """Return a copy of the newest weights, of buffers and of the optimizer's state."""
         self.versions.use(self.versions.newest)
         state = {name: tensor.detach().clone() for name, tensor in self._module.state_dict().items()}
-        state |= {MOMENTUM + name: running.clone() for name, running in self._sgd.momentum.items()}
-        return state
+        averages = {AVERAGE + name: average.clone() for name, average in self._averages.items()}
+        return state | self._optimizer.state() | averages
 
     def load(self, state: State) -> None:
-        """Take over a state as `state` made it; momentum that is not in it starts from nothing.
+        """Take over a state as `state` made it; what is not in it of the optimizer's starts from nothing.
 
         Raises RuntimeError where names or shapes are not those of this shard.
         """
@@ -187,11 +221,11 @@ class Shard:
         self._kept.clear()
         self._postponed.clear()
         self._statistics.clear()
-        self._sgd.momentum.clear()
-        for name, parameter in self._module.named_parameters():
+        self._optimizer.load(state)
+        averages = {name: tensor for name, tensor in state.items() if name.startswith(AVERAGE)}
+        self._averages = {name.removeprefix(AVERAGE): tensor.clone() for name, tensor in averages.items()}
+        for parameter in self._module.parameters():
             parameter.grad = None
-            if MOMENTUM + name in state:
-                self._sgd.momentum[name] = state[MOMENTUM + name].clone()
 
     def _train(self, key: Hashable, inputs: torch.Tensor, version: int | None) -> torch.Tensor:
         if version is None:

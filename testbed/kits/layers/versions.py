@@ -42,9 +42,12 @@ class Versions:
 
     def use(self, version: int) -> None:
         """Let the module compute with a version from now on."""
-        chosen = self._sets[version]
+        self.put(self._sets[version])
+
+    def put(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Let the module compute with these."""
         for name, part, attribute in self._places:
-            part._parameters[attribute] = chosen[name]
+            part._parameters[attribute] = parameters[name]
 
     def restart(self, number: int) -> None:
         """Forget all versions but the newest, and call it by this number."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.kits.layers.shard import State, weights_of
+from testbed.kits.layers.shard import State, result_of
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.pipeline.messages import UnitState
@@ -84,7 +84,7 @@ class FromCheckpoint:
         self._configure = configure
         self._partitioner = partitioner
         self._collector = Collector(units)
-        self._device.expose(lambda: weights_of(self.checkpoint.state or {}))
+        self._device.expose(lambda: result_of(self.checkpoint.state or {}))
         mailbox.on(UnitState, self._collect)
         mailbox.on_open(self._collector.clear)
 

@@ -49,8 +49,8 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
 
     ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
     """
-    optimizer, units, samples = problem.workload.optimizer, problem.model.units, len(labels)
-    shards = [make(problem.model, unit, unit + 1, problem.seed, problem.workload) for unit in range(len(units))]
+    units, samples = problem.model.units, len(labels)
+    shards = [make(problem, unit, unit + 1) for unit in range(len(units))]
     forward, backward, update = ([0.0] * len(units) for _ in range(3))
 
     async def timed(spent: list[float], index: int, work: Callable[[], T], cost: Cost) -> T:
@@ -73,7 +73,7 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
             gradient = await timed(
                 backward, index, partial(shard.backward, run, gradient), costs.backward(one, samples)
             )
-            await timed(update, index, shard.update, costs.update(one, optimizer))
+            await timed(update, index, partial(shard.update, run), costs.update(one, problem.training))
     return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 
 

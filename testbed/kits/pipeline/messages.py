@@ -102,6 +102,18 @@ class Gradient(Typed, kind="gradient", key=("batch", "micro")):
 
 
 @dataclass(frozen=True)
+class Norms(Typed, kind="norms", key=("batch", "whole")):
+    """For clipping by norm: to the stage before, norms of this stage's gradients and of later ones; or of all, back."""
+
+    configuration: int
+    batch: int
+    whole: bool
+    """Whether they are of all stages."""
+    tensor: torch.Tensor
+    """(trained tensors,), in the order of the model"""
+
+
+@dataclass(frozen=True)
 class Output(Typed, kind="output", key=("work", "batch")):
     """From the last stage to the coordinator: outputs of a batch, (samples, ...)."""
 
@@ -253,7 +265,7 @@ class Measured(Typed, kind="measured"):
 
 
 FORWARD_KINDS: tuple[type[Typed], ...] = (*MEMBERSHIP_KINDS, Configure, Activation, Output)
-SYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (*FORWARD_KINDS, Labels, Gradient, UnitState, Loss, Updated)
+SYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (*FORWARD_KINDS, Labels, Gradient, Norms, UnitState, Loss, Updated)
 ASYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (
     *MEMBERSHIP_KINDS,
     *(Prepare, Commit, Keep, Fetch, FetchedUnit, Replica, Replicated),

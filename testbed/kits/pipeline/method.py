@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -61,6 +61,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     tasks = ("train",)
     timing_only = True
     takes_weights = True
+    refuses: ClassVar[Mapping[str, str]] = {"clip.norm": "each update would wait for all stages, which value does not"}
     replans = True
     Details = AsynchronousDetails
     declared = DECLARED

@@ -73,7 +73,7 @@ def pipeline_over(
     Without a profile the units take on the first device what the testbed charges it.
     """
     options, workload, units = problem.options, problem.workload, problem.model.units
-    update_flops = costs.update_flops(workload.optimizer)
+    update_flops = problem.training.update_flops
     chain = options.chain_every > 0
 
     def extra(stage: int, start: int, end: int) -> float:
@@ -84,13 +84,13 @@ def pipeline_over(
         from. The first device has everything of two, and may have the last stage's units of one that is but a chain.
         """
         if stage == 0:
-            return (2 + chain) * costs.state_bytes(units, workload.optimizer)
+            return (2 + chain) * costs.state_bytes(units, problem.training)
         points = 3 if chain or options.global_every else 2
-        return points * costs.state_bytes(units[0 if chain else start : end], workload.optimizer)
+        return points * costs.state_bytes(units[0 if chain else start : end], problem.training)
 
     def replicas(stage: int, start: int, end: int) -> dict[int, float]:
         """Return the bytes of a stage's own units that go to the next stage and to the first, a batch's share."""
-        state, sent = costs.state_bytes(units[start:end], workload.optimizer), dict.fromkeys(range(len(names)), 0.0)
+        state, sent = costs.state_bytes(units[start:end], problem.training), dict.fromkeys(range(len(names)), 0.0)
         if chain:
             for keeper in options.keepers(stage, len(names)):
                 sent[keeper] += state / options.chain_every
@@ -105,7 +105,7 @@ def pipeline_over(
         batch_size=workload.batch_size,
         profile=profile or UnitTimes.by_formula(units, workload.batch_size, problem.devices[0], update_flops),
         capacities=tuple(capacities or [1.0] * len(names)),
-        momentum=workload.optimizer.momentum > 0,
+        state_values=problem.training.state_values,
         vertical_sync=options.vertical_sync,
         window=options.in_flight,
         extra=extra,

@@ -117,10 +117,10 @@ def _cut(problem: Problem[SynchronousOptions], devices: Sequence[DeviceSpec]) ->
         batch_size=workload.batch_size,
         micro_batches=options.micro_batch_count,
         schedule=SCHEDULES[options.schedule],
-        momentum=workload.optimizer.momentum > 0,
-        update_flops=costs.update_flops(workload.optimizer),
+        state_values=problem.training.state_values,
+        update_flops=problem.training.update_flops,
         recompute=options.recompute,
-        checkpoint_bytes=costs.state_bytes(units, workload.optimizer),
+        checkpoint_bytes=costs.state_bytes(units, problem.training),
     )
     return pipeline, pipeline.even() if options.partition == "even" else pipeline.least_step_time()
 

@@ -86,7 +86,7 @@ async def run_pipeline(device: Device, job: Job[OptionsT], hooks: PipelineHooks[
 def _backlog(problem: Problem, part: Piece) -> float:
     """Return how many bytes a stage may be sending to the coordinator: a checkpoint, and inputs."""
     workload, units = problem.workload, problem.model.units[part.first : part.last]
-    return costs.state_bytes(units, workload.optimizer) + workload.batch_size * units[0].input_bytes
+    return costs.state_bytes(units, problem.training) + workload.batch_size * units[0].input_bytes
 
 
 class CheckpointedMember(Generic[OptionsT]):

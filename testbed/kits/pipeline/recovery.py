@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.kits.layers.shard import weights_of
+from testbed.kits.layers.shard import result_of
 from testbed.kits.messaging.membership import Held, Presence
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.messages import Commit, Keep, Prepare, Replicated
@@ -65,7 +65,7 @@ class KnownPoints:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the newest weights that are here as a whole; none before any are."""
         point = self._newest_whole()
-        return {} if point is None else weights_of(self._replicas.state(point, range(self._units)))
+        return {} if point is None else result_of(self._replicas.state(point, range(self._units)))
 
     async def save(self, partition: StagePartition) -> None:
         """Write to the disk how training stands, beside the replicas."""

@@ -107,7 +107,7 @@ class Stage:
         """Build the shard, from the state or from the seed."""
 
         def build() -> Shard | ShapeShard:
-            made = shard(self.problem.model, *self.position.units, self.problem.seed, self.problem.workload)
+            made = shard(self.problem, *self.position.units)
             if self.state is not None:
                 made.load(self.state)
             return made
@@ -117,7 +117,7 @@ class Stage:
     @property
     def copy_cost(self) -> Cost:
         """What copying its whole state costs."""
-        return costs.copy(self.units, self.problem.workload.optimizer)
+        return costs.copy(self.units, self.problem.training)
 
     async def serve(self) -> None:
         """Train and forward whatever arrives, until cancelled."""

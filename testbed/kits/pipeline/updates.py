@@ -7,6 +7,7 @@ from collections import deque
 from functools import partial
 from itertools import chain
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from testbed.device import Cost, Span
 from testbed.kits.layers import costs
@@ -17,6 +18,7 @@ from testbed.kits.pipeline.messages import (
     End,
     Gradient,
     Loss,
+    Norms,
     Replica,
     Replicated,
     Times,
@@ -29,6 +31,9 @@ from testbed.kits.pipeline.planning import SynchronousOptions
 from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.kits.pipeline.stage import BatchNews, Passage, Stage, run_schedule
 from testbed.schedule import Action, Schedule, asynchronous_1f1b, versions
+
+if TYPE_CHECKING:
+    import torch
 
 RECENT = 10
 """Batches over which a stage takes the mean of its execution time."""
@@ -75,12 +80,33 @@ class SynchronousUpdates:
         stage, position, batch = self._stage, self._stage.position, self._batch
         if position.after is None:
             stage.post(position.coordinator, Loss(position.configuration, batch, self._loss))
-        cost = costs.update(stage.units, stage.problem.workload.optimizer)
-        await stage.compute(stage.shard.update, cost, Span("update", batch))
+        cost = costs.update(stage.units, stage.problem.training)
+        update = partial(stage.shard.update, batch, await self._norms(batch))
+        await stage.compute(update, cost, Span("update", batch))
         if self._options.checkpoints(batch + 1, position.steps):
             await self._checkpoint(batch)
         if position.before is None:
             stage.post(position.coordinator, Updated(position.configuration, batch))
+
+    async def _norms(self, batch: int) -> torch.Tensor | None:
+        """Return the norms of the gradients of all stages, where gradients are clipped by them: down the row and back.
+
+        They are added up in the order of the model wherever it is cut, so clipping is the same to the bit.
+        """
+        import torch
+
+        stage, position, clip = self._stage, self._stage.position, self._stage.problem.workload.training.clip
+        if clip is None or clip.norm is None or len(position.stages) == 1:
+            return None
+        norms = stage.shard.norms()
+        if position.after is not None:
+            norms = torch.cat([norms, (await stage.mailbox.take(Norms, (batch, False))).tensor])
+        if position.before is not None:
+            stage.post(position.before, Norms(position.configuration, batch, False, norms))
+            norms = (await stage.mailbox.take(Norms, (batch, True))).tensor
+        if position.after is not None:
+            stage.post(position.after, Norms(position.configuration, batch, True, norms))
+        return norms
 
     async def _checkpoint(self, batch: int) -> None:
         """Copy the state as it is after this step; send it while training goes on.
@@ -190,7 +216,7 @@ class AsynchronousUpdates:
     async def _advance(self, batch: int) -> float:
         """Make the next version; return the seconds that it took."""
         stage, done = self._stage, batch + 1
-        cost = costs.update(stage.units, stage.problem.workload.optimizer)
+        cost = costs.update(stage.units, stage.problem.training)
         aggregated = 0
         if versions.aggregates(done - self._base, self._depth, self._options.aggregate):
             aggregated = self._depth

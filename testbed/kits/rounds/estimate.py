@@ -17,8 +17,8 @@ from testbed.kits.rounds.stages import Kind, iteration_time
 from testbed.models.chain import Model, Unit, backward_of, forward_of
 from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.network.link import Link
+from testbed.training.recipe import Recipe
 from testbed.wire.message import size_around
-from testbed.workload import OptimizerPart
 
 BYTES_PER_LABEL = 8
 AGGREGATION_FLOPS = 2.0
@@ -131,7 +131,7 @@ def transfer(link: Link, content: float) -> float:
 
 def profile(
     model: Model,
-    optimizer: OptimizerPart,
+    training: Recipe,
     device: DeviceSpec,
     server: DeviceSpec,
     up: Link,
@@ -147,7 +147,7 @@ def profile(
         def of(unit: Unit) -> LayerTimes:
             forward, backward = forward_of(unit.cost, 1), backward_of(unit.cost, 1)
             works = [each.scaled(flops=1, accessed=1, weights=0) for each in (forward, backward)]
-            works.append(costs.update((unit,), optimizer))
+            works.append(costs.update((unit,), training))
             works += [each.scaled(flops=0, accessed=0, weights=1) for each in (forward, backward)]
             return LayerTimes(*(times * spec.seconds(work) for work in works))
 

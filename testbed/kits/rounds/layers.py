@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from testbed.device import Cost, Device, Span
 from testbed.kits.layers import costs
 from testbed.kits.layers.shape_shard import shard
-from testbed.kits.layers.shard import MOMENTUM, Adjust, State, weights_of
+from testbed.kits.layers.shard import Adjust, State, weights_of
 from testbed.method import Problem
+from testbed.training.optimizers import is_weight
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +25,8 @@ class Layers:
         self.last = last
         self._device = device
         self._units = problem.model.units[first:last]
-        self._optimizer = problem.workload.optimizer
-        self._shard = shard(problem.model, first, last, problem.seed, problem.workload)
+        self._training = problem.training
+        self._shard = shard(problem, first, last)
 
     @property
     def parameters(self) -> int:
@@ -37,13 +38,13 @@ class Layers:
         return weights_of(self._shard.state())
 
     async def load(self, weights: State, number: int) -> None:
-        """Take over a round's weights. Momentum stays what it was: it is neither sent nor averaged."""
+        """Take over a round's weights. What the optimizer keeps, such as momentum, is neither sent nor averaged."""
 
         def load() -> None:
-            momentum = {name: value for name, value in self._shard.state().items() if name.startswith(MOMENTUM)}
-            self._shard.load({**weights, **momentum})
+            kept = {name: value for name, value in self._shard.state().items() if not is_weight(name)}
+            self._shard.load({**weights, **kept})
 
-        await self._device.compute(load, costs.copy(self._units, self._optimizer), Span("load", number))
+        await self._device.compute(load, costs.copy(self._units, self._training), Span("load", number))
 
     async def forward(self, step: int, micro: int, inputs: torch.Tensor) -> torch.Tensor:
         """Forward a mini-batch."""
@@ -74,7 +75,8 @@ class Layers:
 
     async def update(self, step: int) -> None:
         """Take a step along the gradients of all mini-batches since the last one."""
-        await self._device.compute(self._shard.update, costs.update(self._units, self._optimizer), Span("update", step))
+        work = partial(self._shard.update, step)
+        await self._device.compute(work, costs.update(self._units, self._training), Span("update", step))
 
     async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs for a batch of an evaluation."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import ClassVar, Generic
 
 from typing_extensions import TypeVar
 
@@ -59,6 +60,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     declared = DECLARED
     timing_only = True
     takes_weights = True
+    refuses: ClassVar[Mapping[str, str]] = {"ema": "the server averages the weights of the devices, not of their steps"}
 
     @abstractmethod
     def hooks(self, options: O) -> Hooks:
@@ -92,6 +94,10 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     Updates on both sides go as if the model were whole, so there is nothing to hook in but who takes part.
     """
 
+    refuses: ClassVar[Mapping[str, str]] = {
+        **RoundMethod.refuses,
+        "clip.norm": "neither side of the model knows the gradients of the other",
+    }
     in_turn = False
     """Whether one device trains after the other, with one copy of the server's layers for all."""
 

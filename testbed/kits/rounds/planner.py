@@ -122,7 +122,7 @@ class Participants:
             up = down = Link()
         else:
             up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
-        return profile(problem.model, problem.workload.optimizer, device, server, up, down, share)
+        return profile(problem.model, problem.training, device, server, up, down, share)
 
     def given(self, key: Key, value: SplitPoints, lowest: int, highest: int) -> dict[str, int]:
         """Return a number that a scenario gives for each device, or for all; empty where it is to be the best.
@@ -241,16 +241,16 @@ def plan(
     ``in_turn``.
     """
     problem, server = team.problem, team.server
-    depth, momentum = len(problem.model.units), problem.workload.optimizer.momentum > 0
+    depth, state_values = len(problem.model.units), problem.training.state_values
     evaluated = inference_bytes(problem.model, range(depth), problem.workload.batch_size)
     pieces = [Piece(device=server.name, first=0, last=depth, memory=evaluated)]
     for device in team.devices:
         portion = portions[device.name]
-        kept = training_bytes(problem.model, range(portion.split), team.batch(device), momentum)
+        kept = training_bytes(problem.model, range(portion.split), team.batch(device), state_values)
         pieces.append(Piece(device=device.name, first=0, last=portion.split, memory=kept))
     for name, first in (dict(list(copies.items())[:1]) if in_turn else copies).items():
         mini_batch = team.batch(problem.device(name)) // portions[name].parallel
-        kept = training_bytes(problem.model, range(first, depth), mini_batch, momentum)
+        kept = training_bytes(problem.model, range(first, depth), mini_batch, state_values)
         pieces.append(
             Piece(device=server.name, first=first, last=depth, memory=kept, copy_for=None if in_turn else name)
         )

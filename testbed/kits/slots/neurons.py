@@ -93,7 +93,7 @@ class Neurons:
         if layer in self.shards:
             self.shards[layer].take(neurons, state)
         else:
-            self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.optimizer)
+            self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.training.optimizer)
 
     def _costs(self, layer: int, samples: int) -> LayerCosts:
         return layer_costs(self._layers[layer - 1], self.shards[layer].part.rows, samples, self._problem)

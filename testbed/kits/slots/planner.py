@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -147,7 +147,7 @@ class LayerCosts:
 def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[SlotOptions]) -> LayerCosts:
     """Return what some neurons of a layer cost for a batch."""
     one = layer.cost(layer.inputs, len(neurons))
-    update = Cost(costs.update_flops(problem.workload.optimizer) * _parameters(layer, neurons))
+    update = Cost(problem.training.update_flops * _parameters(layer, neurons))
     return LayerCosts(forward_of(one, samples), backward_of(one, samples), update)
 
 
@@ -350,6 +350,9 @@ class SlotMethod(Method[Given, Planned]):
     """
 
     samples_everywhere = True
+    refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("optimizer", "schedule", "loss", "clip", "ema"), "its neurons are updated by plain descent on cross-entropy"
+    )
 
     def draw(self, plan: Plan[Planned]) -> str | None:
         """Draw the first timeslots, a line a group of layers."""

@@ -16,7 +16,6 @@ from controller.profiling import board
 from testbed.common.errors import InputError
 from testbed.device import KINDS, Cost
 from testbed.hardware import DeviceSpec, Rates
-from testbed.kits.layers.costs import update_flops
 from testbed.models.chain import backward_of, forward_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Layer, Linear, MaxPool2d, ReLU
 from testbed.prepare import prepare
@@ -25,7 +24,7 @@ from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
-from testbed.workload import OptimizerPart
+from tests.helpers.training import sgd
 
 SCENARIO = """
 name: own
@@ -52,7 +51,7 @@ def test_a_board_counts_as_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
         cost = forward_of(layer.cost(shape), board.BATCH) + backward_of(layer.cost(shape), board.BATCH)
         assert cost.of([each.kind]) == cost.of() == each[2:5]  # type: ignore[list-item]
     assert {*(each.kind for each in measured), update.kind} == {*KINDS}
-    assert update.flops == update_flops(OptimizerPart(momentum=0)) * (1 << 20)
+    assert update.flops == sgd(momentum=0).update_flops * (1 << 20)
 
 
 def ours(module: nn.Module) -> Layer:

@@ -56,7 +56,7 @@ def test_convolutions_train_the_undivided_model(schedule):
 
 
 def test_given_weights_are_trained_on():
-    work = {"optimizer": {"learning_rate": 0.1}, "steps": 6}
+    work = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 6}
     weights = run(scenario(workload=work)).weights
     again = run(scenario(workload=work), weights=weights)
     spec = scenario(workload=work)

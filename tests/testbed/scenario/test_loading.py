@@ -199,11 +199,11 @@ def test_the_testbeds_own_scenarios_are_found_from_any_folder(tmp_path, monkeypa
 
 
 def test_yaml_1_2_scalars(write):
-    text = GOOD.replace("epochs: 1", "epochs: 0o10\n  optimizer: {learning_rate: 1e-3, momentum: .5}")
+    text = GOOD.replace("epochs: 1", "epochs: 0o10\n  training: {optimizer: {learning_rate: 1e-3, momentum: .5}}")
     workload = load(write(text)).workload
     assert workload.epochs == 8
-    assert workload.optimizer.learning_rate == 1e-3
-    assert workload.optimizer.momentum == 0.5
+    assert workload.training.optimizer.learning_rate == 1e-3
+    assert workload.training.optimizer.momentum == 0.5
 
 
 def test_aliases_stand_for_whole_values(write):

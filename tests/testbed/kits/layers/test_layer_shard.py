@@ -14,9 +14,12 @@ from testbed.models.graph import GraphLayer, graph_of
 from testbed.models.layers import BatchNorm2d, Conv2d, Dropout, Flatten, LeakyReLU, Linear, MaxPool2d, ReLU
 from testbed.models.sliced import cut, draw
 from testbed.models.slices import NONE, Channels, Slice, as_channels, elements, pick
-from testbed.workload import OptimizerPart
+from testbed.training.schema import OptimizerPart
 
-OPTIMIZERS = [OptimizerPart(learning_rate=0.1), OptimizerPart(learning_rate=0.05, momentum=0.9, weight_decay=0.01)]
+OPTIMIZERS = [
+    OptimizerPart(learning_rate=0.1, momentum=0, weight_decay=0),
+    OptimizerPart(learning_rate=0.05, momentum=0.9, weight_decay=0.01),
+]
 SAMPLES = 3
 
 
@@ -338,7 +341,7 @@ def test_training_imports_no_symbolic_shapes() -> None:
         from testbed.models.layers import Linear, ReLU
         from testbed.models.graph import graph_of
         from testbed.models.sliced import draw
-        from testbed.workload import OptimizerPart
+        from testbed.training.schema import OptimizerPart
         model = chain("m", (4,), 3, [("a", [Linear(3), ReLU()])])
         layer = graph_of(model).layers[0]
         state = draw(model, [(layer, layer.whole)], 1)

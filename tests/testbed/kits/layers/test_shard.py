@@ -11,9 +11,9 @@ from testbed.models import create
 from testbed.models.chain import chain
 from testbed.models.layers import Dropout, Flatten, Linear, ReLU
 from testbed.schedule import SCHEDULES, orders, play
-from testbed.workload import OptimizerPart
+from tests.helpers.training import sgd
 
-SGD = OptimizerPart(learning_rate=0.1, momentum=0.9, weight_decay=0.01)
+SGD = sgd(learning_rate=0.1, momentum=0.9, weight_decay=0.01)
 SMALL = {
     "mlp": create("mlp", {"hidden": [9, 8, 7]}, (1, 5, 5), 4),
     "cnn": create("cnn", {"channels": [3, 4, 5], "hidden": [8]}, (1, 8, 8), 4),
@@ -68,7 +68,7 @@ def train_split(model, sizes, cuts, schedule, count):
                 passing[stage + 1, micro] = shards[stage].forward(key, passing.pop((stage, micro)))
         assert all(back.pop((-1, micro)) is None for micro in range(count))
         for shard in shards:
-            shard.update()
+            shard.update(step)
     return {name: tensor for shard in shards for name, tensor in shard.state().items()}
 
 
@@ -89,13 +89,13 @@ def test_every_split_equals_the_undivided_model(name, count, schedule):
 def test_gradients_equal_those_of_the_whole_batch():
     model = SMALL["mlp"]
     _, (expected, *_) = train_plain(model, [11])
-    shard = Shard(model, 0, len(model.units), 7, OptimizerPart(learning_rate=1.0))
+    shard = Shard(model, 0, len(model.units), 7, sgd(learning_rate=1.0))
     before = shard.state()
     ((images, labels),) = batches(model, [11])
     for micro, part in enumerate(micro_batches(11, 4)):
         shard.forward_loss(micro, images[part], labels[part], 11)
         shard.backward(micro)
-    shard.update()
+    shard.update(0)
     after = shard.state()
     for key, gradient in expected.items():
         torch.testing.assert_close(before[key] - after[key], gradient, rtol=0, atol=2e-7)
@@ -109,7 +109,7 @@ def test_state_goes_on_bit_for_bit_in_another_shard():
         for step, (images, labels) in enumerate(chosen):
             shard.forward_loss(step, images, labels, len(labels))
             shard.backward(step)
-            shard.update()
+            shard.update(0)
 
     one = Shard(model, 0, len(model.units), 7, SGD)
     train(one, data[:2])
@@ -131,7 +131,7 @@ def test_state_restricts_to_units():
     shard = Shard(SMALL["mlp"], 1, 3, 7, SGD)
     shard.forward(0, torch.rand(2, 9))
     shard.backward(0, torch.rand(2, 7))
-    shard.update()
+    shard.update(0)
     state = shard.state()
     assert {unit_of(name) for name in state} == {1, 2}
     assert {unit_of(name) for name in restrict(state, 2, 3)} == {2}

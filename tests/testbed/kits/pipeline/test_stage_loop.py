@@ -11,14 +11,15 @@ from testbed.kits.pipeline.messages import SYNCHRONOUS_KINDS, Activation, Labels
 from testbed.kits.pipeline.stage import Stage, StagePosition, run_schedule
 from testbed.models import create
 from testbed.schedule import SCHEDULES, Action, asynchronous_1f1b
-from testbed.workload import OptimizerPart
 from tests.helpers.simulated import simulate
+from tests.helpers.training import sgd
 
 MODEL = create("mlp", {"hidden": [6, 5]}, (1, 2, 2), 3)
 UNITS = len(MODEL.units)
 CUTS = (0, 1, UNITS)
-OPTIMIZER = OptimizerPart(learning_rate=0.1)
-PROBLEM = SimpleNamespace(model=MODEL, seed=1, workload=SimpleNamespace(optimizer=OPTIMIZER, numerics="full"))
+OPTIMIZER = sgd(learning_rate=0.1)
+WORKLOAD = SimpleNamespace(training=OPTIMIZER.part, numerics="full")
+PROBLEM = SimpleNamespace(model=MODEL, seed=1, training=OPTIMIZER, workload=WORKLOAD)
 NAMES = ("first", "last")
 IMAGES = torch.linspace(-1, 1, 32).reshape(8, 1, 2, 2)
 LABELS = torch.arange(8) % 3
@@ -51,7 +52,7 @@ class Plain:
 
     async def update(self, number):
         self.done.append(f"U{number}")
-        self.stage.shard.update()
+        self.stage.shard.update(0)
 
 
 def trained(actions, micros=4, recompute=False, ends_at=None):
@@ -88,7 +89,7 @@ def test_any_schedule_makes_the_update_of_the_whole_batch(name, recompute):
     whole = Shard(MODEL, 0, UNITS, 1, OPTIMIZER)
     loss = whole.forward_loss(0, IMAGES, LABELS, 8)
     whole.backward(0)
-    whole.update()
+    whole.update(0)
     assert policies[1].loss == pytest.approx(loss)
     for state in states.values():
         for key, tensor in state.items():

@@ -95,7 +95,7 @@ def test_a_server_that_restarts_goes_on_from_the_global_model_on_its_disk(method
 def test_a_restart_of_the_server_between_updates_changes_nothing_that_is_learnt() -> None:
     """Without momentum nothing is lost: the round is trained again from the same weights on the same samples."""
     plain = {"learning_rate": 0.1}
-    keys = {"workload": {"steps": 12, "optimizer": plain}, "options": {"local_steps": 2}}
+    keys = {"workload": {"steps": 12, "training": {"optimizer": plain}}, "options": {"local_steps": 2}}
     whole = run(scenario("federated", 3, **keys))
     killed = {"kill": "server", "at": f"{2.5 * of(whole, 'round')[0]['duration']}s", "for": "200ms"}
     one, other = whole.weights, run(scenario("federated", 3, faults=[killed], **keys)).weights

@@ -78,7 +78,7 @@ def test_batch_normalisation_sees_each_mini_batch_by_itself(split: int) -> None:
 
 
 def test_split_learning_hands_the_model_from_device_to_device() -> None:
-    spec = scenario("split-learning", 2, workload={"steps": 3, "optimizer": {"learning_rate": 0.1}})
+    spec = scenario("split-learning", 2, workload={"steps": 3, "training": {"optimizer": {"learning_rate": 0.1}}})
     plain = Plain(spec)
     for step in range(3):
         for device in range(2):

@@ -12,7 +12,7 @@ from testbed.models import create
 from testbed.models.graph import graph_of
 from testbed.models.sliced import cut
 from testbed.models.slices import Slice
-from testbed.workload import OptimizerPart
+from testbed.training.schema import OptimizerPart
 
 NEW, NOTHING = Usable(None, "new"), Usable(None, "nothing")
 

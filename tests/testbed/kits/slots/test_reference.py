@@ -35,7 +35,11 @@ def drawn(name, seed):
         method["thres_fw"] = own["thres_fw"] and f"{own['thres_fw']:.0%}"
     loss = draw.choice([2, 10, 20, 35, 50])
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": f"{loss}%"}}
-    workload = {"model": {"name": "mlp", "hidden": hidden}, "optimizer": {"learning_rate": RATE}, "steps": STEPS}
+    workload = {
+        "model": {"name": "mlp", "hidden": hidden},
+        "training": {"optimizer": {"learning_rate": RATE}},
+        "steps": STEPS,
+    }
     keys = {"workload": workload, "method": {k: v for k, v in method.items() if v is not None}, "network": network}
     return scenario(devices - 1, seed=seed + 1, **keys), own
 

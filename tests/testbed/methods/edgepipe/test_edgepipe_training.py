@@ -23,7 +23,7 @@ from testbed.wire.message import Message
 from tests.helpers.delayed import Reference
 from tests.helpers.runs import events, of, plain, problem_of, run, scenario
 
-SIX = {"workers": 5, "workload": {"optimizer": {"learning_rate": 0.1}}}
+SIX = {"workers": 5, "workload": {"training": {"optimizer": {"learning_rate": 0.1}}}}
 
 
 def six(method=(), model=None, **keys):
@@ -233,7 +233,7 @@ def test_a_test_batch_of_all_samples_has_slots_that_are_long_enough():
 
 def test_test_runs_pass_over_the_lossy_links_each_by_itself():
     network = {"link": {"message_loss": "20%"}}
-    workload = {"optimizer": {"learning_rate": 0.1}, "steps": 60}
+    workload = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 60}
     method = {"name": "edgepipe", "test_runs": 20}
     written = scenario(5, workload=workload, method=method, network=network)
     outcome = run(written)
@@ -292,7 +292,7 @@ def frozen(written, own):
     first = {name: value.clone() for name, value in expected.newest.items()}
     history = [expected.newest]
     spans = reference(written)[1]
-    rate = written.workload.optimizer.learning_rate
+    rate = written.workload.training.optimizer.learning_rate
     for step in range(written.workload.steps):
         used = {name: history[max(0, step - spans[int(name.split(".")[0])] + 1)][name] for name in expected.newest}
         following = {
@@ -317,7 +317,7 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
     held = arrangement(problem, chosen)
     lost, deaf = held.of(devices[0], 1), held.of(devices[2], 2)
     expected = Reference(written)
-    optimizer = torch.optim.SGD(expected.model.parameters(), lr=written.workload.optimizer.learning_rate)
+    optimizer = torch.optim.SGD(expected.model.parameters(), lr=written.workload.training.optimizer.learning_rate)
     losses, missed = [], []
     for step in range(written.workload.steps):
         chosen_samples = batch(len(expected.data.train_labels), 16, problem.seed, step)
@@ -393,7 +393,7 @@ def test_figures_tell_training_from_tests(method):
 
 def test_the_time_to_80_percent_leaves_tests_out():
     model = {"name": "mlp", "hidden": [32]}
-    workload = {"model": model, "optimizer": {"learning_rate": 0.3}, "steps": 60, "batch_size": 32}
+    workload = {"model": model, "training": {"optimizer": {"learning_rate": 0.3}}, "steps": 60, "batch_size": 32}
     method = {"name": "edgepipe", "allocation": "horizontal", "evaluate_every": 10}
     written = scenario(5, workload=workload, method=method)
     outcome = run(written)

@@ -21,7 +21,7 @@ from testbed.methods.pipelearn.optimise import candidates, parallel_batches, sho
 from testbed.models.catalog import create
 from testbed.network.link import Link
 from testbed.network.overlay import PRESETS
-from testbed.workload import OptimizerPart
+from tests.helpers.training import sgd
 
 SAMPLES, BATCH, DEVICES = 10_000, 100, 4
 NETWORKS = ("4g", "4g+", "wifi")
@@ -58,7 +58,7 @@ def cell(name: str, network: str) -> PairProfile:
     model = create(name, {}, (3, 32, 32), 10)
     spec = DeviceSpec("device", 1e9, 1e9)
     preset = PRESETS[network]
-    plain = profile(model, OptimizerPart(), spec, spec, Link(rate=preset.up), Link(rate=preset.down))
+    plain = profile(model, sgd(), spec, spec, Link(rate=preset.up), Link(rate=preset.down))
     sample = EPOCH[name] / SAMPLES
 
     def layers(speed: float) -> tuple[LayerTimes, ...]:
@@ -189,8 +189,7 @@ def test_devices_that_share_the_servers_processor_find_it_slower(at_once: int) -
     model = create("vgg5", {}, (3, 32, 32), 10)
     device, server = DeviceSpec("device", 1e9, 1e9), DeviceSpec("server", 1e10, 1e9)
     alone, shared = (
-        profile(model, OptimizerPart(), device, server, Link(), Link(), share).durations(1, 10)
-        for share in (1, at_once)
+        profile(model, sgd(), device, server, Link(), Link(), share).durations(1, 10) for share in (1, at_once)
     )
     assert math.isclose(shared["server forward"], at_once * alone["server forward"])
     assert shared["forward"] == alone["forward"]

@@ -17,7 +17,7 @@ from testbed.models.chain import chain
 from testbed.models.graph import graph_of
 from testbed.models.layers import Linear
 from testbed.models.sliced import draw
-from testbed.workload import OptimizerPart
+from testbed.training.schema import OptimizerPart
 
 RATE, SAMPLES, INPUTS, SENDERS, STEPS = 0.1, 3, 4, 3, 60
 NEURONS = (range(3), range(3, 5))

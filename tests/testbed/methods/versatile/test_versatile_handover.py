@@ -52,7 +52,7 @@ async def arrange(mailbox, handover, now, devices):
 
 @pytest.mark.parametrize("allocation", ["horizontal", "hybrid"])
 def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
-    workload = {**CNN, "optimizer": {"learning_rate": 0.1, "momentum": 0.9}}
+    workload = {**CNN, "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9}}}
     problem, _ = problem_of(scenario(5, workload=workload, method={"name": "versatile", "allocation": allocation}))
     first = arrangement(problem, plan(problem).details)
     inputs = [size * values for size, values in zip(first.sizes, neuron_values(problem), strict=True)]

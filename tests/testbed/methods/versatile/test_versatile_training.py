@@ -15,7 +15,7 @@ from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 from tests.helpers.runs import of, problem_of, run, scenario
 
-WORKLOAD = {"optimizer": {"learning_rate": 0.1}, "steps": 36}
+WORKLOAD = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 36}
 LOSSY = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "25%"}}
 
 

@@ -1,0 +1,154 @@
+"""How a model is trained, ready to be done: what a scenario names, found in torch or in the user's files.
+
+Plain descent and cross-entropy need no torch to be planned. What else a scenario names is looked up in torch, and
+what it keeps and computes for each weight is measured on a small weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from testbed.common.usercode import Code
+from testbed.training import named
+from testbed.training.optimizers import AVERAGE, MOMENTUM, Kept, Measured, Optimizer, Sgd, TorchOptimizer, measure
+from testbed.training.schedules import Schedule
+from testbed.training.schema import TrainingPart
+
+if TYPE_CHECKING:
+    import torch
+
+_OPTIMIZER, _LOSS = ("training", "optimizer"), ("training", "loss")
+_WITHOUT = ("LBFGS", "SparseAdam", "Muon")
+"""Optimizers that want a closure, sparse gradients, or no weights but matrices."""
+_PROBE = (64, 64)
+"""Of the weight on which it is measured what an optimizer does."""
+_MEASURED: dict[tuple[str, tuple[int, ...]], Measured] = {}
+"""By an optimizer, as JSON, and the shape of a weight."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained; what is wrong with it shows in `check`."""
+
+    part: TrainingPart = field(default_factory=TrainingPart)
+    codes: Mapping[str, Code] = field(default_factory=dict)
+    """The text of the user's files, by `NamedPart.title`."""
+    steps: int | None = None
+    """Of the workload, where they are known."""
+
+    def check(self) -> None:
+        """Find all that is named; raises `InputError` with the key in the workload."""
+        _ = self.update_flops, self._criterion, self.settings(0)
+
+    def optimizer(self) -> Optimizer:
+        """Return a new optimizer, which knows no parameters yet."""
+        return Sgd(self.part.optimizer) if self.part.optimizer.plain else TorchOptimizer(self._made)
+
+    def settings(self, step: int) -> Mapping[str, Any]:
+        """Return what the schedule says of a step, counted from 0, such as ``lr``; empty where there is none."""
+        return {} if self._schedule is None else self._schedule.at(step)
+
+    def kept(self, shape: tuple[int, ...]) -> Kept:
+        """Return what is kept of a weight of a shape after its first update: optimizer state and moving average."""
+        import torch
+
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if not self.part.optimizer.plain:
+            found |= self._measured(shape).kept
+        elif self.part.optimizer.momentum:
+            found[MOMENTUM] = (shape, torch.float32)
+        return found | ({AVERAGE: (shape, torch.float32)} if self.part.ema else {})
+
+    @cached_property
+    def state_values(self) -> float:
+        """Values of state that are kept for each trained value: 1 with momentum, 2 with Adam, and 1 for an average."""
+        optimizer = self.part.optimizer
+        own = bool(optimizer.momentum) if optimizer.plain else self._measured(_PROBE).values
+        return own + (self.part.ema is not None)
+
+    @cached_property
+    def update_flops(self) -> float:
+        """What an optimizer step is charged for each parameter.
+
+        2 FLOPs for the step itself, 2 more with momentum, weight decay, clipping and a moving average, each; of other
+        optimizers than SGD 2 for each operation that they do on all values.
+        """
+        part = self.part.optimizer
+        plain = 2.0 + 2.0 * bool(part.momentum) + 2.0 * bool(part.weight_decay)
+        own = plain if part.plain else self._measured(_PROBE).flops
+        return own + 2.0 * (self.part.clip is not None) + 2.0 * (self.part.ema is not None)
+
+    def loss(self, outputs: torch.Tensor, labels: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return the part of the mean loss of ``samples`` samples that these are; of what torch calls mean.
+
+        ``outputs`` are (samples of the micro-batch, ...); classes of tokens, (samples, length, classes), are the last
+        axis there, where torch's cross-entropy wants the second.
+        """
+        import torch
+
+        if self._criterion is None:
+            return torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / samples
+        if outputs.ndim == labels.ndim + 1 and outputs.ndim > 2:
+            outputs = outputs.movedim(-1, 1)
+        found: torch.Tensor = self._criterion(outputs, labels)
+        return found if len(labels) == samples else found * (len(labels) / samples)
+
+    def prepare(self, gradients: Mapping[str, torch.Tensor], norms: torch.Tensor | None) -> None:
+        """Clip gradients in place; ``norms`` are those of all the model's, (tensors,), if these are not all."""
+        import torch
+
+        clip = self.part.clip
+        if clip is None or not gradients:
+            return
+        if clip.value is not None:
+            for gradient in gradients.values():
+                gradient.clamp_(-clip.value, clip.value)
+            return
+        assert clip.norm is not None
+        total = torch.linalg.vector_norm(self.norms(list(gradients.values())) if norms is None else norms)
+        scale = torch.clamp(clip.norm / (total + 1e-6), max=1.0)
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+
+    @staticmethod
+    def norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of each gradient, (tensors,), as torch's ``clip_grad_norm_`` takes them."""
+        import torch
+
+        return torch.stack([torch.linalg.vector_norm(each) for each in gradients])
+
+    @cached_property
+    def _criterion(self) -> Any:
+        """Return the loss as a function of outputs and labels; None for plain cross-entropy."""
+        part = self.part.loss
+        if part.plain:
+            return None
+        import torch
+
+        found = named.find(part, self.codes, _LOSS, torch.nn, torch.nn.Module, "Loss")
+        if part.file is not None and not isinstance(found, type):
+            return partial(found, **part.options())
+        given = part.options().items()
+        options = {name: torch.tensor(value) if isinstance(value, tuple) else value for name, value in given}
+        return named.make(found, part, _LOSS, **options)
+
+    def _made(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        import torch
+
+        part = self.part.optimizer
+        found = named.find(part, self.codes, _OPTIMIZER, torch.optim, torch.optim.Optimizer, without=_WITHOUT)
+        made: torch.optim.Optimizer = named.make(found, part, _OPTIMIZER, parameters, **part.arguments())
+        return made
+
+    def _measured(self, shape: tuple[int, ...]) -> Measured:
+        key = self.part.optimizer.model_dump_json()
+        if (key, shape) not in _MEASURED:
+            _MEASURED[key, shape] = measure(TorchOptimizer(self._made), shape)
+        return _MEASURED[key, shape]
+
+    @cached_property
+    def _schedule(self) -> Schedule | None:
+        return Schedule(self.part.schedules, self.codes, self.steps, self._made) if self.part.schedules else None

@@ -1,0 +1,157 @@
+"""What a scenario file says about training: names of torch with their options, or a class or function of a file."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from testbed.common.part import Part
+
+FILE = "Python file that defines it, relative to the scenario file; it is sent to the devices"
+SGD, CROSS_ENTROPY = "sgd", "cross-entropy"
+
+
+class NamedPart(Part):
+    """Something by name, of torch or of a file, with its options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = Field(description="of the class")
+    file: str | None = Field(None, description=FILE)
+
+    @property
+    def title(self) -> str:
+        """What it is called where a run is shown, and what its text is kept by."""
+        return self.name if self.file is None else f"{self.file}:{self.name}"
+
+    def options(self) -> dict[str, Any]:
+        """Return the further keys; lists as tuples, as torch wants them."""
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in self.model_extra.items()}  # type: ignore[union-attr]
+
+
+class OptimizerPart(NamedPart):
+    """Stochastic gradient descent, or another optimizer of torch or of a file."""
+
+    name: str = Field(
+        SGD,
+        description="a class of torch.optim, in lower case or as torch writes it, such as adamw; or a class of `file`; "
+        "further keys are its options as torch has them, such as betas",
+    )
+    learning_rate: float | None = Field(None, gt=0, description="default: 0.05 of sgd, elsewhere that of the class")
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="share of the last update in the next; default: 0 of sgd"
+    )
+    weight_decay: float | None = Field(None, ge=0, description="L2 penalty; default: 0 of sgd")
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> Self:
+        if "lr" in self.options():
+            raise ValueError("write 'learning_rate' for 'lr'")
+        return self
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is stochastic gradient descent with no options but those of this class."""
+        return self.file is None and self.name.lower() == SGD and not self.model_extra
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of plain SGD."""
+        return 0.05 if self.learning_rate is None else self.learning_rate
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of its class: what the scenario gives."""
+        rate = self.rate if self.file is None and self.name.lower() == SGD else self.learning_rate
+        own = {"lr": rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
+        return {key: value for key, value in own.items() if value is not None} | self.options()
+
+
+class SchedulePart(NamedPart):
+    """How the learning rate changes from step to step."""
+
+    name: str = Field(
+        description="a class of torch.optim.lr_scheduler, such as CosineAnnealingLR, one-cycle or linear; or a "
+        "function of `file` that takes the step, from 0, and returns a factor; further keys are its options as torch "
+        "has them; T_max and total_steps are the workload's steps where they are left out"
+    )
+    steps: int | None = Field(
+        None, ge=1, description="in a list: how many steps it lasts until the next one takes over; the last has none"
+    )
+    every: int = Field(
+        1,
+        ge=1,
+        description="training steps for each step of the schedule, such as those of an epoch; in a list as the first",
+    )
+
+
+class LossPart(NamedPart):
+    """What training makes small."""
+
+    name: str = Field(
+        CROSS_ENTROPY,
+        description="a loss of torch.nn, such as cross-entropy, mse, l1 or bce-with-logits; or a function of `file` "
+        "that takes outputs and labels and returns their mean loss; further keys are its options as torch has them",
+    )
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is cross-entropy without options."""
+        return self.file is None and self.name == CROSS_ENTROPY and not self.model_extra
+
+
+class ClipPart(Part):
+    """How far gradients are let go."""
+
+    norm: float | None = Field(
+        None,
+        gt=0,
+        description="most that the norm of all gradients together may be: larger ones are scaled down. The stages of a "
+        "pipeline send each other their norms for it",
+    )
+    value: float | None = Field(None, gt=0, description="most that each value of a gradient may be, up or down")
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.norm is None) == (self.value is None):
+            raise ValueError("takes exactly one of 'norm' and 'value'")
+        return self
+
+
+class TrainingPart(Part):
+    """How a model is trained."""
+
+    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="what updates the weights")
+    schedule: tuple[SchedulePart, ...] | SchedulePart | None = Field(
+        None, description="of the learning rate, a function of the step; a list: one after the other"
+    )
+    loss: LossPart = Field(default_factory=lambda: LossPart(), description="what training makes small")
+    clip: ClipPart | None = Field(None, description="of gradients; default: not at all")
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="evaluate, and leave, the exponential moving average of the weights: this share of the average "
+        "before each update is kept",
+    )
+
+    def given(self) -> set[str]:
+        """Return the keys that ask for more than plain descent on cross-entropy, such as ``clip.norm``."""
+        asked = {
+            "optimizer": not self.optimizer.plain,
+            "schedule": self.schedules,
+            "loss": not self.loss.plain,
+            "clip": self.clip,
+            "clip.norm": self.clip and self.clip.norm,
+            "ema": self.ema,
+        }
+        return {key for key, value in asked.items() if value}
+
+    @property
+    def schedules(self) -> tuple[SchedulePart, ...]:
+        """The schedules in their order."""
+        one = self.schedule
+        return () if one is None else (one,) if isinstance(one, SchedulePart) else one
+
+    def parts(self) -> list[tuple[str, NamedPart]]:
+        """Return what may come from a file, with its key."""
+        return [("optimizer", self.optimizer), ("loss", self.loss), *(("schedule", each) for each in self.schedules)]
