@@ -93,7 +93,7 @@ class Problem(Generic[ProblemOptions]):
     @cached_property
     def training(self) -> Recipe:
         """How the model is trained."""
-        return Recipe(self.workload.training, self.codes, self.workload.steps)
+        return Recipe(self.workload.training, self.codes, self.workload.steps, self.model.classes)
 
     def device(self, name: str) -> DeviceSpec:
         """Return the device of that name."""

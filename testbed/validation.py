@@ -117,9 +117,11 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     path = scenario.workload.data.path
     if data.is_own(scenario.workload.data):
         try:
-            yield from batch_problems(
-                scenario.workload, len(data.train_labels(scenario.workload.data, data_folder(scenario)))
-            )
+            labels = data.train_labels(scenario.workload.data, data_folder(scenario))
+            yield from batch_problems(scenario.workload, len(labels))
+            if labels.ndim == 1 and labels.dtype.kind == "f" and scenario.workload.training.loss.plain:
+                text = "the labels are numbers, and cross-entropy is of classes: name a loss such as mse"
+                yield Diagnostic(("workload", "training", "loss"), text)
         except InputError as error:
             yield Diagnostic(("workload", *error.key), error.text)
         return

@@ -52,7 +52,7 @@ class TensorParallel(Method):
             while device.name != job.plan.lead:
                 await self.infer(group, layers, None, job.plan.lead)
             requests = Requests(job.dataset, workload.batch_size, workload.requests)
-            answers = Answers(device, job.problem.model, requests)
+            answers = Answers(device, job.problem, requests)
             for number in range(len(requests)):
                 began = device.now()
                 outputs = await self.infer(group, layers, requests.images(number).flatten(1), job.plan.lead)

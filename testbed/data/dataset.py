@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 Images = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+Labels = npt.NDArray[Any]
+"""Of int64, or of float32."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,13 @@ class Dataset:
     name: str
     """As shown beside every figure; a synthetic set has the word in its name."""
     classes: int
-    """0: it has no labels, and its arrays of labels hold zeros."""
+    """Or, where labels are of float32, values of each; 0: it has no labels, and its arrays of labels hold zeros."""
     train_images: Images
     """(samples, channels, height, width), scaled to [0, 1]; of one's own data (samples, ...), also of whole numbers."""
-    train_labels: npt.NDArray[np.int64]
+    train_labels: Labels
+    """(samples,) of classes from 0; of one's own data (samples, ...), also of float32."""
     test_images: Images
-    test_labels: npt.NDArray[np.int64]
+    test_labels: Labels
 
     @property
     def integers(self) -> bool:

@@ -6,6 +6,7 @@ Arrays are called ``train_images``, ``train_labels``, ``test_images`` and ``test
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Mapping
 from functools import lru_cache
@@ -20,12 +21,14 @@ from testbed.common import usercode
 from testbed.common.errors import InputError, Key
 from testbed.data import pictures
 from testbed.data.dataset import Dataset
-from testbed.data.split import holdout
+from testbed.data.split import holdout, is_class
 
 if TYPE_CHECKING:
     from testbed.workload import DataPart
 
 Samples = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+IGNORED = -100
+"""The label of a token that counts neither in torch's cross-entropy nor as an answer."""
 _FILE: Key = ("data", "file")
 _PATH: Key = ("data", "path")
 _NAMES = (
@@ -62,7 +65,7 @@ def _load(part: DataPart, place: Path, changed: int, test_share: float) -> Datas
         train, test = _from_arrays(place)
     train = _checked(train, f"{place}: the training samples", key)
     if test is None:
-        kept, left = holdout(train[1], test_share)
+        kept, left = holdout(train[1] if is_class(train[1]) else np.zeros(len(train[1]), np.int64), test_share)
         train, test = (train[0][kept], train[1][kept]), (train[0][left], train[1][left])
     else:
         test = _checked(test, f"{place}: the test samples", key)
@@ -72,14 +75,18 @@ def _load(part: DataPart, place: Path, changed: int, test_share: float) -> Datas
         raise InputError(text, key)
     if train[0].dtype != test[0].dtype:
         train, test = ((samples.astype(np.float32), labels) for samples, labels in (train, test))
+    if train[1].dtype != test[1].dtype or train[1].shape[1:] != test[1].shape[1:]:
+        raise InputError(f"{place}: training and test labels differ in shape or type: give both the same", key)
+    if train[1].dtype.kind == "f":
+        return Dataset(part.name, math.prod(train[1].shape[1:]), *train, *test)
     classes = 1 + int(max(train[1].max(initial=0), test[1].max(initial=0)))
-    if classes > (count := len(train[1]) + len(test[1])):
+    if is_class(train[1]) and classes > (count := len(train[1]) + len(test[1])):
         raise InputError(f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0", key)
     return Dataset(part.name, classes, *train, *test)
 
 
 def _checked(samples: Samples, what: str, key: Key) -> Samples:
-    """Return samples as every data set has them, of float32 or int64, and labels of int64."""
+    """Return samples and labels, (samples, ...) both, as every data set has them: of float32 or int64."""
     values, labels = samples
     if values.ndim < 1 or labels.ndim < 1 or len(values) != len(labels) or not len(values):
         counts = ["no array of" if not each.ndim else str(len(each)) for each in samples]
@@ -88,8 +95,10 @@ def _checked(samples: Samples, what: str, key: Key) -> Samples:
         is_ = f"an array {values.shape} of {values.dtype}"
         text = f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)"
         raise InputError(text, key)
-    if labels.ndim != 1 or labels.dtype.kind not in "ui" or labels.min() < 0:
-        text = f"{what}: labels {labels.shape} of {labels.dtype}: give whole numbers from 0, one for each sample"
+    least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
+    if labels.dtype.kind not in "uif" or labels.min() < least or not np.isfinite(labels).all():
+        is_ = f"labels {labels.shape} of {labels.dtype}"
+        text = f"{what}: {is_}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
         raise InputError(text, key)
     with np.errstate(over="ignore"):
         scaled = values.astype(np.float32)
@@ -98,7 +107,10 @@ def _checked(samples: Samples, what: str, key: Key) -> Samples:
     if not np.isfinite(scaled).all():
         raise InputError(f"{what}: hold values that are no finite numbers of float32: mend or leave them out", key)
     whole = values.dtype.kind in "ui" and values.dtype != np.uint8
-    return values.astype(np.int64) if whole else scaled, labels.astype(np.int64)
+    return (
+        values.astype(np.int64) if whole else scaled,
+        labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64),
+    )
 
 
 def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
@@ -120,7 +132,7 @@ def _pair(part: Any, where: str) -> Samples:
     else:
         try:
             pairs = [part[number] for number in range(len(part))]
-            samples, labels = [_array(sample) for sample, _ in pairs], [int(label) for _, label in pairs]
+            samples, labels = [_array(sample) for sample, _ in pairs], [_array(label) for _, label in pairs]
         except (TypeError, ValueError, KeyError) as error:
             text = f"{where}: each of train and test has to be (samples, labels), or a data set of such pairs: {error}"
             raise InputError(text, _FILE) from None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from testbed.common.errors import InputError, Key
 from testbed.common.seeds import derive
@@ -12,6 +14,11 @@ from testbed.data.batches import Indices
 from testbed.workload import Split, SplitPart
 
 _KEY: Key = ("data", "split")
+
+
+def is_class(labels: npt.NDArray[Any]) -> bool:
+    """Say whether labels, (samples, ...), are one class for each sample, and not numbers or one for each token."""
+    return labels.ndim == 1 and labels.dtype.kind == "i"
 
 
 def split(labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int) -> dict[str, Indices]:
@@ -32,6 +39,8 @@ def split(labels: Indices, classes: int, owners: Sequence[str], how: Split, seed
     if len(owners) > len(labels):
         text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
         raise InputError(text, _KEY)
+    if isinstance(how, SplitPart) and how.sizes is None and not is_class(labels):
+        raise InputError("shares classes, and these labels are none: write iid, or sizes", _KEY)
     if not isinstance(how, SplitPart):
         found, remedy = _iid(labels, len(owners), seed), ""
     elif how.sizes is not None:

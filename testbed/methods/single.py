@@ -101,7 +101,7 @@ async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shar
         await device.compute(update, costs.update(units, problem.training), Span("update", step))
         device.record("step", step=step, samples=samples, **loss_fields(loss))
 
-    score = Score()
+    score = Score(problem.training)
     requests = Requests(dataset, problem.workload.batch_size)
     for index in range(len(requests)):
         score.add(await _answer(device, problem, shard, requests, index, "evaluate"), requests.labels(index))
@@ -110,7 +110,7 @@ async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shar
 
 async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard) -> None:
     requests = Requests(dataset, problem.workload.batch_size, problem.workload.requests)
-    answers = Answers(device, problem.model, requests)
+    answers = Answers(device, problem, requests)
     for index in range(len(requests)):
         asked = device.now()
         output = await _answer(device, problem, shard, requests, index, "forward")

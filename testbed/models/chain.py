@@ -133,7 +133,9 @@ class Model:
             if unit.input != arriving:
                 raise ValueError(f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives")
         expected = (self.classes,) if self.detector is None else self.detector.channels(self.classes)
-        if self.output[:1] != expected or (self.detector is None and len(self.output) > 1):
+        # Without a detector the last axis is that of the classes; those before it, if any, are of tokens.
+        ending = self.output[-1:] if self.detector is None else self.output[:1]
+        if ending != expected:
             raise ValueError(
                 f"{self.name} ends with {self.output}, not with "
                 + ("one value for each of" if self.detector is None else f"{expected[0]} channels for")

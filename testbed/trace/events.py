@@ -65,7 +65,7 @@ EVENTS = (
     EventType("cast", "a cast has left", (), ("peers", "message", "bytes", "start", "duration", "number")),
     EventType("state", "the program is up, started, finished, failed or stopped", (), ("state", "error")),
     EventType("step", "a training step is done", ("batch",), ("step", "loss", "samples")),
-    EventType("evaluate", "the model was tried on the test data", ("batch",), ("step", "accuracy", "loss")),
+    EventType("evaluate", "the model was tried on the test data", ("batch",), ("step", "accuracy", "loss", "metrics")),
     EventType("request", "an inference is done", ("batch",), ("request", "latency")),
     EventType("failed", "an inference was given up", ("batch",), ("request", "error", "after")),
     EventType("objects", "objects were found in a sample", ("batch",), ("request", "sample", "boxes")),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from testbed.trace.figures import Figure, Row
+from testbed.common import formats
+from testbed.trace.figures import Figure, Metrics, Row
 from testbed.trace.record import Record
 
 
@@ -35,6 +36,13 @@ FIGURES = (
         lambda record: _last_evaluation(record).get("loss"),
         compared=True,
     ),
+    Figure(
+        "metrics.<metric>",
+        "number",
+        "what `training.metrics` names, of the test data, at the last evaluation",
+        lambda record: _last_evaluation(record).get("metrics"),
+        compared=True,
+    ),
     Figure("diverged", "bool", "the test loss is infinite or no number at the end", _diverged),
     Figure(
         "loss",
@@ -52,8 +60,14 @@ FIGURES = (
     ),
 )
 
+
+def _metrics(metrics: Metrics) -> str:
+    return ", ".join(f"{name} {formats.number(value)}" for name, value in metrics["metrics"].items())
+
+
 ROWS = (
     Row("Accuracy", "{accuracy}", "on the test data"),
+    Row("Metrics", _metrics, "on the test data", when=lambda metrics: metrics.get("metrics")),
     Row("Diverged", "{diverged}", "the loss is no number any more: try a smaller learning_rate"),
     Row("Loss", "{loss}", "at first {loss_first}"),
 )

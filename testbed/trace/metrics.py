@@ -55,9 +55,11 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Decl
     }
     for name, value in values.items():
         if isinstance(value, Mapping):
-            group, _, last = name.split(".")
+            group, _, *last = name.split(".")
             for member, each in value.items():
-                found.setdefault(group, {}).setdefault(member, {})[last] = each
+                found.setdefault(group, {})[member] = (
+                    each if not last else found.get(group, {}).get(member, {}) | {last[0]: each}
+                )
     clean: dict[str, Any] = finite(found)
     return clean
 

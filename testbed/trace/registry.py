@@ -44,8 +44,8 @@ def tables_of(declared: Declared) -> tuple[Table, ...]:
 
 def kind_of(name: str, figures: Mapping[str, Figure]) -> FigureKind:
     """Return what a figure is measured in, of a run, a device or a layer; KeyError where there is none."""
-    one = re.fullmatch(r"(\w+)s\.[^.<]+\.(\w+)", name)
-    declared = f"{one[1]}s.<{one[1]}>.{one[2]}" if one else name
+    one = re.fullmatch(r"(\w+)s\.[^.<]+(\.\w+)?", name)
+    declared = f"{one[1]}s.<{one[1]}>{one[2] or ''}" if one else name
     if one and one[1] == "device" and declared not in figures:
-        return OF_DEVICES[one[2]]
+        return OF_DEVICES[(one[2] or "").removeprefix(".")]
     return figures[declared].kind

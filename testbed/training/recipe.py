@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from testbed.common.usercode import Code
 from testbed.training import named
+from testbed.training.metrics import Metric, aligned, make
 from testbed.training.optimizers import AVERAGE, MOMENTUM, Kept, Measured, Optimizer, Sgd, TorchOptimizer, measure
 from testbed.training.schedules import Schedule
 from testbed.training.schema import TrainingPart
@@ -38,10 +39,12 @@ class Recipe:
     """The text of the user's files, by `NamedPart.title`."""
     steps: int | None = None
     """Of the workload, where they are known."""
+    classes: int = 0
+    """Outputs of the model for a sample, or for a token of it."""
 
     def check(self) -> None:
         """Find all that is named; raises `InputError` with the key in the workload."""
-        _ = self.update_flops, self._criterion, self.settings(0)
+        _ = self.update_flops, self._criterion, self.settings(0), self.metrics()
 
     def optimizer(self) -> Optimizer:
         """Return a new optimizer, which knows no parameters yet."""
@@ -81,19 +84,22 @@ class Recipe:
         own = plain if part.plain else self._measured(_PROBE).flops
         return own + 2.0 * (self.part.clip is not None) + 2.0 * (self.part.ema is not None)
 
-    def loss(self, outputs: torch.Tensor, labels: torch.Tensor, samples: int) -> torch.Tensor:
-        """Return the part of the mean loss of ``samples`` samples that these are; of what torch calls mean.
+    def metrics(self) -> dict[str, Metric]:
+        """Return new metrics, by the names that the scenario gives them."""
+        part = self.part
+        return {name: make(each, self.codes, part.loss.name, self.classes) for name, each in part.metrics.items()}
 
-        ``outputs`` are (samples of the micro-batch, ...); classes of tokens, (samples, length, classes), are the last
-        axis there, where torch's cross-entropy wants the second.
+    def loss(self, outputs: torch.Tensor, labels: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return the part of the mean loss of ``samples`` samples that these are, as a value without axes.
+
+        ``outputs`` are (samples of the micro-batch, ...) and ``labels`` (samples of the micro-batch, ...).
         """
         import torch
 
-        if self._criterion is None:
+        outputs = aligned(outputs, labels)
+        if self._criterion is None and labels.ndim == 1:
             return torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / samples
-        if outputs.ndim == labels.ndim + 1 and outputs.ndim > 2:
-            outputs = outputs.movedim(-1, 1)
-        found: torch.Tensor = self._criterion(outputs, labels)
+        found: torch.Tensor = (self._criterion or torch.nn.functional.cross_entropy)(outputs, labels)
         return found if len(labels) == samples else found * (len(labels) / samples)
 
     def prepare(self, gradients: Mapping[str, torch.Tensor], norms: torch.Tensor | None) -> None:

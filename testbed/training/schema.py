@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from testbed.common.part import Part
 
@@ -99,6 +101,17 @@ class LossPart(NamedPart):
         return self.file is None and self.name == CROSS_ENTROPY and not self.model_extra
 
 
+class MetricPart(NamedPart):
+    """What outputs are worth."""
+
+    name: str = Field(
+        "",
+        description="a class of torchmetrics, such as f1-score, auroc or mean-absolute-error; or a function of `file` "
+        "that takes all outputs and labels and returns a number; default: the metric's key; further keys are its "
+        "options as torchmetrics has them, such as average",
+    )
+
+
 class ClipPart(Part):
     """How far gradients are let go."""
 
@@ -143,8 +156,27 @@ class TrainingPart(Part):
             "clip": self.clip,
             "clip.norm": self.clip and self.clip.norm,
             "ema": self.ema,
+            "metrics": self.metrics,
         }
         return {key for key, value in asked.items() if value}
+
+    metrics: dict[str, MetricPart] = Field(
+        default_factory=dict,
+        description="of the test data beside accuracy and loss, by a name of your own or that of the metric: figures "
+        "`metrics.<name>` for `expect`, sweeps and reports",
+    )
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _named_by_their_keys(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if odd := [name for name in value if not re.fullmatch(r"[\w-]+", str(name))]:
+            raise ValueError(f"'{odd[0]}' is no name of a figure: use letters, digits and dashes")
+        return {
+            key: {"name": key, **(part or {})} if isinstance(part, Mapping | None) else part
+            for key, part in value.items()
+        }
 
     @property
     def schedules(self) -> tuple[SchedulePart, ...]:
@@ -154,4 +186,9 @@ class TrainingPart(Part):
 
     def parts(self) -> list[tuple[str, NamedPart]]:
         """Return what may come from a file, with its key."""
-        return [("optimizer", self.optimizer), ("loss", self.loss), *(("schedule", each) for each in self.schedules)]
+        return [
+            ("optimizer", self.optimizer),
+            ("loss", self.loss),
+            *(("schedule", each) for each in self.schedules),
+            *(("metrics", each) for each in self.metrics.values()),
+        ]

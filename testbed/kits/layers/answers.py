@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from testbed.device import Device
 from testbed.kits.layers.feed import Requests
 from testbed.kits.layers.score import Score
-from testbed.models.chain import Model
+from testbed.method import Problem
 
 if TYPE_CHECKING:
     import torch
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class Answers:
     """Takes in the output of every request and records what it says, on the device that asked."""
 
-    def __init__(self, device: Device, model: Model, requests: Requests) -> None:
+    def __init__(self, device: Device, problem: Problem, requests: Requests) -> None:
         self._device = device
-        self._detector = model.detector
+        self._detector = problem.model.detector
         self._requests = requests
-        self._score = Score()
+        self._score = Score(problem.training)
 
     def add(self, index: int, outputs: torch.Tensor) -> None:
         """Take in the outputs (samples, ...) of one request; its time is over by then."""

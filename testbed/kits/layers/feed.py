@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,6 @@ class Requests:
 
         return torch.from_numpy(self._dataset.test_images[self.samples(index)])
 
-    def labels(self, index: int) -> npt.NDArray[np.int64]:
+    def labels(self, index: int) -> npt.NDArray[Any]:
         """Return the labels that belong to one request's images."""
         return self._dataset.test_labels[self.samples(index)]

@@ -12,6 +12,7 @@ from testbed.kits.layers.score import Score
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.messages import Activation, Output, Purpose
 from testbed.method import Job
+from testbed.training.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +46,9 @@ async def forward_all(
         yield output.batch, output.tensor
 
 
-async def evaluate(supervisor: Supervisor, step: int, tests: Requests) -> None:
+async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training: Recipe) -> None:
     """Send the test part through the stages, enough batches at once to keep them all busy; record the score."""
-    score = Score()
+    score = Score(training)
     window = 2 * len(supervisor.layout)
     async for index, output in forward_all(supervisor, "evaluate", range(len(tests)), window, tests.images):
         score.add(output, tests.labels(index))
@@ -68,7 +69,7 @@ class Serving:
         self._requests = Requests(job.dataset, workload.batch_size, workload.requests)
         self._asked: dict[int, float] = {}
         self._left = dict.fromkeys(range(len(self._requests)))
-        self._answers = Answers(self._device, job.problem.model, self._requests)
+        self._answers = Answers(self._device, job.problem, self._requests)
 
     @property
     def start(self) -> int:

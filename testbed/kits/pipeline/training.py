@@ -29,6 +29,7 @@ class SynchronousTrainer:
         self._supervisor = supervisor
         self._recovery = recovery
         self._options = job.problem.options
+        self._recipe = job.problem.training
         self._training = Training(job.dataset, job.problem.workload, job.problem.seed)
         self._tests = Requests(job.dataset, job.problem.workload.batch_size)
         self._reports: dict[str, Loss | Updated] = {}
@@ -51,9 +52,9 @@ class SynchronousTrainer:
                 await self._kept(done)
                 await self._recovery.let_join()
             if every is not None and done % every == 0 and done < steps:
-                await evaluate(self._supervisor, done, self._tests)
+                await evaluate(self._supervisor, done, self._tests, self._recipe)
         await self._kept(steps)
-        await evaluate(self._supervisor, steps, self._tests)
+        await evaluate(self._supervisor, steps, self._tests, self._recipe)
 
     async def _kept(self, step: int) -> None:
         """Wait until the checkpoint of this step is complete."""
@@ -101,6 +102,7 @@ class AsynchronousTrainer:
         self._recovery = recovery
         self._partitioner = partitioner
         self._options = problem.options
+        self._recipe = problem.training
         self._training = Training(job.dataset, problem.workload, problem.seed)
         self._tests = Requests(job.dataset, problem.workload.batch_size)
         self._steps = self._training.steps
@@ -126,12 +128,12 @@ class AsynchronousTrainer:
             step, wanted = await self._stretch(step)
             if self._evaluates(step):
                 self._evaluated = step
-                await evaluate(self._supervisor, step, self._tests)
+                await evaluate(self._supervisor, step, self._tests, self._recipe)
             if step < self._steps and wanted is not None:
                 await self._change(step, wanted)
                 step = self.start
         await self._supervisor.until(lambda: self._recovery.points.has_all(self._steps))
-        await evaluate(self._supervisor, self._steps, self._tests)
+        await evaluate(self._supervisor, self._steps, self._tests, self._recipe)
 
     async def _stretch(self, first: int) -> tuple[int, StagePartition | None]:
         """Train from a batch on until all are done or something else is to be done.

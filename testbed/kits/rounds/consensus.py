@@ -74,7 +74,7 @@ class Consensus:
         mean = average(list(states.values()), [1] * len(states))
         scores = {name: await evaluation(self._layers, state, self._tests, step) for name, state in states.items()}
         if numbers := not any(tensor.is_meta for tensor in mean.values()):
-            accuracies = {name: score.accuracy for name, score in scores.items()}
+            accuracies = {name: score.accuracy for name, score in scores.items() if score.accuracy is not None}
             device.record("consensus", step=step, accuracies=accuracies, distance=distance([*states.values()], mean))
         device.record("evaluate", step=step, **(await evaluation(self._layers, mean, self._tests, step)).fields())
         if len(states) <= len(self._others) and numbers:

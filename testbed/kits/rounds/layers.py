@@ -25,7 +25,7 @@ class Layers:
         self.last = last
         self._device = device
         self._units = problem.model.units[first:last]
-        self._training = problem.training
+        self.training = problem.training
         self._shard = shard(problem, first, last)
 
     @property
@@ -44,7 +44,7 @@ class Layers:
             kept = {name: value for name, value in self._shard.state().items() if not is_weight(name)}
             self._shard.load({**weights, **kept})
 
-        await self._device.compute(load, costs.copy(self._units, self._training), Span("load", number))
+        await self._device.compute(load, costs.copy(self._units, self.training), Span("load", number))
 
     async def forward(self, step: int, micro: int, inputs: torch.Tensor) -> torch.Tensor:
         """Forward a mini-batch."""
@@ -76,7 +76,7 @@ class Layers:
     async def update(self, step: int) -> None:
         """Take a step along the gradients of all mini-batches since the last one."""
         work = partial(self._shard.update, step)
-        await self._device.compute(work, costs.update(self._units, self._training), Span("update", step))
+        await self._device.compute(work, costs.update(self._units, self.training), Span("update", step))
 
     async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs for a batch of an evaluation."""

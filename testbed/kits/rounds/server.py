@@ -148,7 +148,7 @@ class GlobalModel:
 async def evaluation(layers: Layers, state: State, tests: Requests, number: int) -> Score:
     """Score some weights of the whole model on the test samples; takes the device's time."""
     await layers.load(state, number)
-    score = Score()
+    score = Score(layers.training)
     for index in range(len(tests)):
         score.add(await layers.infer(index, tests.images(index)), tests.labels(index))
     return score

@@ -351,7 +351,8 @@ class SlotMethod(Method[Given, Planned]):
 
     samples_everywhere = True
     refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("optimizer", "schedule", "loss", "clip", "ema"), "its neurons are updated by plain descent on cross-entropy"
+        ("optimizer", "schedule", "loss", "clip", "ema", "metrics"),
+        "its neurons are updated by plain descent on cross-entropy",
     )
 
     def draw(self, plan: Plan[Planned]) -> str | None:
