@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controller.cli.options import as_json
-from controller.cli.printing import dump, make_console, options, print_catalogue
+from controller.cli.printing import dump, make_console, options, print_catalogue, print_section
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.common.quantities import format_byte_rate, format_speed
@@ -141,6 +141,7 @@ def _model(name: str, function: str | None, data: str) -> Model:
 
 def _print_units(figures: Mapping[str, Any], data: str) -> None:
     from controller.report import tables
+    from controller.report.tables import Column
 
     size = "x".join(map(str, figures["input"]))
     console = make_console()
@@ -148,10 +149,8 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
         f"[bold]{figures['name']}[/bold] for {data}: {size}, {figures['classes']} classes; "
         f"{figures['parameters']:,} parameters, {formats.count(figures['forward_flops'])} FLOP a forward\n"
     )
-    numbers = ("parameters", "FLOP", "bytes across")
-    table = tables.table("", "unit", "output", *numbers, right=("", *numbers))
-    for unit in figures["units"]:
-        table.add_row(
+    rows = [
+        (
             str(unit["index"]),
             unit["name"],
             "x".join(map(str, unit["output"])),
@@ -159,13 +158,16 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
             formats.count(unit["forward_flops"]),
             f"{unit['cut_bytes']:,}",
         )
-    console.print(table)
+        for unit in figures["units"]
+    ]
+    columns = [Column(""), Column("unit"), Column("output"), *tables.figures("parameters", "FLOP", "bytes across")]
+    print_section(console, columns, rows)
 
 
 def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json: bool) -> None:
     """Measure a model here; print the times of its layers, and what they are charged."""
     from controller.profiling.layers import measure, measure_whole
-    from controller.report import tables
+    from controller.report.tables import Column, figures
     from testbed.scenario.expand import profiled
 
     device = None if profile is None else profiled(profile)
@@ -181,15 +183,15 @@ def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json
         dump({**rates, "seconds": whole, "charged": sum(charged), "layers": layers})
         return
     measured, flops = sum(each.seconds for each in times), sum(each.cost.of().flops for each in times)
-    numbers = ("time", "of all", "as charged", "of all ", "of the FLOPs")
-    table = tables.table("unit", "layer", *numbers, right=numbers)
+    rows = []
     for each, seconds in zip(times, charged, strict=True):
         shares = (each.seconds / measured, seconds / sum(charged), each.cost.of().flops / flops)
         mine, theirs, counted = (f"{share:.1%}" for share in shares)
-        row = (formats.seconds(each.seconds), mine, formats.seconds(seconds), theirs, counted)
-        table.add_row(each.unit, each.layer, *row)
+        taken = formats.seconds(each.seconds), mine, formats.seconds(seconds), theirs
+        rows.append((each.unit, each.layer, *taken, counted))
+    columns = [Column("unit"), Column("layer"), *figures("time", "of all", "as charged", "of all", "of the FLOPs")]
     console = make_console()
-    console.print(table)
+    print_section(console, columns, rows)
     together = (
         f"{formats.seconds(whole)}, as charged {formats.seconds(sum(charged))} ({sum(charged) / whole:.2f} of it)"
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controller.cli.options import CommandGroup, as_json
-from controller.cli.printing import dump, make_console
+from controller.cli.printing import dump, make_console, print_section
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,15 +52,15 @@ def list_(as_json: bool) -> None:
     if as_json:
         dump(rows)
         return
-    from controller.report import tables
+    from controller.report.tables import Column
 
-    table = tables.table("name", "image", "classes", "files", "what it is")
+    shown = []
     for row in rows:
-        size = "x".join(map(str, row["shape"]))
         needed = "its path" if row["from_path"] else "none needed"
-        files = needed if row["folder"] is None else row["folder"] if row["complete"] else "[dim]not here[/dim]"
-        table.add_row(row["name"], size, str(row["classes"] or "-"), files, row["summary"])
-    make_console().print(table)
+        files = needed if row["folder"] is None else row["folder"] if row["complete"] else "not here"
+        shown.append((row["name"], "x".join(map(str, row["shape"])), str(row["classes"] or "-"), files, row["summary"]))
+    columns = [Column(head) for head in ("name", "image", "classes", "files", "what it is")]
+    print_section(make_console(), columns, shown)
 
 
 def _describe(source: DataSource) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def export() -> None:
 @click.option("--parquet", "kind", flag_value="parquet", help="The same for pandas and others; needs pandas, pyarrow.")
 @click.option("--perfetto", "kind", flag_value="perfetto", help="The timeline, for ui.perfetto.dev.")
 @click.option("--plots", "kind", flag_value="plots", help="The plots as SVG and PDF, for one and two columns.")
+@click.option("--latex", "kind", flag_value="latex", help="The table of a sweep for LaTeX; needs its package booktabs.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: RESULTS_DIR/export]")
 def run(folder: Path, kind: str, out: Path | None) -> None:
     """Write the tables of a run (figures, events, devices, ...) for other programs, or its plots for a paper.
@@ -42,33 +43,32 @@ def run(folder: Path, kind: str, out: Path | None) -> None:
       testbed export results/quickstart --csv
       testbed export results/quickstart --perfetto --out /tmp/quickstart
       testbed export results/sweep --plots
+      testbed export results/sweep --latex
     """
-    from controller.report import html, sweep
+    from controller.report import html, sweep, tables
     from controller.report.plots import save_all
     from controller.results.files import load, load_figures, places
-    from controller.results.rows import TABLES, points, rows, write_csv, write_parquet
+    from controller.results.rows import every_table, points, write_tables
     from controller.results.summary import summary_of
     from testbed.common.errors import HostError, InputError
 
     found_in = places(folder)
     several = len(found_in) > 1
     runs = [load_figures(each) if several else load(each) for each in found_in]
-    if several and kind == "perfetto":
-        raise InputError(f"{folder}: holds {len(runs)} runs: name one of them")
+    if kind in (("perfetto",) if several else ("latex",)):
+        fits = "a run: name one of them" if several else "a sweep"
+        raise InputError(f"{folder}: holds {len(runs)} run{'s' * several}, and --{kind} is of {fits}")
     place = out or folder / "export"
-    tables = {"points": points(runs)} if several else {name: rows(runs[0], name) for name in TABLES}
     try:
         place.mkdir(parents=True, exist_ok=True)
         if kind == "plots":
-            charts = sweep.charts(summary_of(runs), runs) if several else html.charts(runs[0])
-            save_all(place, charts)
-        if kind == "perfetto":
+            save_all(place, sweep.charts(summary_of(runs), runs) if several else html.charts(runs[0]))
+        elif kind == "latex":
+            (place / "points.tex").write_text(tables.latex(sweep.section(summary_of(runs))), encoding="utf-8")
+        elif kind == "perfetto":
             shutil.copy(folder / "trace.json", place / "trace.json")
-        for name, found in tables.items():
-            if kind == "csv" and found:
-                write_csv(place / f"{name}.csv", found)
-            elif kind == "parquet" and found:
-                write_parquet(place / f"{name}.parquet", found)
+        else:
+            write_tables(place, {"points": points(runs)} if several else every_table(runs[0]), kind)
     except ImportError as error:
         raise InputError(f"--parquet: {error}") from None
     except OSError as error:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 def explain(console: Console, error: TestbedError) -> None:
     """Print the links that were measured, where a run was refused for them."""
+    from controller.report.tables import draw
     from controller.report.terminal import measurements_table
     from controller.running.verification import LinksError
 
     if isinstance(error, LinksError):
-        console.print(measurements_table(error.measurements))
+        console.print(draw(measurements_table(error.measurements), console.width))
 
 
 def show_run(console: Console, finished: Run, *, brief: bool) -> None:
@@ -37,25 +38,23 @@ def show_run(console: Console, finished: Run, *, brief: bool) -> None:
 def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]:
     """Write and print what runs in a folder come to together; return it."""
     from controller.report import sweep
-    from controller.report.terminal import show_summary
     from controller.results import summary
 
     found = summary.summarize(folder, runs)
     sweep.write(folder, found, runs)
-    show_summary(console, found, folder)
+    sweep.show(console, found, folder)
     return found
 
 
 def reproduce(folder: Path, part: PaperPart, runs: list[Run], console: Console) -> list[ReproducedRow]:
     """Write into a folder, and print, a publication's figures beside those of runs; return its rows."""
     from controller.report import paper
-    from controller.report.terminal import show_reproduction
     from controller.results import reproduction
 
     table = reproduction.reproduce(part, runs)
     reproduction.write(folder, part, table)
     paper.write(folder, part, table, runs)
-    show_reproduction(console, part.source, table, folder)
+    paper.show(console, part.source, table, folder)
     return table
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controller.cli.options import as_json, in_results, overrides
-from controller.cli.printing import dump, make_console
+from controller.cli.printing import dump, make_console, print_section
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.kits.layers import costs
@@ -160,41 +160,43 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
 
 
 def _print_plan(console: Console, described: dict[str, Any]) -> None:
-    from controller.report import tables
+    from controller.report.tables import Column, figures
 
     point = ", ".join(f"{key}={value}" for key, value in described["point"].items())
     if described["programs"]:
         console.print(f"[bold]{described['scenario']}[/bold]{' at ' + point if point else ''}: programs\n")
-        table = tables.table("device", "command", "")
-        for name, program in described["programs"].items():
-            table.add_row(name, " ".join(program["command"]), "in the background" if program["background"] else "")
-        console.print(table)
+        commands = [
+            (name, " ".join(program["command"]), "in the background" if program["background"] else "")
+            for name, program in described["programs"].items()
+        ]
+        print_section(console, [Column("device"), Column("command"), Column("")], commands)
         return
     unit = "step" if described["task"] == "train" else "request"
     console.print(
         f"[bold]{described['scenario']}[/bold]{' at ' + point if point else ''}: {described['task']} "
         f"{described['model']} with {described['method']}, {described['batch_size']} samples a {unit}\n"
     )
-    numbers = ("parameters", "memory", "of", "FLOP", "time")
-    table = tables.table("device", "units", *numbers, right=numbers)
+    rows: list[tuple[str, ...]] = []
     before = None
     for row in described["pieces"]:
         name = row["device"]
         # A device's pieces stand one below the other; its share of memory is that of all of them.
         share = f"{described['memory'][name] / row['memory_available']:.0%}" if name != before else ""
-        table.add_row(
-            "" if name == before else name + (" *" if name == described["lead"] else ""),
-            _held(row),
-            formats.count(row["parameters"]),
-            formats.size(row["memory"]),
-            "< 1%" if share == "0%" else share,
-            formats.count(row["flops"]),
-            formats.seconds(row["compute_time"]),
+        rows.append(
+            (
+                "" if name == before else name + (" *" if name == described["lead"] else ""),
+                _held(row),
+                formats.count(row["parameters"]),
+                formats.size(row["memory"]),
+                "< 1%" if share == "0%" else share,
+                formats.count(row["flops"]),
+                formats.seconds(row["compute_time"]),
+            )
         )
         before = name
-    for name in described["idle"]:
-        table.add_row(name, "-")
-    console.print(table)
+    rows += [(name, "-", *[""] * 5) for name in described["idle"]]
+    columns = [Column("device"), Column("units"), *figures("parameters", "memory", "of", "FLOP", "time")]
+    print_section(console, columns, rows)
     lead = "lead" if described["data"] or described["samples_everywhere"] else "lead, holds the data"
     console.print(f"\n[dim]* {lead}; of: the device's memory; FLOP, time: per {unit}[/dim]")
     if described["step_time"] is not None:
@@ -215,31 +217,38 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
 
 def _print_data(console: Console, data: dict[str, Any]) -> None:
     """Print who owns which training samples."""
-    from controller.report import tables
+    from controller.report.tables import Column, figures
 
-    table = tables.table("device", "samples", "classes", "samples of a class", right=("samples", "classes"))
+    rows = []
     for row in data["owners"]:
         counts = row["classes"]
         most = sorted(counts, key=lambda label: (-counts[label], label))
         shown = ", ".join(f"{label}: {counts[label]:,}" for label in most[:CLASSES_SHOWN])
         more = ", ..." if len(most) > CLASSES_SHOWN else ""
-        table.add_row(row["device"], f"{row['samples']:,}", str(len(counts)), shown + more)
-    console.print(table)
+        rows.append((row["device"], f"{row['samples']:,}", str(len(counts)), shown + more))
+    columns = [Column("device"), *figures("samples", "classes"), Column("samples of a class")]
+    print_section(console, columns, rows)
     owned = sum(row["samples"] for row in data["owners"])
     console.print(f"\n[dim]{owned:,} of {data['samples']:,} training samples; the lead has the test samples[/dim]")
 
 
 def _print_radio(console: Console, radio: dict[str, Any]) -> None:
     """Print the reception ratios, a row a sender, a column a receiver, numbered as the rows are, and the map."""
-    from controller.report import tables
+    from controller.report.tables import Column, figures
 
     ratios = radio["prr"]
     numbers = {name: str(index) for index, name in enumerate(ratios, 1)}
-    table = tables.table("", "device", "metres", *numbers.values(), right=("", *numbers.values()))
-    for name, (x, y) in radio["positions"].items():
-        heard = [f"{ratios[name][other]:.0%}" if other in ratios[name] else "-" for other in ratios]
-        table.add_row(numbers[name], name, f"{x:.1f}, {y:.1f}", *heard)
-    console.print(table)
+    rows = [
+        (
+            numbers[name],
+            name,
+            f"{x:.1f}, {y:.1f}",
+            *(f"{ratios[name][other]:.0%}" if other in ratios[name] else "-" for other in ratios),
+        )
+        for name, (x, y) in radio["positions"].items()
+    ]
+    columns = [Column(""), Column("device"), Column("metres"), *figures(*numbers.values())]
+    print_section(console, columns, rows)
     every = [ratio for row in ratios.values() for ratio in row.values()]
     mean = f", {sum(every) / len(every):.1%} on average" if every else ""
     console.print(f"\n[dim]share of the casts of each row's device that each column's receives (PRR){mean}[/dim]")
@@ -269,13 +278,10 @@ def letters(positions: Mapping[str, Position], names: Mapping[str, str], area: t
 
 def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:
     """Print what each way takes of the device that it takes most of, and of the network."""
-    from controller.report import tables
+    from controller.report.tables import Column, figures
 
-    numbers = ("weights", "memory", "T", "C", "on the wire", "time")
-    table = tables.table("scheme", *numbers, "", right=numbers)
-    for each in alternatives:
-        notes = [] if each["fits"] else ["does not fit"]
-        table.add_row(
+    rows = [
+        (
             each["name"] + (" *" if each["chosen"] else ""),
             formats.count(max(each["weights"].values())),
             formats.size(max(each["memory"].values())),
@@ -283,9 +289,12 @@ def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]
             formats.count(each["communication"]),
             formats.size(each["wire_bytes"]),
             "-" if each["step_time"] is None else formats.seconds(each["step_time"]),
-            "; ".join([*notes, *([each["notes"]] if each["notes"] else [])]),
+            "; ".join(filter(None, ("" if each["fits"] else "does not fit", each["notes"]))),
         )
-    console.print(table)
+        for each in alternatives
+    ]
+    columns = [Column("scheme"), *figures("weights", "memory", "T", "C", "on the wire", "time"), Column("")]
+    print_section(console, columns, rows)
     console.print(
         "\n[dim]* chosen; weights, in elements, and memory: of the device with most; T: multiplications one after the "
         "other, C: elements sent by the paper's formulas, per sample; on the wire, time: of a request[/dim]"

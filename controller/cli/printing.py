@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +11,8 @@ import click
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import Console
+
+    from controller.report.tables import Column
 
 
 def make_console(**options: Any) -> Console:
@@ -35,6 +37,13 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     for row in [header, *rows]:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_section(console: Console, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table as reports have them."""
+    from controller.report.tables import draw, plain
+
+    console.print(draw(plain(columns, rows), console.width))
 
 
 def options(model: type[BaseModel]) -> list[dict[str, Any]]:

@@ -73,8 +73,22 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     type=click.Path(path_type=Path, file_okay=False),
     help="Write its plots into this folder, as SVG and PDF for one and two columns.",
 )
+@click.option("--latex", type=click.Path(path_type=Path, dir_okay=False), help="Write its figures as a LaTeX table.")
+@click.option(
+    "--series",
+    multiple=True,
+    metavar="NAME[: LABEL]",
+    help="Only this column, and what to call it. May be repeated; columns and lines come in this order.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
-def compare(folders: tuple[Path, ...], out: Path | None, plots: Path | None, as_json: bool) -> None:
+def compare(
+    folders: tuple[Path, ...],
+    out: Path | None,
+    plots: Path | None,
+    latex: Path | None,
+    series: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Put runs side by side: their figures, and each as a ratio to the first.
 
     A folder of a sweep stands for all of its runs; repetitions of one point become one column.
@@ -85,10 +99,13 @@ def compare(folders: tuple[Path, ...], out: Path | None, plots: Path | None, as_
     Examples:
       testbed compare results/quickstart results/simulated
       testbed compare results/sweep --out sweep.html
+      testbed compare results/sweep --plots figures --series 'rate=5mbit: 5 Mbit/s' --series 'rate=50mbit: 50 Mbit/s'
     """
     from controller.report import comparison
     from controller.report.plots import save_all
+    from controller.report.tables import latex as as_latex
     from controller.results.comparison import compare as put_side_by_side
+    from controller.results.comparison import side_by_side
     from controller.results.files import load_figures, places
     from testbed.common.errors import InputError
     from testbed.trace.metrics import finite
@@ -96,16 +113,20 @@ def compare(folders: tuple[Path, ...], out: Path | None, plots: Path | None, as_
     runs = [load_figures(place) for folder in folders for place in places(folder)]
     if len(runs) < 2:
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
-    compared = finite(put_side_by_side(runs))
+    grouped = side_by_side(runs, series)
+    compared = finite(put_side_by_side(grouped))
     if as_json:
         dump(compared)
     else:
         comparison.show(make_console(), compared)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(comparison.render(runs, compared), encoding="utf-8")
+        out.write_text(comparison.render(grouped, compared), encoding="utf-8")
         click.echo(f"written to {out}", err=as_json)
+    if latex is not None:
+        latex.write_text(as_latex(comparison.figures_of(compared)), encoding="utf-8")
+        click.echo(f"written to {latex}", err=as_json)
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
-        names = save_all(plots, comparison.plots(runs, compared))
+        names = save_all(plots, comparison.plots(grouped))
         click.echo(f"written to {plots}: {', '.join(names)}", err=as_json)

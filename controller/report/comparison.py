@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rich.cells import cell_len
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from controller.report import tables
-from controller.report.html import environment
-from controller.report.plots import FEW, SERIES, Axis, Draw, Line, inline, line_plot
+from controller.report import html
+from controller.report.plots import FEW, STYLES, Axis, Dash, Draw, Line, line_plot
+from controller.report.tables import BARS, Cell, Column, Section, draw, figures
 from controller.report.terminal import VERDICTS
-from controller.results.comparison import groups
 from controller.results.run import Run
 from controller.results.summary import interval
 from testbed.common import formats
@@ -28,65 +26,70 @@ MOST_PLACES = 200
 Points = list[tuple[float, float]]
 HEAD = 24
 """Letters of a column's name in a row of its head."""
-MOST_COLUMNS = 6
-"""Side by side on a page."""
 AROUND = 20
 """Steps drawn after the one resumed with; half as many before it."""
 
 
 def show(console: Console, compared: Mapping[str, Any]) -> None:
-    """Print a comparison: a row a figure, a column a run or its repetitions, ratios to the first beside the figures.
-
-    Where columns do not fit side by side the table goes on below, so that each keeps its head.
-    """
-    names = [row["name"].replace("_", " ") for row in compared["figures"]]
-    columns = [_column(compared, index) for index in range(len(compared["runs"]))]
-    room = console.width - max(map(len, ["Figure", *names])) - 2
-    console.print(Text(" Runs side by side", style="bold"), Text(f"  {_made_of(compared)}", style="dim"))
-    widths = [max(cell_len(line) for text in column for line in text.plain.splitlines()) for column in columns]
-    for block in tables.blocks([width + tables.BETWEEN for width in widths], room):
-        table = tables.table("Figure", bold=["Figure"])
-        for index in block:
-            table.add_column(columns[index][0], justify="right", overflow="fold")
-        for row, name in enumerate(names, 1):
-            table.add_row(name, *(columns[index][row] for index in block))
-        console.print(table)
+    """Print a comparison: a row a figure, a column a run or its repetitions, ratios to the first beside the figures."""
+    console.print(draw(figures_of(compared), console.width))
     if compared["clocks"]:
-        console.print(
-            Text("  " + clocks_text(compared["clocks"]), style="green" if compared["clocks"]["agree"] else "yellow")
-        )
+        style = "green" if compared["clocks"]["agree"] else "yellow"
+        console.print(Text("  " + clocks_text(compared["clocks"]), style=style))
     for warning in compared["warnings"]:
         console.print(Text(f"  ! {warning}", style="yellow"))
 
 
-def _column(compared: Mapping[str, Any], index: int) -> list[Text]:
-    """Return the head of a column and its cells."""
-    run = compared["runs"][index]
-    sign, colour = VERDICTS[run["verdict"]]
-    lines = [line for part in run["label"].split(",") for line in textwrap.wrap(part, HEAD) or [""]]
-    again = f" × {run['count']}" if run["count"] > 1 else ""
-    head = Text("\n".join(lines)).append(f"\n{run['runtime']}d {sign}{again}", style=colour)
-    cells = []
-    for row in compared["figures"]:
-        value, half, ratio = _cell(row, index)
-        cells.append(Text(value).append(f" {half}" * bool(half)).append(f" {ratio}" * bool(ratio), style="dim"))
-    return [head, *cells]
-
-
-def _cell(row: Mapping[str, Any], index: int) -> tuple[str, str, str]:
-    """Return a figure of a column, its interval, and its ratio to the first column; what there is not is empty."""
-    half, ratio = row["half_widths"][index], row["ratios"][index]
-    return (
-        formats.of_kind(row["kind"], row["values"][index]),
-        f"± {formats.of_kind(row['kind'], half)}" if half else "",
-        formats.ratio(ratio) if index and ratio is not None else "",
-    )
-
-
-def _made_of(compared: Mapping[str, Any]) -> str:
-    """Say what a figure of several runs is."""
+def figures_of(compared: Mapping[str, Any]) -> Section:
+    """Return the figures of runs side by side."""
+    rows = [
+        [
+            Cell(row["name"].replace("_", " "), hint=row["about"]),
+            *(Cell(formats.of_kind(row["kind"], value), _note(row, at)) for at, value in enumerate(row["values"])),
+        ]
+        for row in compared["figures"]
+    ]
     repeated = any(run["count"] > 1 for run in compared["runs"])
-    return "mean ± half width of the 95% confidence interval (Student)" if repeated else ""
+    brief = "mean ± half width of the 95% confidence interval (Student)" if repeated else ""
+    note = "Small: how many times the first column's figure."
+    note += f" Figures of several runs: {brief}." if brief else ""
+    return Section("Runs side by side", note, brief, _columns("Figure", compared), rows)
+
+
+def _note(row: Mapping[str, Any], at: int) -> str:
+    """Return a figure's interval, and its ratio to the first column; what there is not is empty."""
+    half, ratio = row["half_widths"][at], row["ratios"][at]
+    parts = [f"± {formats.of_kind(row['kind'], half)}" if half else ""]
+    return " ".join(filter(None, [*parts, formats.ratio(ratio) if at and ratio is not None else ""]))
+
+
+def _columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...]:
+    heads = []
+    for run in compared["runs"]:
+        lines = [line for part in run["label"].split(",") for line in textwrap.wrap(part, HEAD) or [""]]
+        again = f"\u00a0×\u00a0{run['count']}" if run["count"] > 1 else ""
+        heads.append("\n".join([*lines, f"{run['runtime']}d\u00a0{VERDICTS[run['verdict']][0]}{again}"]))
+    return Column(first, "name"), *figures(*heads)
+
+
+def _others(compared: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield what a page has beside the figures."""
+    rows = [
+        [Cell(name), *(Cell("–") if share is None else Cell(_busy(share), shares=share) for share in shares)]
+        for name, shares in compared["devices"].items()
+    ]
+    note = "Share of the run that a device spent computing / communicating without computing; red: down."
+    yield Section("Devices", note, "", _columns("Device", compared), rows)
+    if compared["differences"]:
+        rows = [
+            [Cell(key), *(Cell("–" if value is None else str(value)) for value in values)]
+            for key, values in compared["differences"].items()
+        ]
+        yield Section("Where the scenarios differ", "", "", _columns("Key", compared), rows)
+
+
+def _busy(share: Mapping[str, float]) -> str:
+    return " / ".join(formats.whole_share(share[kind]) for kind in BARS[:2])
 
 
 def clocks_text(clocks: Mapping[str, Any]) -> str:
@@ -99,42 +102,36 @@ def clocks_text(clocks: Mapping[str, Any]) -> str:
     )
 
 
-def render(runs: Sequence[Run], compared: Mapping[str, Any]) -> str:
+def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) -> str:
     """Return a comparison as one self-contained HTML page."""
-    number = len(compared["runs"])
-    heads = [run["label"].replace(",", "\n") for run in compared["runs"]]
-    blocks = tables.blocks([1] * number, -(-number // -(-number // MOST_COLUMNS)))
-    return (
-        environment()
-        .get_template("compare.html")
-        .render(
-            runs=compared["runs"],
-            blocks=[(block, [heads[index] for index in block]) for block in blocks],
-            made_of=_made_of(compared),
-            figures=[
-                (row["name"].replace("_", " "), row["about"], [_cell(row, index) for index in range(number)])
-                for row in compared["figures"]
-            ],
-            devices=compared["devices"],
-            differences=compared["differences"],
-            warnings=compared["warnings"],
-            clocks=clocks_text(compared["clocks"]) if compared["clocks"] else "",
-            charts=[(title, note, inline(plot, title)) for title, note, plot in plots(runs, compared)],
-            signs={kind: sign for kind, (sign, _) in VERDICTS.items()},
-        )
+    runs = compared["runs"]
+    return html.page(
+        f"{sum(run['count'] for run in runs)} runs side by side",
+        chips=[f"{VERDICTS[run['verdict']][0]} {run['label']}, {run['runtime']}d" for run in runs],
+        warnings=compared["warnings"],
+        notice=clocks_text(compared["clocks"]) if compared["clocks"] else "",
+        charts=list(plots(grouped)),
+        first=figures_of(compared),
+        sections=list(_others(compared)),
     )
 
 
-def plots(runs: Sequence[Run], compared: Mapping[str, Any]) -> Iterator[tuple[str, str, Draw]]:
-    """Yield (title, note, plot) of what runs went through, the first of them where there are more than colours."""
-    grouped = list(zip(groups(runs), (run["label"] for run in compared["runs"]), SERIES, strict=False))
+def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[tuple[str, str, Draw]]:
+    """Yield (title, note, plot) of what runs went through, the first of them where there are more than styles."""
+    styled = list(zip(grouped.items(), STYLES, strict=False))
+    everyone = [run for runs in grouped.values() for run in runs]
 
     def lines(what: str, **options: Any) -> list[Line]:
-        found = [mean_line(label, [curve(run, what, **options) for run in group], at) for group, label, at in grouped]
+        found = [
+            mean_line(label, [curve(run, what, **options) for run in runs], *style) for (label, runs), style in styled
+        ]
         return [line for line in found if line.points]
 
-    note = BAND if any(len(group) > 1 for group, *_ in grouped) else ""
-    end = max(run.metrics["duration"] for run in runs)
+    notes = [BAND] if any(len(runs) > 1 for runs in grouped.values()) else []
+    if left_out := list(grouped)[len(STYLES) :]:
+        notes.append(f"{len(left_out)} more are not drawn: choose with --series.")
+    note = " ".join(notes)
+    end = max(run.metrics["duration"] for run in everyone)
     for title, what, y in (
         ("Loss over time", "loss", Axis("training loss")),
         # Disturbed steps would flatten the rest; their time is the recovery time above.
@@ -146,7 +143,7 @@ def plots(runs: Sequence[Run], compared: Mapping[str, Any]) -> Iterator[tuple[st
         # One evaluation at the end is a figure and no curve.
         if any(len(line.points) > 1 or what != "accuracy" for line in drawn):
             yield title, note, partial(line_plot, drawn, range_=(0.0, end), y=y)
-    steps = [item["step"] for run in runs for item in run.metrics["recovery_list"] if item["step"] is not None]
+    steps = [item["step"] for run in everyone for item in run.metrics["recovery_list"] if item["step"] is not None]
     if steps:
         # Around the first step that any run had to resume with.
         first, last = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
@@ -175,7 +172,7 @@ def curve(
     return sorted((row[x], row[key]) for row in last.values() if begin <= row[x] <= end)
 
 
-def mean_line(name: str, curves: Sequence[Points], colour: str) -> Line:
+def mean_line(name: str, curves: Sequence[Points], colour: str, dash: Dash = "solid") -> Line:
     """Return the mean of some curves over the x that all of them reach, with its 95% confidence interval (Student).
 
     Curves that do not stand at the same x are read in between, linearly. Those without a point do not count.
@@ -183,20 +180,11 @@ def mean_line(name: str, curves: Sequence[Points], colour: str) -> Line:
     some = [points for points in curves if points]
     if len(some) < 2:
         points = some[0] if some else []
-        return Line(name, points, colour, marks=len(points) <= FEW)
+        return Line(name, points, colour, dash, marks=len(points) <= FEW)
     low, high = max(points[0][0] for points in some), min(points[-1][0] for points in some)
     places = [x for x, _ in some[0] if low <= x <= high]
-    places = places[:: -(-len(places) // MOST_PLACES)] if places else []
-    means = [interval([_at(points, x) for points in some]) for x in places]
+    places = places[:: -(-len(places) // MOST_PLACES) or 1]
+    values = [np.interp(places, [x for x, _ in points], [y for _, y in points]).tolist() for points in some]
+    means = [interval(at) for at in zip(*values, strict=True)]
     points = [(x, mean) for x, (mean, _) in zip(places, means, strict=True)]
-    return Line(name, points, colour, half_widths=[half for _, half in means])
-
-
-def _at(points: Points, x: float) -> float:
-    """Return the value of a curve at an x between its first and last."""
-    after = bisect_left(points, (x, float("-inf")))
-    (right, value) = points[after]
-    if right == x:
-        return value
-    left, before = points[after - 1]
-    return before + (value - before) * (x - left) / (right - left)
+    return Line(name, points, colour, dash, half_widths=[half for _, half in means])

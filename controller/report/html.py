@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from controller.report import radiomap
 from controller.report.declared import Drawn, curves, head
-from controller.report.grouping import describe, group_links, measured
-from controller.report.plots import FEW, SERIES, Axis, Draw, Line, Window, inline, line_plot, stacked_plot
-from controller.report.sections import expected, holdings, sections
+from controller.report.plots import FEW, STYLES, Axis, Draw, Line, Window, inline, line_plot, stacked_plot
+from controller.report.sections import directions, expected, holdings, sections
+from controller.report.tables import Section
 from controller.report.terminal import VERDICTS
 from controller.report.timeline import shaded, timeline
 from controller.results.recorder import scenario_yaml
 from controller.results.run import Run, value_text
-from testbed.common import formats
 
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
@@ -31,25 +31,57 @@ EXPLAINED = {
 @cache
 def environment() -> Environment:
     """Return the templates, with escaping always on and every missing name an error."""
-    made = Environment(
+    return Environment(
         loader=PackageLoader("controller.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
-        "seconds": formats.seconds,
-        "moment": formats.moment,
-        "size": formats.size,
-        "number": formats.number,
-        "share": formats.share,
-        "whole_share": formats.whole_share,
-        "speed": formats.speed,
-        "link": describe,
-        "measured": lambda found: measured([found] if found else []),
-    }
-    return made
+
+
+def page(
+    title: str,
+    *,
+    chips: Sequence[str],
+    sections: Sequence[Section],
+    charts: Sequence[tuple[str, str, Draw | None]],
+    files: Sequence[str] = (),
+    runs: Sequence[Run] = (),
+    lead: str = "",
+    warnings: Sequence[str] = (),
+    notice: str = "",
+    first: Section | None = None,
+) -> str:
+    """Return a page about several runs.
+
+    ``charts`` are (title, note, plot), saved as ``files`` if they are; the section ``first`` stands before them.
+    """
+    origin = (
+        {
+            "version": runs[0].manifest["versions"]["testbed"],
+            "date": max(run.manifest["date"] for run in runs),
+        }
+        if runs
+        else {}
+    )
+    drawn = [(name, note, plot and inline(plot, name)) for name, note, plot in charts]
+    kinds = sorted({f"{run.outcome.runtime}d" for run in runs})
+    return (
+        environment()
+        .get_template("runs.html")
+        .render(
+            title=title,
+            lead=lead,
+            chips=[*chips, *kinds],
+            warnings=warnings,
+            notice=notice,
+            first=first,
+            charts=list(zip_longest(drawn, files)),
+            sections=sections,
+            **origin,
+        )
+    )
 
 
 def write(run: Run) -> None:
@@ -64,6 +96,7 @@ def render(run: Run) -> str:
         environment()
         .get_template("report.html")
         .render(
+            title=scenario.name,
             scenario=scenario,
             chips=list(_chips(run)),
             verdict=metrics["verdict"],
@@ -75,9 +108,7 @@ def render(run: Run) -> str:
             timeline=timeline(run),
             sections=list(sections(run)),
             fell=any(row["down"] for row in metrics["devices"].values()),
-            emulated=metrics["runtime"] == "emulate",
-            links=metrics["links"],
-            groups=len(group_links(metrics["links"])),
+            directions=directions(run),
             reproduce=_reproduce(run),
             scenario_text=scenario_yaml(scenario),
             plan_text=json.dumps(run.plan.model_dump(mode="json"), indent=2),
@@ -160,8 +191,8 @@ def _map(run: Run) -> tuple[str, str, Draw]:
 def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], Draw], end: float) -> tuple[str, str, Draw]:
     """Draw a chart that the method adds, of the first of its lines where there are more than colours."""
     lines = [
-        Line(name or curve.title, points, colour, marks=len(points) <= FEW)
-        for (name, points), colour in zip(curve.lines, SERIES, strict=False)
+        Line(name or curve.title, points, *style, marks=len(points) <= FEW)
+        for (name, points), style in zip(curve.lines, STYLES, strict=False)
     ]
     left_out = len(curve.lines) - len(lines)
     note = f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note

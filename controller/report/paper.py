@@ -7,22 +7,14 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from markupsafe import Markup
+from rich.console import Console
+from rich.text import Text
 
+from controller.report import html, tables
 from controller.report.comparison import BAND, curve, mean_line
-from controller.report.html import environment
-from controller.report.plots import (
-    SERIES,
-    Axis,
-    Bars,
-    Draw,
-    Line,
-    bar_plot,
-    inline,
-    line_plot,
-    save_all,
-)
-from controller.report.terminal import VERDICTS
+from controller.report.plots import SERIES, Axis, Bars, Draw, Line, bar_plot, line_plot, save_all
+from controller.report.tables import Cell, Column, Section, figures
+from controller.report.terminal import VERDICTS, where
 from controller.results.reproduction import ReproducedRow
 from controller.results.run import Run, point_text, value_text
 from testbed.common import formats
@@ -49,57 +41,69 @@ def markdown(part: PaperPart, rows: Sequence[ReproducedRow]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def show(console: Console, source: str, rows: Sequence[ReproducedRow], folder: Path) -> None:
+    """Print a publication's figures beside ours."""
+    notes = [Text(f" {row.name}: {row.note}", style="dim") for row in rows if row.note]
+    console.print(Text(), tables.draw(section(source, rows), console.width), *notes, where(folder, "paper.html"))
+
+
 def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> str:
     """Return the page, which is to lie in the folder of the runs; its plots are written there as SVG and PDF."""
     scenario = runs[0].trial.scenario
-    runtimes = sorted({run.outcome.runtime for run in runs})
     drawn = [draw(chart, rows, runs) for chart in part.charts]
-    return (
-        environment()
-        .get_template("paper.html")
-        .render(
-            source=part.source,
-            description=scenario.description,
-            chips=[
-                scenario.name,
-                f"{len(runs)} run{'' if len(runs) == 1 else 's'}",
-                *(f"{name}d" for name in runtimes),
-            ],
-            rows=[_cells(row) for row in rows],
-            charts=[(*_inline(each), name) for each, name in zip(drawn, save_all(folder, drawn), strict=True)],
-            runs=[
-                (
-                    _name(run),
-                    VERDICTS[run.metrics["verdict"]["kind"]][0],
-                    run.metrics["verdict"]["kind"],
-                    _link(folder, run),
-                )
-                for run in runs
-            ],
-            version=runs[0].manifest["versions"]["testbed"],
-            date=max(run.manifest["date"] for run in runs),
-        )
+    pages = [[Cell(_name(run), links=[(_name(run), _link(folder, run))]), _verdict(run)] for run in runs]
+    columns = (Column("Run", "name"), Column("Verdict"))
+    return html.page(
+        part.source,
+        runs=runs,
+        lead=scenario.description,
+        chips=[scenario.name, f"{len(runs)} run{'' if len(runs) == 1 else 's'}"],
+        charts=drawn,
+        files=save_all(folder, drawn),
+        sections=[
+            section(
+                "The paper's figures beside ours" if any(row.paper is not None for row in rows) else "Figures", rows
+            ),
+            Section("Runs", "Each with its own report.", "", columns, pages),
+        ],
     )
 
 
-def _inline(chart: tuple[str, str, Draw | None]) -> tuple[str, str, Markup | None]:
-    title, note, plot = chart
-    return title, note, None if plot is None else inline(plot, title)
+def section(title: str, rows: Sequence[ReproducedRow]) -> Section:
+    """Return what is printed and what came out here, a row each; columns without a cell are left out."""
+    printed, expected = any(row.paper is not None for row in rows), any(row.condition for row in rows)
+    columns = (
+        Column("Figure", "name"),
+        *figures(*(["Paper"] if printed else []), "Ours", *(["Ours / paper"] if printed else []), "Runs"),
+        *([Column("Expected")] if expected else []),
+    )
+    note = "mean ± half width of the 95% confidence interval (Student)"
+    cells = [
+        [
+            Cell(row.name, hint=row.note),
+            *([Cell(formats.of_kind(row.kind, row.paper))] if printed else []),
+            Cell(
+                formats.of_kind(row.kind, row.ours),
+                "" if row.half_width is None else f"± {formats.of_kind(row.kind, row.half_width)}",
+            ),
+            *([Cell(formats.ratio(row.ratio))] if printed else []),
+            Cell(str(row.runs), f"({row.untrusted} not trusted)" if row.untrusted else ""),
+            *([_held(row)] if expected else []),
+        ]
+        for row in rows
+    ]
+    return Section(title, f"Ours: {note}.", note, columns, cells)
 
 
-def _cells(row: ReproducedRow) -> Mapping[str, str | bool | None]:
-    half = "" if row.half_width is None else f"± {formats.of_kind(row.kind, row.half_width)}"
-    return {
-        "name": row.name,
-        "note": row.note,
-        "paper": formats.of_kind(row.kind, row.paper),
-        "ours": formats.of_kind(row.kind, row.ours),
-        "half": half,
-        "ratio": formats.ratio(row.ratio),
-        "runs": str(row.runs) + (f" ({row.untrusted} not trusted)" if row.untrusted else ""),
-        "condition": row.condition,
-        "holds": row.holds,
-    }
+def _held(row: ReproducedRow) -> Cell:
+    if row.holds is None:
+        return Cell("")
+    return Cell(f"{'✔' if row.holds else '✘'} {row.condition}", tone="yes" if row.holds else "no")
+
+
+def _verdict(run: Run) -> Cell:
+    kind = run.metrics["verdict"]["kind"]
+    return Cell(f"{VERDICTS[kind][0]} {kind}")
 
 
 def _name(run: Run) -> str:

@@ -11,8 +11,9 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import matplotlib as mpl
 import numpy as np
@@ -20,6 +21,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation
 
 from testbed.common import formats
 from testbed.common.formats import FigureKind
@@ -41,11 +43,15 @@ COLOURS = {
 """Those of style.css by its names; inline, each becomes the page's own, in a dark page too. The series are after Okabe
 and Ito (Color Universal Design, 2008): colour-blind readers can distinguish them."""
 SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
-"""Colours of the series of a plot, in this order; it has no more series than that."""
+"""Colours of the series of a plot, in this order."""
 MARKS = ("o", "s", "^", "D", "v", "P")
 """Of the series, in the same order: they can be distinguished without colours, too."""
-WIDTH, HEIGHT = 4.2, 2.4
-"""Inches, on a page."""
+Dash = Literal["solid", "dashed", "dotted"]
+HATCHES: dict[Dash, str] = {"solid": "", "dashed": "////", "dotted": "...."}
+STYLES: tuple[tuple[str, Dash], ...] = tuple((colour, dash) for dash, colour in product(HATCHES, SERIES))
+"""Colour and dash of the series of a plot, in this order; it has no more series than that."""
+WIDTH, HEIGHT = 4.2, 2.2
+"""Inches, on a page; a legend adds to the height."""
 PRINT = {"": 3.5, "-wide": 7.16}
 """What follows the name of a file -> its width in inches: one column of a paper and two (those of IEEE)."""
 LOG_FROM = 10.0
@@ -54,18 +60,16 @@ LOG_BARS_FROM = 100.0
 """The same of bars, whose lengths no longer compare then."""
 LOG_X_FROM = 20.0
 """The same of the places of points on the x axis."""
-LETTER, ROW = 0.075, 0.17
-"""Inches: about the width of a letter and the height of a row of text."""
-_STEPS = (1, 2, 2.5, 5, 10)
-"""Between the ticks of an axis, times a power of ten."""
+LETTER = 0.075
+"""Inches: about the width of a letter."""
+MARK_LETTERS = 6
+"""Room that the mark beside a name in a legend takes, in letters."""
 MOST_POINTS = 1500
 """Points drawn of a line: more than pixels across add weight, not detail."""
 FEW = 60
 """Points of a line that can be distinguished: each gets a mark."""
-MOST_LETTERS = 60
-"""Of a name in the legend."""
-AXIS_LETTERS, BESIDE_LETTERS = 9, 16
-"""Room that the axis takes beside a name, and it and a mark, in letters."""
+APART = 3.0
+"""Points of type between the marks of two series at the same place, so that their intervals can be distinguished."""
 PRINTED = 0.45
 """Opacity of what is as a publication has it."""
 STYLE: Any = {
@@ -85,7 +89,10 @@ STYLE: Any = {
     "axes.spines.left": False,
     "axes.axisbelow": True,
     "ytick.left": False,
+    "hatch.linewidth": 0.5,
 }
+Points = Sequence[tuple[float, float]]
+Numbers = Sequence[float] | np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -93,9 +100,10 @@ class Line:
     """One line of a plot: (x, y) in the order of x."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Points
     colour: str
     """One of `COLOURS`."""
+    dash: Dash = "solid"
     marks: bool = False
     """Draw a dot at every point, for few of them."""
     joined: bool = True
@@ -104,6 +112,11 @@ class Line:
     """As a publication has it: drawn paler and dashed, and not in the legend."""
     half_widths: Sequence[float | None] = ()
     """Of the intervals around the values, one a point: error bars where there are marks, else a band."""
+
+    @property
+    def marked(self) -> bool:
+        """Whether there is a mark at each point."""
+        return self.marks or not self.joined or len(self.points) == 1
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,8 @@ class Bars:
     colour: str
     half_widths: Sequence[float | None] = ()
     """Of the intervals around the values."""
+    dash: Dash = "solid"
+    """Says how the bars are hatched."""
     printed: bool = False
     """As a publication has it: drawn paler, and not in the legend."""
 
@@ -131,10 +146,11 @@ class Axis:
         """What a value, and the interval around one, can be at most: a share is no more than all."""
         return 1.0 if self.kind == "share" else math.inf
 
-    def scale(self, highest: float) -> tuple[float, str]:
-        """Return what values are divided by where this is the highest, and the title with its unit."""
-        factor, unit = formats.unit(self.kind, highest)
-        return factor, f"{self.name} ({unit})" if unit else self.name
+    def intervals(self, values: Numbers, halves: Sequence[float | None]) -> np.ndarray[Any, Any]:
+        """Return how far down and up the intervals around values go, (2, values); NaN where there is none."""
+        half = np.array([math.nan if each is None else each for each in halves], float)
+        room = np.maximum(self.most - np.array(values), np.where(np.array(values) > self.most, math.inf, 0.0))
+        return np.array([half, np.minimum(half, room)])
 
 
 class Draw(Protocol):
@@ -154,7 +170,7 @@ class Window:
     """fault, which is labelled, or recovery."""
 
 
-def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
     """Return at most ``most`` points, keeping the lowest and the highest of every stretch."""
     finite = [point for point in points if math.isfinite(point[1])]
     if len(finite) <= most:
@@ -181,38 +197,35 @@ def line_plot(
 ) -> Figure:
     """Draw lines, windows behind them.
 
-    The y axis begins at 0, or is logarithmic where values are far apart. The x axis goes over ``range_``, is called
-    ``x``, and has a figure at each of ``at``, or at round numbers.
+    The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart. The x axis
+    goes over ``range_``, is called ``x``, and has a figure at each of ``at``, or at round numbers.
     """
     figure, axes = _axes(width, x)
     low, high = range_[0], range_[1] if range_[1] > range_[0] else range_[0] + 1.0
     axes.set_xlim(low, high)
-    drawn = [(line, list(line.points) if line.half_widths else thin(line.points)) for line in lines]
-    if all(float(place).is_integer() for _, points in drawn for place, _ in points):
-        axes.xaxis.set_major_locator(_round_numbers(width, whole=True))  # there is no epoch 1.5
-    values = [value for _, points in drawn for _, value in points]
-    factor = _measure(axes, y, values, LOG_FROM)
-    if axes.get_yscale() == "linear":
-        most = [
-            value + (half or 0.0)
-            for line, points in drawn
-            for (_, value), half in zip(points, line.half_widths, strict=False)
-        ]
-        highest = min(max([*most, *values, 0.0]), y.most)
-        axes.set_ylim(0.0, highest / factor * 1.06 or 1.0)
-    several = sum(bool(points) and not (line.printed or _marked(line, points)) for line, points in drawn) > 1
-    for line, points in drawn:
-        if points:
-            _draw_line(axes, line, points, factor, several, y.most)
+    drawn = [line for line in lines if line.points]
+    if all(float(place).is_integer() for line in drawn for place, _ in line.points):
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # there is no epoch 1.5
     if at is not None:
         if low > 0 and high >= low * LOG_X_FROM:
             axes.set_xscale("log")
             axes.set_xlim(low / 1.1, high * 1.1)
-            axes.xaxis.set_minor_formatter(NullFormatter())
         marked = _apart(at, axes, width)
         axes.set_xticks(marked, [f"{place:g}" for place in marked])
         axes.minorticks_off()
-    legend(figure, axes, above=_shade(axes, windows, high - low, width))
+    ends = [value for line in drawn for _, value in line.points]
+    for line in drawn:
+        values = [value for _, value in line.points]
+        down, up = y.intervals(values, line.half_widths or [0.0] * len(values))
+        ends += [*np.nan_to_num(values - down), *np.nan_to_num(values + up)] if line.half_widths else []
+    factor = _measure(axes, y, [value for line in drawn for _, value in line.points], ends, LOG_FROM)
+    spread = [line for line in drawn if line.marked and line.half_widths]
+    several = sum(not (line.printed or line.marked) for line in drawn) > 1
+    for line in drawn:
+        aside = (spread.index(line) - (len(spread) - 1) / 2) * APART if line in spread else 0.0
+        _draw_line(axes, line, y, factor, several, aside)
+    _shade(axes, windows, high - low, width)
+    legend(figure, axes)
     return figure
 
 
@@ -228,38 +241,32 @@ def _apart(at: Sequence[float], axes: Axes, width: float) -> list[float]:
     return kept
 
 
-def _intervals(values: Sequence[float], halves: Sequence[float], most: float) -> list[Sequence[float]]:
-    """Return how far down and up the intervals around values go: up no further than ``most``; NaN: there is none."""
-    up = [half if value > most else min(half, most - value) for value, half in zip(values, halves, strict=True)]
-    return [halves, up]
+def _draw_line(axes: Axes, line: Line, y: Axis, factor: float, several: bool, aside: float) -> None:
+    """Draw one line; among several without marks at their points it gets a few of its own.
 
-
-def _marked(line: Line, points: Sequence[tuple[float, float]]) -> bool:
-    """Say whether a line has a mark at each of its points."""
-    return line.marks or not line.joined or len(points) == 1
-
-
-def _draw_line(
-    axes: Axes, line: Line, points: Sequence[tuple[float, float]], factor: float, several: bool, most: float
-) -> None:
-    """Draw one line; among several without marks at their points it gets a few of its own."""
-    xs, ys = [x for x, _ in points], [y / factor for _, y in points]
+    ``aside`` are the points of type that it is moved to the right by.
+    """
+    points = list(line.points) if line.half_widths else thin(line.points)
+    xs, ys = (np.array(part) for part in zip(*points, strict=True))
     number = SERIES.index(line.colour) if line.colour in SERIES else 0
-    marked = _marked(line, points)
-    colour = COLOURS[line.colour]
-    halves = [math.nan if half is None else half / factor for half in line.half_widths]
-    if halves:
-        down, up = _intervals(ys, halves, most / factor)
+    marked, colour = line.marked, COLOURS[line.colour]
+    place = axes.transData
+    if aside and (figure := axes.get_figure()):
+        place = place + ScaledTranslation(aside / 72, 0.0, figure.dpi_scale_trans)
+    if line.half_widths:
+        down, up = y.intervals(ys, line.half_widths) / factor
         if marked:
-            axes.errorbar(xs, ys, [down, up], fmt="none", ecolor=colour, elinewidth=1, capsize=2.5)
+            whiskers: Any = {"fmt": "none", "ecolor": colour, "elinewidth": 1, "capsize": 2.5}
+            axes.errorbar(xs, ys / factor, [down, up], transform=place, **whiskers)
         else:
-            axes.fill_between(xs, np.subtract(ys, down), np.add(ys, up), color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(xs, ys / factor - down, ys / factor + up, color=colour, alpha=0.2, linewidth=0)
     axes.plot(
         xs,
-        ys,
+        ys / factor,
+        transform=place,
         color=colour,
         alpha=PRINTED if line.printed else 1.0,
-        linestyle="none" if not line.joined else "dashed" if line.printed else "solid",
+        linestyle="none" if not line.joined else "dashed" if line.printed else line.dash,
         linewidth=1.3,
         marker=MARKS[number] if marked or several else "",
         markevery=1 if marked else (0.04 + 0.04 * number, 0.28),
@@ -279,68 +286,66 @@ def stacked_plot(lines: Sequence[Line], marks: Sequence[float], *, end: float, y
     figure, axes = _axes(width, "time (s)")
     axes.set_xlim(0.0, end)
     times = sorted({0.0, end, *(x for line in lines for x, _ in line.points)})
-    held = [_held(line.points, times) for line in lines]
-    factor = _measure(axes, y, [0.0, *(sum(values) for values in zip(*held, strict=True))], math.inf)
-    parts = [[value / factor for value in values] for values in held]
+    held = np.array([_held(line.points, times) for line in lines])
+    whole = held.sum(axis=0)
+    factor = _measure(axes, y, whole, whole, math.inf)
     colours = [COLOURS[line.colour] for line in lines]
-    axes.stackplot(times, parts, step="post", colors=colours, alpha=0.75, labels=[line.name for line in lines])
+    axes.stackplot(times, held / factor, step="post", colors=colours, alpha=0.75, labels=[line.name for line in lines])
     for mark in marks:
         axes.axvline(mark, color=COLOURS["ink"], linewidth=0.8, linestyle="dotted")
-    axes.set_ylim(bottom=0.0)
     legend(figure, axes)
     return figure
 
 
-def _held(points: Sequence[tuple[float, float]], times: Sequence[float]) -> list[float]:
+def _held(points: Points, times: Sequence[float]) -> np.ndarray[Any, Any]:
     """Return the value at each of some rising times: that of the last point until then, 0 before the first."""
-    found, value, following = [], 0.0, list(points)
-    for time in times:
-        while following and following[0][0] <= time:
-            value = following.pop(0)[1]
-        found.append(value)
-    return found
+    xs, ys = zip(*points, strict=True) if points else ((), ())
+    return np.array([0.0, *ys])[np.searchsorted(xs, times, side="right")]
 
 
 @mpl.rc_context(STYLE)
 def bar_plot(groups: Sequence[str], kinds: Sequence[Bars], *, y: Axis, x: str = "", width: float = WIDTH) -> Figure:
     """Draw bars side by side in groups, each with its figure above it if there is room for all of them.
 
-    The y axis begins at 0, or is logarithmic where values are far apart. ``x`` says what the groups are.
+    The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart. ``x`` says
+    what the groups are.
     """
     figure, axes = _axes(width, x)
     room = width * 0.85 / max(1, len(groups))
     bar = 0.8 / max(1, len(kinds))
     values = [value for kind in kinds for value in kind.values if value is not None]
-    factor = _measure(axes, y, values, LOG_BARS_FROM)
+    factor = _measure(axes, y, values, values, LOG_BARS_FROM)
     labelled = all(len(formats.number(value / factor)) * LETTER <= room * bar for value in values)
     for index, kind in enumerate(kinds):
-        places = [group - 0.4 + (index + 0.5) * bar for group in range(len(groups))]
-        halves = kind.half_widths or [None] * len(kind.values)
         found = [
-            (place, value / factor, math.nan if half is None else half / factor)
-            for place, value, half in zip(places, kind.values, halves, strict=True)
+            (group - 0.4 + (index + 0.5) * bar, value, half)
+            for group, (value, half) in enumerate(
+                zip(kind.values, kind.half_widths or [None] * len(kind.values), strict=True)
+            )
             if value is not None
         ]
-        at, heights, around = zip(*found, strict=True) if found else ((), (), ())
+        at, heights, halves = zip(*found, strict=True) if found else ((), (), ())
         bars = axes.bar(
             at,
-            heights,
+            np.array(heights) / factor,
             bar * 0.94,
-            yerr=_intervals(heights, around, y.most / factor) if any(half > 0 for half in around) else None,
+            yerr=y.intervals(heights, halves) / factor if any(halves) else None,
             color=COLOURS[kind.colour],
+            hatch=HATCHES[kind.dash],
+            edgecolor=COLOURS["card"],
+            linewidth=0,
             alpha=PRINTED if kind.printed else 1.0,
             error_kw={"ecolor": COLOURS["ink"], "elinewidth": 1, "capsize": 3},
             label=f"_{kind.name}" if kind.printed else kind.name,
         )
         if labelled:
-            texts = [formats.number(float(f"{value:.3g}")) for value in heights]
+            texts = [formats.number(float(f"{value / factor:.3g}")) for value in heights]
             axes.bar_label(bars, texts, padding=2, color=COLOURS["soft"], fontsize=7.5)
-    wrapped = ["\n".join(textwrap.wrap(group, max(6, int(room / LETTER)))) for group in groups]
+    wrapped = [textwrap.fill(group, max(6, int(room / LETTER))) for group in groups]
     axes.set_xticks(range(len(groups)), wrapped)
     axes.tick_params(axis="x", length=0)
-    figure.set_figheight(HEIGHT + ROW * max((text.count("\n") for text in wrapped), default=0))
     if axes.get_yscale() == "linear":
-        axes.set_ylim(bottom=0.0, auto=True)
+        axes.set_ylim(None if min(values, default=0.0) < 0 else 0.0, None, auto=True)
         axes.margins(y=0.1)
     legend(figure, axes)
     return figure
@@ -350,20 +355,15 @@ def _axes(width: float, x: str) -> tuple[Figure, Axes]:
     figure = Figure((width, HEIGHT), layout="constrained")
     axes = figure.subplots()
     axes.grid(axis="y", linewidth=0.8)
-    axes.xaxis.set_major_locator(_round_numbers(width))
     axes.set_xlabel(x)
     return figure, axes
 
 
-def _round_numbers(width: float, *, whole: bool = False) -> MaxNLocator:
-    return MaxNLocator(max(4, int(width * 1.4)), steps=_STEPS, integer=whole)
-
-
-def _measure(axes: Axes, y: Axis, values: Sequence[float], log_from: float) -> float:
-    """Give the y axis its title, limits and figures; return what values are divided by."""
+def _measure(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float) -> float:
+    """Give the y axis its title, figures, and limits around the ``ends`` of intervals; return what values are over."""
     lowest, highest = min(values, default=0.0), max(values, default=0.0)
-    factor, title = y.scale(highest)
-    axes.set_ylabel(title)
+    factor, unit = formats.unit(y.kind, max(highest, -lowest))
+    axes.set_ylabel(f"{y.name} ({unit})" if unit else y.name)
     if y.kind != "share" and lowest > 0 and highest >= lowest * log_from:
         axes.set_yscale("log")
         near = highest < lowest * 1000
@@ -371,16 +371,15 @@ def _measure(axes: Axes, y: Axis, values: Sequence[float], log_from: float) -> f
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylim(lowest / factor / 1.2, highest / factor * 1.2)
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        bottom, top = min(0.0, *ends, 0.0), max(0.0, *ends, 0.0)
+        axes.set_ylim(bottom / factor * 1.06, top / factor * 1.06 if top > bottom or bottom else 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.number(float(value))))
     return factor
 
 
-def _shade(axes: Axes, windows: Sequence[Window], span: float, width: float) -> bool:
-    """Shade windows and say above the axes what they are; a label is left out where it would lie on the one before.
-
-    Returns whether there is any label.
-    """
+def _shade(axes: Axes, windows: Sequence[Window], span: float, width: float) -> None:
+    """Shade windows and say above the axes what they are; a label is left out where it would lie on the one before."""
     free = -math.inf
     for window in windows:
         colour = COLOURS[window.style]
@@ -394,31 +393,20 @@ def _shade(axes: Axes, windows: Sequence[Window], span: float, width: float) -> 
             transform = axes.get_xaxis_transform()
             axes.text(*where, window.label, color=colour, ha=across, va="bottom", fontsize=7.5, transform=transform)
             free = begin + length
-    return free > -math.inf
 
 
-def legend(figure: Figure, axes: Axes, *, above: bool = False) -> None:
-    """Put the names of all series over the plot, ``above`` a row of other words there; it grows with their rows."""
-    figure.set_figheight(figure.get_figheight() + ROW * above)
+def legend(figure: Figure, axes: Axes) -> None:
+    """Put the names of all series above the plot, in as many columns as fit; the figure grows with their rows."""
     handles, names = axes.get_legend_handles_labels()
-    if not handles:
-        return
-    most = min(MOST_LETTERS, int(figure.get_figwidth() / LETTER) - BESIDE_LETTERS)
-    short = [name if len(name) <= most else f"{name[: most - 1]}…" for name in names]
-    # Left of the plot stands its axis; beside a name its mark, and the gap to the next.
-    room = figure.get_figwidth() / LETTER - AXIS_LETTERS
-    columns = max(1, int(room / (max(map(len, short)) + BESIDE_LETTERS - AXIS_LETTERS)))
-    figure.set_figheight(figure.get_figheight() + ROW * (math.ceil(len(short) / columns) - 1))
-    axes.legend(
-        handles,
-        short,
-        loc="lower left",
-        bbox_to_anchor=(0.0, 1.0),
-        ncols=columns,
-        frameon=False,
-        handlelength=1.6,
-        borderaxespad=1.8 if above else 0.5,
-    )
+    letters = int(figure.get_figwidth() / LETTER) - MARK_LETTERS
+    wrapped = [textwrap.fill(name, letters) for name in names]
+    for columns in range(len(names), 0, -1):
+        made = figure.legend(handles, wrapped, loc="outside upper left", ncols=columns, frameon=False, handlelength=2.4)
+        box = made.get_window_extent()
+        if box.width <= figure.bbox.width or columns == 1:
+            figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
+            return
+        made.remove()
 
 
 @mpl.rc_context(STYLE)

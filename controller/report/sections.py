@@ -1,60 +1,21 @@
-"""The sections of a report as plain facts, which the terminal and the page draw each in its own way."""
+"""The tables of a run, for the terminal and the page alike."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from controller.report import declared
-from controller.report.grouping import group_links
+from controller.report.grouping import describe, group_links, measured
+from controller.report.tables import BARS, Cell, Column, Section, figures
 from controller.results.run import Run
 from testbed.common import formats
 from testbed.plan import Piece
 from testbed.scenario.expect import Expectation
 from testbed.trace.registry import kind_of
 
-BARS = ("compute", "communicate", "down")
-"""Shares of its time that are drawn of a device."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What stands in one cell."""
-
-    text: str
-    note: str = ""
-    """Smaller, beside or below it."""
-    tone: Literal["", "yes", "no"] = ""
-    """Whether it says that something is right or wrong."""
-    shares: Mapping[str, float] | None = None
-    """Drawn as a bar instead: shares of `BARS`."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column: its heading, and what its cells are."""
-
-    heading: str
-    kind: Literal["name", "text", "figure"] = "text"
-    """Figures stand on the right and are never wrapped."""
-    where: Literal["", "wide", "page"] = ""
-    """Shown only on wide terminals and on the page, or on the page alone."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A table with its title."""
-
-    title: str
-    note: str
-    """For the page: what its figures are."""
-    brief: str
-    """The same for the terminal, half a sentence."""
-    columns: tuple[Column, ...]
-    rows: list[list[Cell]]
-    most: int = 1000
-    """Rows on the terminal: the first ones, or the last where it is negative."""
+MOST_DIRECTIONS = 400
+"""Links of a run that a page lists one by one."""
 
 
 def sections(run: Run) -> Iterator[Section]:
@@ -62,11 +23,6 @@ def sections(run: Run) -> Iterator[Section]:
     for section in (_devices(run), _links(run), _objects(run.metrics), _faults(run.metrics), *_of_method(run)):
         if section.rows:
             yield section
-
-
-def figures(*headings: str, where: Literal["", "wide", "page"] = "") -> tuple[Column, ...]:
-    """Return columns of figures."""
-    return tuple(Column(heading, "figure", where) for heading in headings)
 
 
 def _devices(run: Run) -> Section:
@@ -141,6 +97,28 @@ def _links(run: Run) -> Section:
     columns = (Column("Link", "name"), Column("Requested"), *([Column("Measured")] if emulated else []))
     columns += (*figures("Carried"), *figures("Used", where="wide"))
     return Section("Links", note, f"rate, one-way delay{shaped}", columns, rows)
+
+
+def directions(run: Run) -> Section | None:
+    """Return every direction of every link, where the table of links puts several into one and they are not many."""
+    links, emulated = run.metrics["links"], run.outcome.runtime == "emulate"
+    if not len(group_links(links)) < len(links) <= MOST_DIRECTIONS:
+        return None
+    rows = [
+        [
+            Cell(link["source"]),
+            Cell(link["destination"]),
+            Cell(describe(link["requested"])),
+            *([Cell(measured([link["measured"]] if link["measured"] else []))] if emulated else []),
+            Cell(str(link["messages"])),
+            Cell(formats.size(link["bytes"])),
+            Cell(formats.share(link["used_share"])),
+        ]
+        for link in links
+    ]
+    asked = (Column("From", "name"), Column("To", "name"), Column("Requested"))
+    found = (*([Column("Measured")] if emulated else []), *figures("Messages", "Bytes", "Used"))
+    return Section("", "", "", (*asked, *found), rows)
 
 
 def _objects(metrics: Mapping[str, Any]) -> Section:

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from controller.report import comparison
-from controller.report.html import environment
-from controller.report.plots import SERIES, Axis, Bars, Draw, Line, bar_plot, inline, line_plot
-from controller.results.comparison import compare
+from rich.console import Console
+from rich.text import Text
+
+from controller.report import comparison, html, tables
+from controller.report.plots import STYLES, Axis, Bars, Draw, Line, bar_plot, line_plot
+from controller.report.tables import Cell, Column, Section
+from controller.report.terminal import where
+from controller.results.comparison import side_by_side
 from controller.results.run import Run, point_text, short_keys, value_text
 from testbed.common import formats
 from testbed.common.formats import FigureKind
@@ -28,48 +32,64 @@ def write(folder: Path, summary: Mapping[str, Any], runs: Sequence[Run]) -> None
     (folder / "sweep.html").write_text(render(summary, runs), encoding="utf-8")
 
 
+def show(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Print a sweep or a repeated run: a line a point, means with their confidence intervals."""
+    console.print(Text(), tables.draw(section(summary), console.width), where(folder, "sweep.html"))
+
+
 def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
     """Return the page; ``summary`` is that of `controller.results.summary` over these runs."""
     points = summary["points"]
-    keys = _keys(points)
-    figures = {name: about for name, about in summary["figures"].items() if about["brief"]}
-    scenario = runs[0].trial.scenario
-    orders: list[Sequence[float | str]] = [
-        _places(points, key) or [_text(point, key) for point in points] for key in keys
-    ]
-    runtimes = sorted({run.outcome.runtime for run in runs})
-    return (
-        environment()
-        .get_template("sweep.html")
-        .render(
-            scenario=scenario,
-            chips=[
-                f"{len(points)} point{'' if len(points) == 1 else 's'}",
-                f"{len(runs)} runs",
-                *(f"{name}d" for name in runtimes),
-            ],
-            charts=[(title, note, inline(plot, title)) for title, note, plot in charts(summary, runs)],
-            keys=list(short_keys(keys).values()),
-            figures=[name.replace("_", " ") for name in figures],
-            rows=[_row(point, order, keys, figures) for point, *order in zip(points, *orders, strict=True)],
-            version=runs[0].manifest["versions"]["testbed"],
-            date=max(run.manifest["date"] for run in runs),
-        )
+    return html.page(
+        runs[0].trial.scenario.name,
+        runs=runs,
+        lead=runs[0].trial.scenario.description,
+        chips=[f"{len(points)} point{'' if len(points) == 1 else 's'}", f"{len(runs)} runs"],
+        charts=list(charts(summary, runs)),
+        sections=[section(summary)],
     )
 
 
-def _row(
-    point: Point, places: Sequence[float | str], keys: Sequence[str], figures: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the cells of a point, each with what it is sorted by, and its runs with their pages."""
-    cells = [(place, _text(point, key), "") for place, key in zip(places, keys, strict=True)]
-    for name, about in figures.items():
-        found = point["figures"].get(name, {"mean": None, "ci95": None})
-        mean, half = (formats.of_kind(about["kind"], found[part]) for part in ("mean", "ci95"))
-        place = "" if found["mean"] is None else found["mean"]
-        cells.append((place, mean, "" if found["ci95"] is None else f"± {half}"))
-    runs = [(number, quote(f"{name}/report.html")) for number, name in enumerate(point["runs"], 1)]
-    return {"cells": cells, "runs": runs, "doubtful": len(runs) - point["trusted"]}
+def section(summary: Mapping[str, Any]) -> Section:
+    """Return a row for each point: where in the sweep it is, its figures that matter most, and its runs."""
+    points = summary["points"]
+    keys = _keys(points) or list(points[0]["point"])
+    shown = {name: about["kind"] for name, about in summary["figures"].items() if about["brief"]}
+    places: list[Sequence[float | str]] = [
+        _places(points, key) or [_text(point, key) for point in points] for key in keys
+    ]
+    columns = (
+        *(Column(head, "name") for head in short_keys(keys).values()),
+        *tables.figures("Runs", *(name.replace("_", " ").capitalize() for name in shown)),
+    )
+    rows = [
+        [
+            *(Cell(_text(point, key), order=place[number]) for key, place in zip(keys, places, strict=True)),
+            _runs(point),
+            *(_mean(kind, point["figures"].get(name, {})) for name, kind in shown.items()),
+        ]
+        for number, point in enumerate(points)
+    ]
+    brief = f"{len(points)} points, " if keys else ""
+    brief += "mean ± half width of the 95% confidence interval (Student)"
+    note = (
+        "Mean ± half width of the 95% confidence interval (Student). A click on a heading sorts. summary.csv beside "
+        "this file has all figures; testbed export FOLDER --plots and --latex write plots and this table for papers."
+    )
+    return Section(summary["scenario"], note, brief, columns, rows, sortable=True)
+
+
+def _runs(point: Point) -> Cell:
+    count = len(point["runs"])
+    doubtful = f"({count - point['trusted']} not trusted)" if point["trusted"] < count else ""
+    links = [(str(number), quote(f"{name}/report.html")) for number, name in enumerate(point["runs"], 1)]
+    return Cell(str(count), doubtful, order=count, links=links)
+
+
+def _mean(kind: FigureKind, found: Mapping[str, Any]) -> Cell:
+    half = found.get("ci95")
+    note = "" if half is None else f"± {formats.of_kind(kind, half)}"
+    return Cell(formats.of_kind(kind, found.get("mean")), note, order=found.get("mean"))
 
 
 def charts(summary: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[tuple[str, str, Draw]]:
@@ -79,8 +99,8 @@ def charts(summary: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[tuple[st
     for name, about in summary["figures"].items():
         if about["brief"] and len(points) > 1:
             yield _over(name, about["kind"], points, keys)
-    if len(points) <= len(SERIES):
-        yield from comparison.plots(runs, compare(runs))
+    if len(points) <= len(STYLES):
+        yield from comparison.plots(side_by_side(runs))
 
 
 def _keys(points: Sequence[Point]) -> list[str]:
@@ -99,7 +119,7 @@ def _over(name: str, kind: FigureKind, points: Sequence[Point], keys: Sequence[s
     for point in points:
         label = point_text({key: point["point"].get(key) for key in others})
         series.setdefault(label or name.replace("_", " "), []).append(point)
-    left_out = max(0, len(series) - len(SERIES))
+    left_out = max(0, len(series) - len(STYLES))
     note = "Mean; whiskers: 95% confidence interval." if any(len(point["runs"]) > 1 for point in points) else ""
     note += f" Along with it: {', '.join(map(_short, along))}." if along else ""
     note += f" {left_out} more lines are in the table." if left_out else ""
@@ -119,7 +139,7 @@ def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, li
     values, unit = on_one_scale([point["point"].get(key) for point in points]) or ([], "")
     place = dict(zip((_text(point, key) for point in points), values, strict=True))
     lines = []
-    for (label, some), colour in zip(series.items(), SERIES, strict=False):
+    for (label, some), style in zip(series.items(), STYLES, strict=False):
         found = sorted(
             (place[_text(point, key)], point["figures"][name]["mean"], point["figures"][name]["ci95"])
             for point in some
@@ -127,7 +147,7 @@ def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, li
         )
         halves = [half for *_, half in found]
         drawn = [(x, mean) for x, mean, _ in found]
-        lines.append(Line(label, drawn, colour, marks=True, half_widths=halves if any(halves) else ()))
+        lines.append(Line(label, drawn, *style, marks=True, half_widths=halves if any(halves) else ()))
     at = sorted(set(values))
     unit += "/s" if unit in RATE_UNITS else ""
     x = f"{_short(key)} ({unit})" if unit else _short(key)
@@ -137,10 +157,11 @@ def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, li
 def _bars(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> Draw:
     groups = list(dict.fromkeys(_text(point, key) for point in points))
     kinds = []
-    for (label, some), colour in zip(series.items(), SERIES, strict=False):
+    for (label, some), style in zip(series.items(), STYLES, strict=False):
         found = {_text(point, key): point["figures"].get(name, {}) for point in some}
         rows = [found.get(group, {}) for group in groups]
-        kinds.append(Bars(label, [row.get("mean") for row in rows], colour, [row.get("ci95") for row in rows]))
+        values, halves = [row.get("mean") for row in rows], [row.get("ci95") for row in rows]
+        kinds.append(Bars(label, values, style[0], halves, style[1]))
     return partial(bar_plot, groups, kinds, x=_short(key), y=y)
 
 

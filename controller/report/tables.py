@@ -1,18 +1,95 @@
-"""Tables on the terminal, all in one style: no frame, a line under the head."""
+"""A table as plain facts, a section, and how a terminal and a LaTeX document show it; pages draw it by a template."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
+from testbed.common import formats
 from testbed.common.formats import visible
 
+BARS = ("compute", "communicate", "down")
+"""Shares of its time that are drawn of a device."""
+BAR = 16
+"""Letters of such a bar."""
+WIDE = 100
+"""Columns of a terminal from which a table has room for what is only nice to know."""
 BETWEEN = 3
 """Letters between two columns."""
+WRAPPED = {"name": 24, "text": 14}
+"""Letters that a column which can be wrapped keeps beside the figures, at most."""
+TONES = {"": "", "yes": "green", "no": "red"}
+LATEX = str.maketrans(
+    {sign: rf"\{sign}" for sign in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\n": " "}
+    | {"±": r"$\pm$", "×": r"$\times$", "→": r"$\to$", "↔": r"$\leftrightarrow$", "µ": r"\textmu{}", "–": "--"}
+    | {"✔": "yes", "✘": "no", "≥": r"$\geq$", "≤": r"$\leq$"}
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in one cell."""
+
+    text: str
+    note: str = ""
+    """Smaller, beside or below it."""
+    tone: Literal["", "yes", "no"] = ""
+    """Whether it says that something is right or wrong."""
+    shares: Mapping[str, float] | None = None
+    """Drawn as a bar: shares of `BARS`."""
+    hint: str = ""
+    """Shown on a page where the mouse rests on it."""
+    order: float | str | None = None
+    """What a page sorts rows by."""
+    links: Sequence[tuple[str, str]] = ()
+    """Texts with the pages that they lead to, in place of its text on a page."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its heading, and what its cells are."""
+
+    heading: str
+    kind: Literal["name", "text", "figure"] = "text"
+    """Figures stand on the right and are never wrapped."""
+    where: Literal["", "wide", "page"] = ""
+    """Shown only on wide terminals and on the page, or on the page alone."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with its title."""
+
+    title: str
+    note: str
+    """For the page: what its figures are."""
+    brief: str
+    """The same for the terminal, half a sentence."""
+    columns: tuple[Column, ...]
+    rows: list[list[Cell]]
+    most: int = 1000
+    """Rows on the terminal: the first ones, or the last where it is negative."""
+    sortable: bool = False
+    """Whether a click on a heading of the page sorts the rows."""
+
+
+def plain(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Section:
+    """Return a table of texts without a title."""
+    return Section("", "", "", tuple(columns), [[Cell(text) for text in row] for row in rows])
+
+
+def figures(*headings: str, where: Literal["", "wide", "page"] = "") -> tuple[Column, ...]:
+    """Return columns of figures."""
+    return tuple(Column(heading, "figure", where) for heading in headings)
 
 
 class VisibleConsole(Console):
@@ -24,25 +101,92 @@ class VisibleConsole(Console):
             yield Segment(text if control or text.isprintable() else visible(text, len(text) * 8), style, control)
 
 
-def table(*columns: str, bold: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
-    """Return an empty table with these columns; those on the right hold figures, and are never wrapped."""
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", padding=(0, 1), expand=False)
-    for column in columns:
-        made.add_column(
-            column,
-            style="bold" if column in bold else "",
-            justify="right" if column in right else "left",
-            no_wrap=column in right,
-            overflow="fold",
-        )
-    return made
+def draw(section: Section, width: int) -> Group:
+    """Return a section for a terminal of a width.
+
+    Notes go below their cells where all columns fit only so; columns that do not fit go on in a table below, with the
+    names again.
+    """
+    places = [
+        place
+        for place, column in enumerate(section.columns)
+        if not column.where or (column.where == "wide" and width >= WIDE)
+    ]
+    chosen = section.rows[section.most :] if section.most < 0 else section.rows[: section.most]
+    for between in (" ", "\n", " "):
+        rows = [[_text(row[place], section.columns[place], between) for place in places] for row in chosen]
+        widths = [
+            _room(section.columns[place], [row[index] for row in rows]) + BETWEEN for index, place in enumerate(places)
+        ]
+        if sum(widths) <= width:
+            break
+    columns = [section.columns[place] for place in places]
+    named = next((index for index, column in enumerate(columns) if column.kind == "figure"), len(columns))
+    parts: list[RenderableType] = []
+    for block in _blocks(widths, named, width):
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", padding=(0, 1))
+        for column in (columns[index] for index in block):
+            style, figure = "bold" if column.kind == "name" else "", column.kind == "figure"
+            side: Literal["left", "right"] = "right" if figure else "left"
+            table.add_column(column.heading, style=style, justify=side, no_wrap=figure, overflow="fold")
+        for row in rows:
+            table.add_row(*(row[index] for index in block))
+        parts += [Text(), table] if parts else [table]
+    if left := len(section.rows) - len(rows):
+        before = " before them" if section.most < 0 else ""
+        parts.append(Text(f"  and {left} more{before} in the report", style="dim"))
+    if not section.title:
+        return Group(*parts)
+    # A table's own title would wrap at the table's width; what is too long for 80 columns goes on at the note.
+    gap = "  " if len(section.title) + len(section.brief) < 77 else "\n "
+    title = Text(f" {section.title}", style="bold").append(f"{gap}{section.brief}", style="not bold dim")
+    return Group(title, *parts, Text())
 
 
-def blocks(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Return which columns stand side by side: as many as there is room for, at least one; the others go on below."""
-    found: list[list[int]] = []
-    for index, width in enumerate(widths):
-        if not found or sum(widths[other] for other in found[-1]) + width > room:
-            found.append([])
-        found[-1].append(index)
-    return found
+def _room(column: Column, cells: Sequence[Text]) -> int:
+    """Return how many letters a column needs."""
+    lines = [line for text in (column.heading, *(cell.plain for cell in cells)) for line in text.split("\n")]
+    return min(max(map(cell_len, lines)), WRAPPED.get(column.kind, 1000))
+
+
+def _blocks(widths: Sequence[int], named: int, room: int) -> Iterator[list[int]]:
+    """Yield which columns stand side by side: those that name a row, and at least one of the others."""
+    names, block = list(range(named)), list(range(named))
+    for index in range(named, len(widths)):
+        if len(block) > named and sum(widths[each] for each in (*block, index)) > room:
+            yield block
+            block = list(names)
+        block.append(index)
+    yield block
+
+
+def _text(cell: Cell, column: Column, between: str) -> Text:
+    text = _bar(cell.shares) if cell.shares is not None else Text(cell.text, style=TONES[cell.tone])
+    if cell.text == formats.NONE and column.kind == "figure":
+        return Text(cell.text, style="dim")
+    if not cell.note or column.where:  # columns that only wide terminals have say the least
+        return text
+    return text.append(f"{between if column.kind == 'figure' else chr(10)}{cell.note}", style="dim")
+
+
+def _bar(shares: Mapping[str, float]) -> Text:
+    """Draw how a device spent its time, idle being what is left."""
+    text = Text()
+    left, filled = BAR, 0.0
+    for kind, style in zip(BARS, ("blue", "yellow", "red"), strict=True):
+        filled += shares[kind] * BAR
+        cells = min(left, round(filled) - (BAR - left))
+        text.append("█" * cells, style=style)
+        left -= cells
+    return text.append("░" * left, style="dim")
+
+
+def latex(section: Section) -> str:
+    """Return a section as a LaTeX table, which needs the package booktabs."""
+    places = [place for place, column in enumerate(section.columns) if column.where != "page"]
+    heads = [section.columns[place].heading for place in places]
+    rows = [[" ".join(filter(None, (row[place].text, row[place].note))) for place in places] for row in section.rows]
+    lines = [f"{' & '.join(text.translate(LATEX) for text in row)} \\\\" for row in (heads, *rows)]
+    kinds = "".join("r" if section.columns[place].kind == "figure" else "l" for place in places)
+    begin, end = rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}"
+    return "\n".join([begin, r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", end, ""])

@@ -12,6 +12,7 @@ from typing import Any
 
 from controller.results.run import Run
 from controller.results.summary import all_figures, interval, is_number
+from testbed.common.errors import InputError
 
 UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "paper", "network.subnet")
 """Keys of a scenario that change no figure."""
@@ -19,22 +20,20 @@ TWO_CLOCKS = 0.10
 """Step times of an emulated and a simulated run of one scenario should agree within this share."""
 
 
-def compare(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the comparison of runs as plain JSON values, an entry for each of `groups`.
+def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """Return the comparison of runs as plain JSON values; see `side_by_side`.
 
     ``runs``: path (of the first), label, runtime, count, verdict, status; ``figures``: name, kind, about, values
     (means; None where absent), half_widths of their intervals and ratios to the first; ``devices``: per device the
     share of each activity; ``differences``: dotted key of the scenario -> values; ``warnings``: differences that nobody
     asked for, runs not trusted; ``clocks``: what the two runtimes say of one scenario, or None.
     """
-    grouped = groups(runs)
-    firsts = [group[0] for group in grouped]
-    labels = _labels(firsts)
+    groups = list(grouped.values())
+    firsts = [group[0] for group in groups]
     plain = [
         dict(_flat(run.trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True))) for run in firsts
     ]
     differences = _differences(plain)
-    swept = {key for run in runs for key in run.trial.point}
     return {
         "runs": [
             {
@@ -44,27 +43,39 @@ def compare(runs: Sequence[Run]) -> dict[str, Any]:
                 "count": len(group),
                 **_worst(group),
             }
-            for group, label in zip(grouped, labels, strict=True)
+            for label, group in grouped.items()
         ],
-        "figures": list(_figures(grouped)),
-        "devices": _devices(grouped),
+        "figures": list(_figures(groups)),
+        "devices": _devices(groups),
         "differences": differences,
-        "warnings": list(_warnings(grouped, labels, differences, swept)),
+        "warnings": list(_warnings(grouped, differences)),
         "clocks": _clocks(firsts, differences),
     }
 
 
-def groups(runs: Sequence[Run]) -> list[list[Run]]:
-    """Return the runs with the repetitions of one point together, in the order of the first of each."""
+def side_by_side(runs: Sequence[Run], series: Sequence[str] = ()) -> dict[str, list[Run]]:
+    """Return the runs by what distinguishes them, the repetitions of one point together, in their order.
+
+    ``series`` chooses some of them, in that order, each as its name or as ``NAME: LABEL`` to call it otherwise.
+    Raises `InputError` for a name that there is not.
+    """
     alike: dict[str, list[Run]] = {}
     for run in runs:
         alike.setdefault(f"{run.outcome.runtime} {run.path.parent} {run.point}", []).append(run)
-    found: list[list[Run]] = []
+    groups: list[list[Run]] = []
     for group in alike.values():
         # Two runs of a scenario that were made one by one are not repetitions.
         apart = len({run.trial.repetition for run in group}) == len(group)
-        found += [group] if apart else [[run] for run in group]
-    return sorted(found, key=lambda group: min(map(runs.index, group)))
+        groups += [group] if apart else [[run] for run in group]
+    groups.sort(key=lambda group: min(map(runs.index, group)))
+    found = dict(zip(_labels([group[0] for group in groups]), groups, strict=True))
+    chosen = {}
+    for text in series:
+        name, _, label = text.partition(": ")
+        if name not in found:
+            raise InputError(f"--series: there is no '{name}': choose among {'; '.join(found)}")
+        chosen[label or name] = found[name]
+    return chosen or found
 
 
 def _worst(group: Sequence[Run]) -> dict[str, str]:
@@ -144,13 +155,9 @@ def _shares(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None
     return {part: fmean(row[f"{part}_share"] for row in some) for part in parts} if some else None
 
 
-def _warnings(
-    grouped: Sequence[Sequence[Run]],
-    labels: Sequence[str],
-    differences: Mapping[str, Sequence[Any]],
-    swept: set[str],
-) -> Iterator[str]:
-    runs = [run for group in grouped for run in group]
+def _warnings(grouped: Mapping[str, Sequence[Run]], differences: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    runs = [run for group in grouped.values() for run in group]
+    swept = {key for run in runs for key in run.trial.point}
     # Repetitions differ in their seeds by intention, points of a sweep in what is swept.
     repeated = len({run.trial.repetition for run in runs}) > 1
     tasks = {run.trial.scenario.workload.task for run in runs}
@@ -162,7 +169,7 @@ def _warnings(
         if not asked and not (unlike and key.startswith("workload.")):
             shown = " | ".join("–" if value is None else str(value) for value in values)
             yield f"the scenarios differ in {key}: {shown}"
-    for group, label in zip(grouped, labels, strict=True):
+    for label, group in grouped.items():
         doubtful = [run for run in group if not run.metrics["trusted"]]
         if doubtful:
             name = label if len(group) == 1 else f"{label}: {len(doubtful)} of {len(group)} runs"

@@ -107,10 +107,14 @@ def _load(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run
 
 
 def places(folder: Path) -> list[Path]:
-    """Return the folder of a run, or those of a sweep or of repetitions by their names, numbers by their size."""
+    """Return the folder of a run, or those of a sweep or of repetitions: in the scenario's order, others by name."""
     if (folder / "scenario.yaml").is_file() or not folder.is_dir():
         return [folder]
-    return sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural) or [folder]
+    summary = folder / "summary.json"
+    points = _read_json(summary).get("points", ()) if summary.is_file() else ()
+    order = {name: number for number, name in enumerate(name for point in points for name in point["runs"])}
+    found = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural)
+    return sorted(found, key=lambda path: order.get(path.name, len(order))) or [folder]
 
 
 def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:

@@ -74,13 +74,27 @@ def rows(run: Run, table: str) -> list[Row]:
     return TABLES[table](run)
 
 
+def every_table(run: Run) -> dict[str, list[Row]]:
+    """Return all tables of a run by name."""
+    return {name: table(run) for name, table in TABLES.items()}
+
+
+def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]], kind: str) -> None:
+    """Write the tables that have a row as files of a kind, ``csv`` or ``parquet``."""
+    for name, found in tables.items():
+        if found:
+            (write_parquet if kind == "parquet" else write_csv)(folder / f"{name}.{kind}", found)
+
+
 def points(runs: Sequence[Run]) -> list[Row]:
-    """Return a row for each run of a sweep: where in the sweep it is, and its figures of one value."""
+    """Return a row for each run of a sweep: where in the sweep it is, its verdict, and its figures of one value."""
     return [
         {
             **run.trial.point,
             "repetition": run.trial.repetition,
-            **{row["figure"]: row["value"] for row in _figures(run)},
+            "verdict": run.metrics["verdict"]["kind"],
+            # A simulation is neither trusted nor not: the verdict says so.
+            **{row["figure"]: row["value"] for row in _figures(run) if row["figure"] != "trusted"},
         }
         for run in runs
     ]

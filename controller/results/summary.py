@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, TypeGuard
 
 from controller.results.rows import Row, write_csv
@@ -25,10 +26,11 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
         raise ValueError("no values to take a mean of")
     if len(values) == 1:
         return values[0], None
-    # Here, not above: a single run has no need of it, and it takes a second to import.
-    from scipy import stats
+    # Here, not above: a single run has no need of it. scipy.stats, which has it too, takes a second to import.
+    from scipy.special import stdtrit
 
-    return fmean(values), float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
+    quantile = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
+    return fmean(values), quantile * stdev(values) / math.sqrt(len(values))
 
 
 def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from controller.report import tables
+from controller.report.tables import Cell, Column, Section
 from tools.bench.figure import Measurement
 
 PARTS = ("clocks", "pacing", "transfer", "gloo", "memory", "startup", "conformance")
@@ -42,16 +42,20 @@ def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
     if as_json:
         click.echo(document)
         return
-    console.print(_table(figures))
+    console.print(tables.draw(_section(figures), console.width))
 
 
-def _table(figures: list[Measurement]) -> Table:
-    table = tables.table("Figure", "Value", "Target", "", bold=["Figure"], right=["Value", "Target", ""])
-    for figure in figures:
-        target = figure.to_json()["target"] or ""
-        mark = {None: "", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
-        table.add_row(figure.name, f"{figure.value:.4g} {figure.unit}", target, mark)
-    return table
+def _section(figures: list[Measurement]) -> Section:
+    rows = [
+        [
+            Cell(figure.name),
+            Cell(f"{figure.value:.4g} {figure.unit}"),
+            Cell(figure.to_json()["target"] or ""),
+            Cell({None: "", True: "✔", False: "✘"}[figure.reached], tone="no" if figure.reached is False else ""),
+        ]
+        for figure in figures
+    ]
+    return Section("", "", "", (Column("Figure", "name"), *tables.figures("Value", "Target", "")), rows)
 
 
 if __name__ == "__main__":

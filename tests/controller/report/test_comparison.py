@@ -15,10 +15,11 @@ from controller.cli.report import compare as compare_command
 from controller.cli.report import report as report_command
 from controller.report import sweep
 from controller.report.comparison import plots, render, show
+from controller.report.tables import latex
 from controller.results import files
-from controller.results.comparison import compare
+from controller.results.comparison import compare, side_by_side
 from controller.results.run import Run, run_name
-from controller.results.summary import summary_of
+from controller.results.summary import summarize, summary_of
 from testbed.common.errors import InputError
 from testbed.trace.events import Event
 from tests.helpers import recorded
@@ -31,7 +32,7 @@ def written(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any
 
 def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
     runs = [written(tmp_path / "a"), written(tmp_path / "b", events=recorded.slower(recorded.events(), 2.0))]
-    compared = compare(runs)
+    compared = compare(side_by_side(runs))
     figures = {row["name"]: row for row in compared["figures"]}
     assert figures["step_time"]["values"] == pytest.approx([1.0, 2.0])
     assert figures["step_time"]["ratios"] == pytest.approx([1.0, 2.0])
@@ -45,7 +46,7 @@ def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
 def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
     other = written(tmp_path / "b", {"seed": 4, "network": {"link": {"rate": "9mbit", "delay": "10ms"}}})
     runs = [written(tmp_path / "a"), other]
-    assert compare(runs)["warnings"] == [
+    assert compare(side_by_side(runs))["warnings"] == [
         "the scenarios differ in seed: 3 | 4",
         "the scenarios differ in network.link.rate: 8mbit | 9mbit",
     ]
@@ -53,20 +54,20 @@ def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
         replace(run, trial=replace(run.trial, point={"network.link.rate": "x"}, repetition=index))
         for index, run in enumerate(runs)
     ]
-    assert compare(swept)["warnings"] == []
+    assert compare(side_by_side(swept))["warnings"] == []
 
 
 def test_two_clocks_are_held_against_each_other(tmp_path: Path) -> None:
     emulated = written(tmp_path / "a", events=recorded.slower(recorded.events(), 1.05))
     simulated = written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
-    clocks = compare([emulated, simulated])["clocks"]
+    clocks = compare(side_by_side([emulated, simulated]))["clocks"]
     assert clocks["ratio"] == pytest.approx(1.05)
     assert clocks["agree"]
-    assert compare([emulated, emulated])["clocks"] is None
+    assert compare(side_by_side([emulated, emulated]))["clocks"] is None
     far = written(tmp_path / "c", events=recorded.slower(recorded.events(), 1.2))
-    assert not compare([far, simulated])["clocks"]["agree"]
+    assert not compare(side_by_side([far, simulated]))["clocks"]["agree"]
     other = written(tmp_path / "d", {"seed": 9}, runtime="simulate")
-    assert compare([emulated, other])["clocks"] is None
+    assert compare(side_by_side([emulated, other]))["clocks"] is None
 
 
 def test_the_compare_command(tmp_path: Path) -> None:
@@ -121,8 +122,8 @@ def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> N
         key=lambda event: event.time,
     )
     runs = [written(tmp_path / "a", events=events), written(tmp_path / "b", events=events)]
-    page = render(runs, compare(runs))
-    drawn = {title: plot().axes[0] for title, _, plot in plots(runs, compare(runs))}
+    page = render(side_by_side(runs), compare(side_by_side(runs)))
+    drawn = {title: plot().axes[0] for title, _, plot in plots(side_by_side(runs))}
     assert all(f'aria-label="{title}"' in page for title in drawn)
     assert drawn["Accuracy over time"].lines[0].get_xydata().tolist() == [[1.5, 50.0], [8.5, 95.0]]
     around = drawn["Time per step around the fault"]
@@ -130,15 +131,15 @@ def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> N
     # Step 1 is done again after the outage: 3 s from the step before it.
     assert around.lines[1].get_xydata().tolist()[:2] == [[0.0, 1.0], [1.0, 3.0]]
     calm = [written(tmp_path / name, {"faults": ()}, events=recorded.events(faulty=False)) for name in ("c", "d")]
-    assert "around the fault" not in render(calm, compare(calm))
-    assert 'aria-label="Accuracy over time"' not in render(calm, compare(calm))
+    assert "around the fault" not in render(side_by_side(calm), compare(side_by_side(calm)))
+    assert 'aria-label="Accuracy over time"' not in render(side_by_side(calm), compare(side_by_side(calm)))
 
 
 def test_runs_of_a_sweep_are_called_by_what_differs(tmp_path: Path) -> None:
     runs = [written(tmp_path / name) for name in ("sweep,rate=10mbit,loss=0", "sweep,rate=10mbit,loss=1")]
-    assert [run["label"] for run in compare(runs)["runs"]] == ["loss=0", "loss=1"]
+    assert [run["label"] for run in compare(side_by_side(runs))["runs"]] == ["loss=0", "loss=1"]
     runs = [written(tmp_path / name) for name in ("one", "one,more")]
-    assert [run["label"] for run in compare(runs)["runs"]] == ["one", "one,more"]
+    assert [run["label"] for run in compare(side_by_side(runs))["runs"]] == ["one", "one,more"]
 
 
 def repeated(folder: Path) -> list[Run]:
@@ -153,7 +154,7 @@ def repeated(folder: Path) -> list[Run]:
 
 
 def test_repetitions_stand_side_by_side_as_one(tmp_path: Path) -> None:
-    compared = compare(repeated(tmp_path))
+    compared = compare(side_by_side(repeated(tmp_path)))
     assert [(run["label"], run["count"]) for run in compared["runs"]] == [("rate=5mbit", 2), ("rate=500kbit", 2)]
     [step_time] = [row for row in compared["figures"] if row["name"] == "step_time"]
     assert step_time["values"] == pytest.approx([3.0, 6.0])
@@ -169,7 +170,10 @@ def test_columns_can_be_told_apart_on_a_narrow_terminal(tmp_path: Path) -> None:
     for index in range(6):
         written(tmp_path / f"sweep,method.schedule=1f1b,rate={index}mbit,loss=1%")
     text = io.StringIO()
-    show(Console(file=text, width=80), compare([files.load_figures(place) for place in files.places(tmp_path)]))
+    show(
+        Console(file=text, width=80),
+        compare(side_by_side([files.load_figures(place) for place in files.places(tmp_path)])),
+    )
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     heads = [line for line in lines if "rate=" in line]
@@ -211,3 +215,43 @@ def test_what_was_swept_may_be_words(tmp_path: Path) -> None:
     axes = {title: plot().axes[0] for title, _, plot in sweep.charts(summary_of(runs), runs)}["Step time"]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["gpipe", "1f1b"]
     assert [bar.get_height() for bar in axes.patches] == [2.0, 4.0]
+
+
+def test_all_points_of_a_sweep_are_drawn_in_the_order_of_the_scenario(tmp_path: Path) -> None:
+    rates = [f"{rate}mbit" for rate in (5, 500, 50, 1, 7, 3, 20, 9)]
+    runs = []
+    for rate in rates:
+        trial = replace(recorded.trial(), point={"network.link.rate": rate})
+        runs.append(files.load(recorded.write(tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome())))
+    summarize(tmp_path, runs)
+    again = [files.load_figures(place) for place in files.places(tmp_path)]
+    labels = [f"rate={rate}" for rate in rates]
+    drawn = next(iter(plots(side_by_side(again))))[2]()
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == labels
+    looks = {(line.get_color(), line.get_linestyle()) for line in drawn.axes[0].lines}
+    assert len(looks) == len(rates), "no two lines look alike"
+    done = CliRunner().invoke(
+        compare_command,
+        [str(tmp_path), "--json", "--series", "rate=50mbit: Fast", "--series", "rate=5mbit"],
+    )
+    assert [run["label"] for run in json.loads(done.stdout)["runs"]] == ["Fast", "rate=5mbit"]
+    with pytest.raises(InputError, match="there is no 'rate=6mbit': choose among rate=5mbit; rate=500mbit"):
+        side_by_side(again, ["rate=6mbit"])
+
+
+def test_more_series_than_can_be_distinguished_are_said_to_be_left_out(tmp_path: Path) -> None:
+    run = written(tmp_path / "a")
+    _, note, plot = next(iter(plots({str(number): [run] for number in range(20)})))
+    assert note == "2 more are not drawn: choose with --series."
+    assert len(plot().axes[0].lines) == 18
+
+
+def test_tables_of_sweeps_and_comparisons_are_written_for_latex(tmp_path: Path) -> None:
+    runs = repeated(tmp_path)
+    table = latex(sweep.section(summary_of(runs)))
+    assert table.startswith("\\begin{tabular}{lrr")
+    assert "5mbit & 2 (2 not trusted) & 95.0\\% $\\pm$ 0.0\\% &" in table
+    page = tmp_path / "table.tex"
+    done = CliRunner().invoke(compare_command, [str(tmp_path), "--latex", str(page)])
+    assert done.exit_code == 0, done.output
+    assert "step time & 3 s $\\pm$ 12.7 s & 6 s $\\pm$ 25.4 s 2.00$\\times$ \\\\" in page.read_text()

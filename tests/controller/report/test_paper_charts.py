@@ -219,8 +219,7 @@ def test_a_legend_stays_within_the_plot(count: int, name: str) -> None:
         bar_plot(["one"], [Bars(name, [1.0], "blue") for name in names], y=Axis("x")),
     ):
         plot.draw_without_rendering()
-        legend = plot.axes[0].get_legend()
-        assert legend is not None
+        [legend] = plot.legends
         assert len(legend.get_texts()) == count
         box, whole = legend.get_window_extent(), plot.bbox
         assert box.x0 >= whole.x0
@@ -283,8 +282,7 @@ def test_labels_lie_above_the_data(width: float) -> None:
     plot.draw_without_rendering()
     axes = plot.axes[0]
     area, boxes = axes.get_window_extent(), [text.get_window_extent() for text in axes.texts]
-    legend = axes.get_legend()
-    assert legend is not None
+    [legend] = plot.legends
     assert len(boxes) == 3, "the second one would lie on the first"
     for box in boxes:
         assert area.y1 <= box.y0
@@ -371,3 +369,27 @@ def test_figures_on_the_axis_do_not_touch(at: list[float], shown: list[str]) -> 
     line = Line("a", [(place, 1.0) for place in at], "blue", marks=True)
     axes = line_plot([line], range_=(at[0], at[-1]), y=Axis("a"), at=at).axes[0]
     assert [text.get_text() for text in axes.get_xticklabels()] == shown
+
+
+def test_negative_values_stand_within_the_axes() -> None:
+    line = Line("a", [(0, -3.0), (1, 2.0)], "blue", marks=True, half_widths=[1.0, 1.0])
+    bottom, top = line_plot([line], range_=(0, 1), y=Axis("margin")).axes[0].get_ylim()
+    assert bottom < -4.0
+    assert top > 3.0
+    assert bar_plot(["a"], [Bars("b", [-0.5], "blue")], y=Axis("margin")).axes[0].get_ylim()[0] < -0.5
+    assert line_plot([Line("a", [(0, 2.0)], "blue")], range_=(0, 1), y=Axis("loss")).axes[0].get_ylim()[0] == 0
+
+
+def test_intervals_of_series_at_the_same_places_stand_side_by_side() -> None:
+    lines = [Line(name, [(0, 1.0), (1, 1.0)], name, marks=True, half_widths=[0.2, 0.2]) for name in SERIES[:3]]
+    axes = line_plot(lines, range_=(0, 1), y=Axis("x")).axes[0]
+    at = [bars.get_transform().transform(bars.get_segments()[0])[0][0] for bars in axes.collections]
+    assert all(right - left >= 2.5 for left, right in pairwise(at)), "pixels, at 100 an inch"
+
+
+def test_names_in_a_legend_are_whole() -> None:
+    name = "method=pipeline micro_batches 4, rate 5 mbit, a rather long name of series that no column of a paper holds"
+    plot = line_plot([Line(f"{name} {end}", [(0, 1)], "blue") for end in "abc"], range_=(0, 1), y=Axis("x"))
+    assert [text.get_text().replace("\n", " ") for text in plot.legends[0].get_texts()] == [
+        f"{name} {end}" for end in "abc"
+    ]

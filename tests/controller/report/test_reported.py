@@ -9,7 +9,7 @@ import pytest
 
 from controller.report import html
 from controller.results import files
-from controller.results.comparison import compare
+from controller.results.comparison import compare, side_by_side
 from controller.results.run import Run
 from testbed.data import load as load_data
 from testbed.prepare import prepare
@@ -61,7 +61,7 @@ def test_the_resolved_scenario_plans_and_runs_the_same(run: Run) -> None:
 
 
 def test_a_run_compared_with_itself_differs_in_nothing(run: Run) -> None:
-    compared = compare([run, run])
+    compared = compare(side_by_side([run, run]))
     assert compared["warnings"] == []
     assert {ratio for row in compared["figures"] for ratio in row["ratios"] if ratio is not None} == {1.0}
 

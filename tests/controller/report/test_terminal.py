@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from controller.report import html, terminal
+from controller.report import html, sweep, terminal
 from controller.report.grouping import group_links
 from controller.results import files
 from controller.results.run import Run
@@ -102,7 +102,7 @@ def test_alike_links_stand_together_and_a_bad_one_alone() -> None:
 
 def test_a_summary_has_a_line_a_point(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
-    terminal.show_summary(console, summary_of([run(tmp_path / "a"), run(tmp_path / "b")]), tmp_path)
+    sweep.show(console, summary_of([run(tmp_path / "a"), run(tmp_path / "b")]), tmp_path)
     assert isinstance(console.file, io.StringIO)
     assert "95.0% ± 0.0%" in console.file.getvalue()
 
@@ -111,7 +111,7 @@ def test_a_summary_of_runs_that_are_not_trusted_tears_no_word(tmp_path: Path) ->
     console = Console(file=io.StringIO(), width=80)
     summary = summary_of([run(tmp_path / "a")])
     point = {**summary["points"][0], "point": {"workload.method.name": "federated"}, "trusted": 0}
-    terminal.show_summary(console, {**summary, "points": [point]}, tmp_path)
+    sweep.show(console, {**summary, "points": [point]}, tmp_path)
     assert isinstance(console.file, io.StringIO)
     assert {"method", "federated", "Runs"} <= set(console.file.getvalue().split())
 
@@ -122,7 +122,7 @@ def test_a_summary_with_many_figures_goes_on_below(tmp_path: Path) -> None:
     point = {**summary["points"][0], "point": {"workload.method.name": "pipelearn", "network.link.rate": "4g-plus"}}
     many = {f"wide_figure_{number}": {"kind": "seconds", "brief": True} for number in range(5)}
     point["figures"] = {name: {"mean": 12.345, "ci95": 1.234, "n": 3} for name in many}
-    terminal.show_summary(console, {**summary, "points": [point], "figures": many}, tmp_path)
+    sweep.show(console, {**summary, "points": [point], "figures": many}, tmp_path)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
+from controller.report.tables import draw
 from controller.report.terminal import measurements_table
 from controller.running.verification import LinksError, nearest_rate, verified
 from testbed.network.link import Link, Pair
@@ -76,7 +77,7 @@ def test_a_hypervisor_that_takes_the_processors_is_named() -> None:
 def test_the_table_shows_what_is_wrong_first() -> None:
     console = Console(width=140, record=True, file=None, quiet=False)
     with console.capture() as captured:
-        console.print(measurements_table([*FINE, SLOW]))
+        console.print(draw(measurements_table([*FINE, SLOW]), 140))
     lines = [line.strip() for line in captured.get().splitlines() if line.strip()]
     assert lines[0].split() == ["Link", "Requested", "Measured", "What", "is", "wrong"]
     assert lines[2].startswith("a → c")
