@@ -30,7 +30,7 @@ from testbed.wire.token import data_token
 from testbed.workload import WorkloadPart
 
 VERSION = 1
-"""Of the schema; another one is refused."""
+"""Version of the schema; another one is refused."""
 
 
 class Peer(BaseModel):
@@ -54,7 +54,7 @@ class Deployment(BaseModel):
     seed: int
     workload: WorkloadPart
     shape: tuple[int, ...]
-    """Of a sample."""
+    """Shape of a sample."""
     classes: int
     integers: bool
     """Whether the model takes samples of whole numbers."""
@@ -140,9 +140,9 @@ class Deployments:
     plan: Plan
     run: str
     token: str
-    """Of the run; it does not travel."""
+    """Token of the run; it does not travel."""
     addresses: Mapping[str, str]
-    """By device, on the data network."""
+    """Address of each device on the data network."""
     broadcast: str | None = None
     method_code: Code | None = None
     model_code: Code | None = None

@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 Kind = Literal["convolution", "pointwise", "depthwise", "linear", "normalisation", "activation", "pooling", "other"]
-"""Of layers: a device can have a speed for each. ``pointwise`` is a convolution of single pixels, ``depthwise`` one in
-groups; ``other`` is what no layer does: updates, copies, averages."""
+"""Kind of a layer: a device can have a speed for each. ``pointwise`` is a convolution of single pixels, ``depthwise``
+one in groups; ``other`` is what no layer does: updates, copies, averages."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

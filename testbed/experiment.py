@@ -22,17 +22,17 @@ class Experiment:
     """Everything random comes from it."""
     workload: WorkloadPart
     devices: tuple[DeviceSpec, ...]
-    """In the order of the scenario."""
+    """Devices in the order of the scenario."""
     links: dict[Pair, Link]
     """Every directed pair that may talk; pairs that are absent cannot."""
     time_limit: float
     """Seconds after which the run has failed."""
     faults: tuple[FaultPart, ...] = ()
-    """In the order of the scenario."""
+    """Faults in the order of the scenario."""
     cells: tuple[Cell, ...] = ()
     """Radio cells; a pair of devices is in one at most."""
     changes: tuple[Change, ...] = ()
-    """Of links and speeds, as the scenario's trace has them, in the order of time."""
+    """Changes of links and speeds, as the scenario's trace has them, in the order of time."""
     radio: Radio | None = None
     """Where devices are and how they hear each other. Which casts are lost is in the links."""
 

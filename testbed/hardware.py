@@ -52,7 +52,7 @@ class DeviceSpec:
     watts: tuple[float, float] | None = None
     """Drawn while idle, and while it computes; None: not known, and no energy is reckoned."""
     kinds: Mapping[Kind, Rates] = field(default_factory=dict)
-    """Of layers whose rates are known by their kind; ``speed`` and ``memory_rate`` are those of all others."""
+    """Rates of layers by their kind, where they are known; ``speed`` and ``memory_rate`` are those of all others."""
 
     def joules(self, up: float, computing: float) -> float | None:
         """Return the energy of ``up`` seconds, ``computing`` of them busy: idle * up + (busy - idle) * computing."""
@@ -91,11 +91,11 @@ class Profile:
     source: str
     """Where the figures come from."""
     processors: int = 1
-    """That compute at once, each at ``speed``."""
+    """Processors that compute at once, each at ``speed``."""
     memory_rate: float | None = None
     """Bytes/s that layers read and write, of each processor; None: not known, and no time is charged for it."""
     kinds: Mapping[Kind, Rates] = field(default_factory=dict)
-    """Of layers whose rates are known by their kind."""
+    """Rates of layers by their kind, where they are known."""
     watts: tuple[float, float] | None = None
     """Drawn while idle, and while it computes; None: not known."""
 

@@ -52,9 +52,9 @@ class Alternative:
     fits: bool
     """Whether every device has the memory."""
     weights: Mapping[str, int]
-    """By device, elements of weights; biases and normalisation left out."""
+    """Elements of weights on each device; biases and normalisation left out."""
     memory: Mapping[str, float]
-    """By device, bytes."""
+    """Bytes that each device needs."""
     longest_path: int
     """Multiplications one after the other, for one sample."""
     communication: float
@@ -64,7 +64,7 @@ class Alternative:
     wire_bytes: float
     """Bytes on the wire of a request."""
     messages: int
-    """Of a request."""
+    """Messages of a request."""
     step_time: float | None = None
     """Predicted seconds per training step or inference, where the planner can predict them."""
     notes: str = ""
@@ -78,7 +78,7 @@ class Problem(Generic[ProblemOptions]):
 
     model: Model
     devices: tuple[DeviceSpec, ...]
-    """In the order of the scenario; the first is the source."""
+    """Devices in the order of the scenario; the first is the source."""
     links: Mapping[Pair, Link]
     workload: WorkloadPart
     options: ProblemOptions

@@ -29,9 +29,9 @@ class Piece(BaseModel):
     parameters: int | None = None
     """Values it holds of the model; None: all of its units'. Of units that are divided, its part of each."""
     flops: float | None = None
-    """That it computes of one sample in a forward; None: all of its units'."""
+    """FLOPs that it computes of one sample in a forward; None: all of its units'."""
     seconds: float | None = None
-    """Of its device, for the forward of a batch; None: what its units are charged."""
+    """Seconds of its device for the forward of a batch; None: what its units are charged."""
 
 
 class Details(BaseModel):

@@ -40,7 +40,7 @@ from testbed.validation import find_method
 from testbed.workload import WorkloadPart
 
 MOST_BYTES = 20_000_000
-"""Of the files of all programs together: they travel with the deployment, and lie in the device's memory."""
+"""Bytes of the files of all programs together: they travel with the deployment, and lie in the device's memory."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Prepared:
     pretraining: Prepared | None = None
     """What leaves the weights to begin with, where they come from a scenario."""
     shares: Mapping[str, Indices] = field(default_factory=dict)
-    """By device that owns data, which training samples, (samples,); empty where all are the lead's."""
+    """Indices of the training samples of each device that owns data, (samples,); empty where all are the lead's."""
 
     @property
     def scenario(self) -> Scenario:

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\s*\Z")
 
 LARGEST = 1e18
-"""Of any quantity, in its SI unit."""
+"""The largest value of any quantity, in its SI unit."""
 
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -113,7 +113,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_fraction(value: object) -> float:
-    """Return a fraction of one from text like ``1%``."""
+    """Return a fraction of one from text like ``1%``; raises ValueError saying what would be right."""
     fraction = _parse("fraction", value, FRACTION_UNITS, "1%")
     if fraction > 1:
         raise ValueError(f"'{value}' is more than 100%: write at most 100%")

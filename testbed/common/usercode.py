@@ -29,7 +29,7 @@ class Code(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
-    """Of a method, or of a function."""
+    """Name of a method, or of a function."""
     module: str
     """The module that defines it."""
     sources: dict[str, str]

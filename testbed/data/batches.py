@@ -19,7 +19,7 @@ Indices = npt.NDArray[np.int64]
 
 
 def steps_per_epoch(samples: int, batch_size: int) -> int:
-    """Return the number of whole batches in the samples, at least one."""
+    """Return the number of whole batches in the samples, at least one; raises ValueError where there is none."""
     if samples < 1 or batch_size < 1:
         raise ValueError(f"no batches of {batch_size} in {samples} samples")
     return max(1, samples // batch_size)

@@ -41,7 +41,7 @@ def _content(path: Path) -> bytes:
 
 
 def read_idx(path: Path, axes: int) -> Bytes:
-    """Read an IDX file of unsigned bytes with this number of axes."""
+    """Read an IDX file of unsigned bytes with this number of axes; raises `InputError` for what is none."""
     content = _content(path)
     shape = _sizes(path, content, axes)
     found, announced = len(content) - 4 - 4 * axes, math.prod(shape)
@@ -82,7 +82,7 @@ def _off(found: int, expected: int) -> str:
 
 
 def read_idx_pair(images: Path, labels: Path, shape: tuple[int, int], classes: int) -> tuple[Bytes, Bytes]:
-    """Read images (samples, 1, height, width) and their labels."""
+    """Read images (samples, 1, height, width) and labels (samples,); raises `InputError` where they do not fit."""
     pixels, targets = read_idx(images, 3), read_idx(labels, 1)
     _check_pixels(images, pixels.shape, shape)
     if len(pixels) != len(targets):
@@ -99,7 +99,7 @@ def _check_labels(path: Path, labels: Bytes, classes: int) -> None:
 
 
 def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
-    """Read records of one label byte and 3x32x32 pixels from several files, one after the other."""
+    """Read records of a label byte and 3x32x32 pixels from several files, one after the other; raises `InputError`."""
     images, labels = [], []
     for path in paths:
         content = _content(path)

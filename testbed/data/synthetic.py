@@ -22,7 +22,10 @@ TRAIN, TEST = 2000, 500
 
 
 def parse(name: str) -> tuple[tuple[int, int, int], int]:
-    """Return shape and classes of ``synthetic[-CxHxW[-CLASSES]]``; 1x8x8 and 10 where they are left out."""
+    """Return shape and classes of ``synthetic[-CxHxW[-CLASSES]]``; 1x8x8 and 10 where they are left out.
+
+    Raises `InputError` for another name.
+    """
     match = _NAME.match(name)
     if match is None:
         raise InputError(f"'{name}' is not synthetic-CxHxW or synthetic-CxHxW-CLASSES", ("data", "name"))

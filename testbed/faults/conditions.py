@@ -17,7 +17,7 @@ from testbed.network.link import Link, Pair
 from testbed.network.radio import Radio
 
 DeviceState = Literal["up", "down", "paused", "retired"]
-"""Of a device. One that boots is up. One that has retired is down by the time one looks."""
+"""State of a device. One that boots is up. One that has retired is down by the time one looks."""
 ALL = "all"
 """The target of an action that concerns everything."""
 
@@ -30,13 +30,13 @@ class FaultSetting:
 
     devices: Sequence[DeviceSpec]
     links: Mapping[Pair, Link]
-    """Of the scenario."""
+    """Links of the scenario."""
     traced: Sequence[tuple[Pair, Link]] = ()
     """Links as the scenario's trace leaves them, one entry for each of its changes."""
     time_limit: float = math.inf
     """Seconds after which the run is over."""
     radio: Radio | None = None
-    """By which the devices hear each other."""
+    """The radio by which the devices hear each other."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ class Conditions:
     """
 
     devices: Mapping[str, DeviceState]
-    """In the order of the scenario."""
+    """State of each device, in the order of the scenario."""
     links: Mapping[Pair, Link]
-    """Of the scenario."""
+    """Links of the scenario."""
     speeds: Mapping[str, float]
     """Device -> FLOP/s that the scenario gives it."""
     set_links: Mapping[Pair, Link] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Conditions:
     in_force: Mapping[str, FaultAction[Any]] = field(default_factory=dict)
     """Actions on links and speeds by their handles, in the order in which they were applied."""
     radio: Radio | None = None
-    """By which the devices hear each other."""
+    """The radio by which the devices hear each other."""
 
     @staticmethod
     def of(devices: Iterable[DeviceSpec], links: Mapping[Pair, Link], radio: Radio | None = None) -> Conditions:

@@ -27,7 +27,7 @@ GROUP = "testbed.methods"
 """Entry points under which an installed package registers its methods: ``name = "module:Class"``."""
 FILE_KEY = ("method", "file")
 MOST_CHARACTERS = 2_000_000
-"""Of all source text of a method together: more is no method, but a package that should be split."""
+"""Characters of all source text of a method together: more is no method, but a package that should be split."""
 
 
 def from_file(file: Path, name: str) -> Method:

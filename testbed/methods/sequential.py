@@ -50,7 +50,7 @@ class SequentialDetails(Details):
     partition: str
     """How the cuts were chosen."""
     latency: float
-    """Of one request alone."""
+    """Seconds of one request alone."""
     bottleneck: float
     """Between two requests' outputs when many are in flight."""
 

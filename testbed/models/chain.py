@@ -36,7 +36,7 @@ class Unit:
     name: str
     layers: tuple[Layer, ...]
     input: Shape
-    """Of what it reads, one after the other along the first axis."""
+    """Shape of what it reads, one after the other along the first axis."""
     reads: tuple[int, ...] = ()
     """The units whose outputs it reads, in this order; empty: the one before it."""
     joins: bool = True
@@ -164,7 +164,7 @@ class Model:
 
     @cached_property
     def _crossing(self) -> tuple[tuple[Made, ...], ...]:
-        """By cut: what was made before it and is read behind it."""
+        """For each cut, what was made before it and is read behind it."""
         found: list[tuple[Made, ...]] = [((len(self.units) - 1, self.output),)]
         later: set[int] = set()
         for index in reversed(range(len(self.units))):
@@ -186,7 +186,7 @@ class Model:
 
     @cached_property
     def _sums(self) -> tuple[list[int], list[int]]:
-        """By cut: the bytes of weights and of activations before it. Planners ask for many parts."""
+        """For each cut, the bytes of weights and of activations before it. Planners ask for many parts."""
         weights = accumulate((unit.weight_bytes for unit in self.units), initial=0)
         return [*weights], [*accumulate((unit.activation_bytes for unit in self.units), initial=0)]
 
@@ -218,7 +218,7 @@ class Model:
         is named by the unit's index in the whole model, so that state dictionaries of shards of one model can be
         merged. Each unit's weights depend on ``seed`` and its index only: shards of one seed equal the same units of
         the whole model. No global state is touched, so devices that share a process may build at the same time; a
-        ``builder`` may use torch's global generator, and puts it back.
+        ``builder`` may use torch's global generator, and puts it back. Raises ValueError for units that there are not.
         """
         import torch
 

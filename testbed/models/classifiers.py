@@ -23,7 +23,7 @@ from testbed.models.layers import (
 from testbed.models.shapes import Shape
 
 MOST_LAYERS = 1000
-"""Of one list: plans of more take longer than anybody waits."""
+"""Layers of one list, at most: plans of more take longer than anybody waits."""
 Width = Annotated[int, Field(ge=1, le=100_000)]
 Units = list[tuple[str, list[Layer]]]
 
@@ -119,7 +119,7 @@ def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
 
 
 IMAGENET_CLASSES = 1000
-"""For data without labels."""
+"""Number of classes for data without labels."""
 
 
 class ImagenetOptions(Part):
@@ -189,7 +189,7 @@ def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Mode
 
     2.2 million parameters at width 1 for 10 classes. In the small stem, for images such as the 28 pixels of MNIST and
     the 32 of CIFAR-10, the strides of the first convolution and of the second group are 1, so that 4x4 pixels reach the
-    head and not one.
+    head and not one. Raises ValueError for what is no image.
     """
     if len(shape) != 3:
         raise ValueError(f"MobileNetV2 needs (channels, height, width), not {shape}")

@@ -33,7 +33,7 @@ EPSILON = 1e-6
 """Darknet adds it to the standard deviation, not to the variance."""
 _VERSION = struct.Struct("<3I")
 _MOST = 1000
-"""Of a version's parts. Larger ones are Darknet's mark for transposed kernels, or no version at all."""
+"""Bound of a version's parts. Larger ones are Darknet's mark for transposed kernels, or no version at all."""
 
 FileValues = npt.NDArray[np.float32]
 
@@ -54,7 +54,7 @@ class Convolution:
     """One convolution of a model, as the file has it."""
 
     name: str
-    """As `Model.build` names it."""
+    """The name that `Model.build` gives it."""
     kernel: tuple[int, int, int, int]
     """(output channels, input channels, rows, columns)."""
     normalised: bool

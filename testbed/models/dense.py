@@ -31,11 +31,11 @@ class DenseStep:
         return gradient * (self.outputs > 0) if self.rectified else gradient
 
     def of_inputs(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the inputs from `of_sums`."""
+        """Return the gradient of the inputs, (samples, inputs), from `of_sums`."""
         return sums @ self.weight
 
     def of_parameters(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of weight and bias from `of_sums`."""
+        """Return the gradients of weight, (neurons, inputs), and bias, (neurons,), from `of_sums`."""
         return sums.T @ self.inputs, sums.sum(dim=0)
 
 

@@ -45,7 +45,7 @@ class Detector:
     threshold: float = 0.5
     """Least score of a box."""
     overlap: float = 0.45
-    """Of two boxes of one class that overlap by more (intersection over union), the better one stays."""
+    """Intersection over union: where two boxes of one class overlap by more, the better one stays."""
 
     def channels(self, classes: int) -> tuple[int]:
         """Return how many channels the output has, as the begin of a shape."""

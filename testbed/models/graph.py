@@ -35,7 +35,7 @@ class GraphLayer:
     sources: tuple[int, ...]
     """Indices of the layers whose outputs enter; `INPUT` is what enters the model."""
     unit: int = 0
-    """Of the model."""
+    """Index of its unit in the model."""
     numbers: tuple[int, ...] = ()
     """Places of the layers in their unit, but for those of a pooling that was added."""
     flattens: bool = False

@@ -63,7 +63,7 @@ class Layer:
 
     @property
     def window(self) -> PixelWindow | None:
-        """Of layers that look at pixels near each other; None for the others."""
+        """What a pixel sees, for layers that look at pixels near each other; None for the others."""
         return None
 
     @property
@@ -244,7 +244,7 @@ class Reorganise(Layer):
     division = "moves"
 
     def output(self, shape: Shape) -> Shape:
-        """(channels stride^2, height / stride, width / stride)."""
+        """(channels stride^2, height / stride, width / stride); raises ValueError where the stride divides them not."""
         channels, height, width = _image(shape, "Reorganise")
         if channels % self.stride**2 or height % self.stride or width % self.stride:
             raise ValueError(
@@ -432,7 +432,7 @@ class Conv2d(Layer):
         return int(self.bias)
 
     def output(self, shape: Shape) -> Shape:
-        """(channels, height, width)."""
+        """(channels, height, width); raises ValueError where groups or the kernel do not fit."""
         entering, *pixels = _image(shape, "Conv2d")
         if entering % self.groups or self.channels % self.groups:
             raise ValueError(f"Conv2d from {entering} to {self.channels} channels cannot have {self.groups} groups")
@@ -476,7 +476,7 @@ class Linear(Layer):
         return int(self.bias)
 
     def output(self, shape: Shape) -> Shape:
-        """(features,)."""
+        """(features,); raises ValueError where a feature map enters."""
         if len(shape) != 1:
             raise ValueError(f"Linear needs (features,), not {shape}: put a Flatten before it")
         return (self.features,)
@@ -514,7 +514,7 @@ class Residual(Layer):
     division = "no"  # what is within is not described
 
     def output(self, shape: Shape) -> Shape:
-        """Shape of the sum."""
+        """Shape of the sum; raises ValueError where block and shortcut differ."""
         ends = {shapes(self.block, shape)[-1], shapes(self.shortcut, shape)[-1]}
         if len(ends) != 1:
             raise ValueError(f"Residual adds {' and '.join(map(str, sorted(ends)))}: give it a shortcut that fits")

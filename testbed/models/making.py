@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 KEY = ("model", "file")
-"""Of a scenario's workload: what errors about a network of the user's name."""
+"""Key of a scenario's workload that errors about a network of the user's name."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class CountedUnit(Layer):
     """A unit of a traced network as one layer: its figures were counted as torch ran it."""
 
     shape: Shape
-    """Of its output."""
+    """Shape of its output."""
     trained: int
     matrices: int
     """Trained values in tensors of two and more axes."""
     kept: int
     """Values of all outputs made within it for a sample."""
     charged: Cost
-    """By kind of layer: FLOPs, and bytes that its operations read and write, for a sample; bytes of weights."""
+    """FLOPs, and bytes that its operations read and write, for a sample, by kind of layer; bytes of weights."""
 
     division = "no"  # what is within is not described
 

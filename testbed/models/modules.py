@@ -17,7 +17,7 @@ class Sum(nn.Sequential):
     """Feeds each child the same input and adds what they return."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
-        """Add the children's outputs, in their order."""
+        """Add the children's outputs, which are of one shape, in their order."""
         first, *others = (child(input) for child in self)
         total = cast(torch.Tensor, first)
         for other in others:
@@ -38,7 +38,7 @@ class DarknetReorganise(nn.Module):
         self.stride = stride
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
-        """Reorder the values of every sample."""
+        """Reorder the values of every sample, (samples, channels, height, width)."""
         step = self.stride
         samples, channels, height, width = input.shape
         images = input.reshape(samples, channels // step**2, height, step, width, step)
@@ -49,7 +49,7 @@ class Joined(nn.Sequential):
     """Runs its children on several tensors one after the other along their first axis."""
 
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Join what enters, and run."""
+        """Join what enters, (samples, channels, ...) each, along the channels, and run."""
         joined = torch.cat(parts, dim=1)
         del parts
         output: torch.Tensor = super().forward(joined)  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class Segment(nn.Sequential):
     def forward(self, input: torch.Tensor, before: Callable[[str], object] | None = None) -> torch.Tensor:  # noqa: A002
         """Run the units; ``before`` is called with each one's name before it runs.
 
-        Of what was made, only what is read later is kept.
+        ``input`` is (samples, ...), several tensors flat and joined. Of what was made, only what is read later is kept.
         """
         made = _unpack(input, self._crossing[0])
         for place, (name, unit) in enumerate(self.named_children()):

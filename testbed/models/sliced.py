@@ -25,7 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 """Weights and what belongs to channels, as `Model.build` names them."""
 
 _COUNTER = "num_batches_tracked"
-"""Of a normalisation; no use is made of it."""
+"""A counter of a normalisation; no use is made of it."""
 
 
 def cut(layer: GraphLayer, part: Slice, state: Tensors) -> dict[str, torch.Tensor]:

@@ -47,7 +47,7 @@ class Slice:
 def pick(tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | None = None) -> torch.Tensor:
     """Return the entries ``wanted`` along an axis whose entries are those ``held``; None: all, numbered from 0.
 
-    A view where both are ranges. Raises ValueError where something wanted is not held.
+    ``tensor`` is of any shape. A view where both are ranges. Raises ValueError where something wanted is not held.
     """
     if held is None:
         held = range(tensor.shape[axis])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _COUNTER = ".num_batches_tracked"
-"""Of a normalisation, and of no use after training: not every run leaves it."""
+"""A counter of a normalisation, of no use after training: not every run leaves it."""
 _BRACE = 8
 """Where a safetensors file has its first brace."""
 

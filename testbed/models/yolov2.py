@@ -16,11 +16,11 @@ from testbed.models.layers import Conv2d, Layer, LeakyReLU, MaxPool2d, Reorganis
 from testbed.models.shapes import Shape
 
 CLASSES = 80
-"""Of COCO: for data without labels."""
+"""Classes of COCO, for data without labels."""
 STRIDE = 32
 """How many times as high and as wide as the output's grid an input is."""
 ANCHORS = ((0.57273, 0.677385), (1.87446, 2.06253), (3.33843, 5.47434), (7.88282, 3.52778), (9.77052, 9.16828))
-"""Of the network trained on COCO: width and height in cells of the grid."""
+"""Width and height in cells of the grid, of the network trained on COCO."""
 ROUTES = {25: (16,), 28: (27, 24)}
 """The early features come in again: reorganised, they are put before the last ones."""
 
@@ -62,7 +62,10 @@ class Yolov2Options(Part):
 
 
 def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
-    """Make YOLOv2 for colour images whose sides are multiples of 32; it was trained for 416x416 to 608x608."""
+    """Make YOLOv2 for colour images whose sides are multiples of 32; it was trained for 416x416 to 608x608.
+
+    Raises ValueError for other images.
+    """
     if len(shape) != 3 or shape[0] != 3 or shape[1] % STRIDE or shape[2] % STRIDE:
         raise ValueError(f"it takes three channels and sides that are multiples of {STRIDE}, such as 3x416x416")
     units = [_named(index, layer) for index, layer in enumerate(_LAYERS)]

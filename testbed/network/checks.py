@@ -20,7 +20,7 @@ RESERVED_NAMES = (SHAPER, "control", "data")
 """Names of a run's own container and networks, and of no device."""
 SMALLEST_PREFIX = 24
 _RESERVED_ADDRESSES = 3
-"""Of every subnet: its own address, the bridge's, and the broadcast address."""
+"""Addresses of every subnet that no device has: its own, the bridge's, and the broadcast address."""
 
 
 class Impossible(NamedTuple):

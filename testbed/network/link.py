@@ -51,13 +51,13 @@ class Link:
     jitter: float = 0.0
     """Standard deviation of the delay in seconds, whatever its distribution."""
     distribution: Distribution = "normal"
-    """Of the jitter."""
+    """Distribution of the jitter."""
     jitter_correlation: float = 0.0
-    """Of successive packets' delays, from 0 to 1."""
+    """Correlation of successive packets' delays, from 0 to 1."""
     loss: float = 0.0
     """Fraction of packets lost, each independently unless correlated."""
     loss_correlation: float = 0.0
-    """Of successive packets' fates, from 0 to 1; the share of losses stays what it is (netem's own does not)."""
+    """Correlation of successive packets' fates, from 0 to 1; the share of losses stays what it is, unlike netem's."""
     bursts: GilbertElliott | None = None
     """Loss in bursts, instead of ``loss``."""
     message_loss: float = 0.0

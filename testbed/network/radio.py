@@ -103,9 +103,9 @@ class Radio:
 
     propagation: Propagation
     positions: Mapping[str, Position]
-    """By device, in metres."""
+    """Position of each device, in metres."""
     packets: int | None
-    """By how many a reception ratio is measured; None: it is the probability itself."""
+    """Number of packets by which a reception ratio is measured; None: it is the probability itself."""
     seed: int
 
     def reception_ratio(self, pair: Pair, exponent: float | None = None) -> float:

@@ -39,7 +39,7 @@ class Chain:
 
     model: Model
     devices: tuple[DeviceSpec, ...]
-    """In the order of the stages."""
+    """Devices in the order of the stages."""
     links: Mapping[Pair, Link]
     batch_size: int
 
@@ -61,7 +61,7 @@ class Chain:
 
     @cached_property
     def _costs(self) -> list[Cost]:
-        """Of a forward of one sample, up to each cut."""
+        """Cost of a forward of one sample, up to each cut."""
         return [Cost(), *accumulate(unit.cost for unit in self.units)]
 
     @cached_property

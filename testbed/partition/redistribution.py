@@ -26,7 +26,7 @@ class StagePartition:
     """Who holds which units: device ``devices[i]`` units ``cuts[i]`` up to but without ``cuts[i + 1]``."""
 
     devices: tuple[str, ...]
-    """In the order of the stages; the first is the coordinator."""
+    """Devices in the order of the stages; the first is the coordinator."""
     cuts: Cuts
 
     def __post_init__(self) -> None:

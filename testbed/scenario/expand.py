@@ -31,10 +31,10 @@ from testbed.scenario.trial import Trial
 
 _MAX_NAME = 31
 MAX_RUNS = 10_000
+"""Runs of one scenario: they are all checked before the first begins."""
 MAX_DEVICES = 20_000
 MAX_LINKS = 2_000_000
-"""Directed; those of a mesh of 1,400 devices."""
-"""Of one scenario: they are all checked before the first begins."""
+"""Directed links, as many as those of a mesh of 1,400 devices."""
 
 
 def trials(scenario: Scenario) -> list[Trial]:

@@ -37,9 +37,9 @@ class Condition:
     operator: str
     """One of >= <= > < == != within."""
     target: float | str | bool
-    """In base units."""
+    """The value to compare with, in base units."""
     tolerance: float = 0.0
-    """Of ``within``: a fraction of the target."""
+    """For ``within``, a fraction of the target."""
 
     def holds(self, value: object) -> bool:
         """Say whether a figure fulfils the condition; one that is absent or no number never does."""

@@ -14,7 +14,7 @@ class Source:
     """A scenario file as it was read."""
 
     file: str
-    """As the user named it."""
+    """The file's name as the user wrote it."""
     lines: Mapping[Key, int] = field(default_factory=dict)
     """Line of each key and list item, counted from 1."""
     overrides: Mapping[Key, str] = field(default_factory=dict)

@@ -16,7 +16,7 @@ TCP_HEADERS = 20 + 32
 SEGMENT = MTU - TCP_HEADERS
 """Bytes of a stream in one full TCP segment: 1448."""
 CAST_HEADER = 20
-"""Of the agent, in each datagram of a cast: which run, which cast and which part of it this is."""
+"""Bytes of the agent's header in each datagram: which run, which cast and which part of it this is."""
 CAST_HEADERS = 20 + 8 + CAST_HEADER
 """IPv4, UDP and the agent's own."""
 CAST_CHUNK = MTU - CAST_HEADERS

@@ -34,7 +34,7 @@ class Message:
     sender: str
     padding: int
     missing: Mapping[str, torch.Tensor]
-    """Of a cast of which frames were lost, by tensor: where its values are missing, which are zeros then."""
+    """Where values of a cast's tensors, by name, are missing since frames were lost; they are zeros then."""
 
     def __init__(
         self,

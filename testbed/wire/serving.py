@@ -13,7 +13,7 @@ from typing import Any
 from cheroot.wsgi import Server
 
 HEAD_SECONDS = 5.0
-"""In which a request's head has to come."""
+"""Seconds in which a request's head has to come."""
 MOST_WAITING = 256
 """Connections without a whole head; beyond, the oldest is closed."""
 LARGEST_HEAD = 1 << 16

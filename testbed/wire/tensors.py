@@ -54,7 +54,7 @@ class Raw:
 
     name: str
     dtype: str
-    """As safetensors calls it, e.g. ``F32``."""
+    """The type as safetensors calls it, e.g. ``F32``."""
     shape: tuple[int, ...]
     data: memoryview
     """The values in row-major order, little-endian."""
@@ -64,7 +64,7 @@ def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, off
     """Return the pieces of a safetensors body, to be joined or sent one after the other.
 
     The values start at a multiple of 64 bytes, counted from ``offset`` bytes before the body, so that whoever
-    receives both in one buffer has them aligned.
+    receives both in one buffer has them aligned. Raises TensorError for too many tensors, or two of one name.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -99,7 +99,7 @@ def size(tensors: Mapping[str, torch.Tensor], offset: int = 0) -> int:
 
 
 def type_of(name: str, tensor: torch.Tensor) -> str:
-    """Return what the type of a tensor is called. Raises TensorError for one that does not travel."""
+    """Return what the type of a tensor of any shape is called. Raises TensorError for one that does not travel."""
     dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
         raise TensorError(f"tensor '{name}' is of {tensor.dtype}, which does not travel; convert it first")
@@ -198,7 +198,10 @@ def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:
 
 
 def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
-    """Return arrays as bytes: views where they are contiguous, copies where they are not."""
+    """Return arrays as bytes: views where they are contiguous, copies where they are not.
+
+    Raises TensorError for a type that does not travel.
+    """
     import numpy as np
 
     dtypes = {np.dtype(_numpy_name(dtype)): dtype for dtype in ITEM_SIZES if dtype != "BF16"}
@@ -212,7 +215,7 @@ def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
 
 
 def to_numpy(tensors: Sequence[Raw]) -> dict[str, npt.NDArray[Any]]:
-    """Return arrays that share the memory of the buffer."""
+    """Return arrays that share the memory of the buffer; raises TensorError for bfloat16, which numpy lacks."""
     import numpy as np
 
     result = {}

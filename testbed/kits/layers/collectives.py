@@ -48,7 +48,7 @@ class Group:
         self._operations = count()
 
     async def broadcast(self, tensor: torch.Tensor | None, root: str) -> torch.Tensor:
-        """Return the root's tensor on every member; the others pass None."""
+        """Return the root's tensor, of any shape, on every member; the others pass None."""
         sent = None if tensor is None else [{"": tensor}] * len(self.members)
         return (await self.scatter(sent, root))[""]
 
@@ -65,7 +65,7 @@ class Group:
         return states[self.rank]
 
     async def gather(self, tensor: torch.Tensor, root: str) -> list[torch.Tensor] | None:
-        """Return on the root every member's tensor, in the order of the members; None elsewhere."""
+        """Return on the root every member's tensor, of any shapes, in the order of the members; None elsewhere."""
         operation = next(self._operations)
         if self.device.name != root:
             self._send(operation, root, {"": tensor})
@@ -73,7 +73,7 @@ class Group:
         return await self._collect(operation, tensor)
 
     async def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return on every member every member's tensor, in the order of the members."""
+        """Return on every member every member's tensor, of any shapes, in the order of the members."""
         operation = next(self._operations)
         for member in self.members:
             self._send(operation, member, {"": tensor})

@@ -26,11 +26,11 @@ class Training:
         self._samples = len(dataset.train_labels)
         per_epoch = steps_per_epoch(self._samples, self._size)
         self.steps = workload.steps if workload.steps is not None else (workload.epochs or 0) * per_epoch
-        """Of the whole workload."""
+        """Training steps of the whole workload."""
 
     @property
     def samples(self) -> int:
-        """Of one batch."""
+        """Samples of one batch."""
         return min(self._size, self._samples)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +43,7 @@ class Training:
         return torch.from_numpy(self._dataset.train_images[self._chosen(step)]), self.labels(step)
 
     def labels(self, step: int) -> torch.Tensor:
-        """Return the labels of a step."""
+        """Return the labels of a step, (samples,)."""
         import torch
 
         return torch.from_numpy(self._dataset.train_labels[self._chosen(step)])
@@ -82,5 +82,5 @@ class Requests:
         return torch.from_numpy(self._dataset.test_images[self.samples(index)])
 
     def labels(self, index: int) -> npt.NDArray[Any]:
-        """Return the labels that belong to one request's images."""
+        """Return the labels that belong to one request's images, (samples, ...)."""
         return self._dataset.test_labels[self.samples(index)]

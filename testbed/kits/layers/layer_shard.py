@@ -28,7 +28,7 @@ from testbed.training.optimizers import MOMENTUM, Sgd
 from testbed.training.schema import OptimizerPart
 
 _STATISTICS = ("running_mean", "running_var")
-"""Of a normalisation: not trained, but moved with the channel."""
+"""Running statistics of a normalisation: not trained, but moved with the channel."""
 
 
 Gradients = dict[str, torch.Tensor]
@@ -52,7 +52,7 @@ class _Recorded:
     inputs: torch.Tensor
     outputs: torch.Tensor
     parameters: dict[str, torch.Tensor]
-    """That it was computed with: an update makes new ones."""
+    """The parameters that it was computed with: an update makes new ones."""
 
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
         inputs, *others = self._of(gradient, [self.inputs, *self.parameters.values()])

@@ -68,7 +68,7 @@ class ShapeShard:
     def forward_loss(
         self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int, version: int | None = None
     ) -> float:
-        """Return no number."""
+        """Return no number, whatever the shapes of inputs and labels."""
         self._kept[key] = tuple(inputs.shape)
         return math.nan
 
@@ -83,14 +83,14 @@ class ShapeShard:
         """Do nothing: there are no gradients."""
 
     def norms(self) -> torch.Tensor:
-        """Return as many norms as `Shard.norms`."""
+        """Return norms of the shape that `Shard.norms` gives."""
         import torch
 
         units = range(self.first, self.last)
         return torch.zeros(sum(trained for unit in units for _, _, trained in _described(self._model, unit).values()))
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
-        """Take note that there is an optimizer's state from now on."""
+        """Take note that there is an optimizer's state from now on; ``norms`` are of any shape."""
         self._updated = True
 
     def advance(self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0) -> None:

@@ -123,7 +123,7 @@ class Membership:
         self.ready: set[str] = set()
         """Devices that said that they are ready for their role."""
         self.answers: dict[str, Alive] = {}
-        """To the last question."""
+        """Answers to the last question."""
         self.answered = 0
         """Answers in what was the present configuration when they came."""
         self.joiners: set[str] = set()
@@ -148,7 +148,7 @@ class Membership:
         self.mark_configured()
 
     def mark_configured(self) -> None:
-        """From now on, a device that starts again has lost the role that it is being given."""
+        """Count a device that starts again from now on as one that has lost the role that it is being given."""
         self.restarted.clear()
         self.known = dict(self.present)
 

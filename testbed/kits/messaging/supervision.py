@@ -42,11 +42,11 @@ class Timeouts:
     """How long to wait for what, in seconds."""
 
     patience: float
-    """Without news before the devices are asked, and without an answer before they count as lost."""
+    """Seconds without news before the devices are asked, and without an answer before they count as lost."""
     return_window: float
-    """For lost devices to come back before the others go on without them."""
+    """Seconds for lost devices to come back before the others go on without them."""
     standstill: float
-    """Without anything done, though all devices answer."""
+    """Seconds without anything done, though all devices answer."""
     startup: float = 10.0
     """Patience until the first configuration stands: devices do not all start at once."""
 
@@ -88,7 +88,7 @@ class Supervisor:
         return [(part.device, part.first, part.last) for part in self.layout]
 
     def watch(self, layout: Sequence[Piece]) -> None:
-        """From now on these devices have a role, and are waited for."""
+        """Count these devices as having a role, and wait for them, from now on."""
         self.layout = layout
         self.membership.assigned = frozenset(part.device for part in layout)
 
@@ -98,7 +98,7 @@ class Supervisor:
         self.mailbox.open(int(self.device.now() * 1000) + 1)
 
     def begin(self) -> None:
-        """The devices are given their roles now: one that starts again from here on has lost it."""
+        """Note that the devices are given their roles now: one that starts again from here on has lost it."""
         self.membership.mark_configured()
         self._still = (-1, 0.0)
 

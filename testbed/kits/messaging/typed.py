@@ -46,7 +46,7 @@ class Typed:
     padding: int = 0
     """Bytes charged beside the content."""
     missing: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """As in `testbed.wire.message.Message`."""
+    """What is missing, as in `testbed.wire.message.Message`."""
 
     def __init_subclass__(cls, kind: str = "", key: tuple[str, ...] = (), opens: bool = False) -> None:
         super().__init_subclass__()
@@ -69,7 +69,7 @@ class _Form:
     """JSON fields, and whether None is left out."""
     tensors: tuple[str, ...]
     fixed: tuple[str, ...]
-    """Of the JSON fields."""
+    """Those of the JSON fields that take a fixed length."""
     state: str | None
 
 

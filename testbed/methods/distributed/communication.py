@@ -44,7 +44,7 @@ class Transfer:
 
     @cached_property
     def elements(self) -> int:
-        """Of one sample, in all messages."""
+        """Elements of one sample in all messages."""
         return sum(self.messages)
 
     def wire_bytes(self, samples: int) -> float:
@@ -129,9 +129,9 @@ class Leg:
     """What goes over links at the same time, in seconds."""
 
     busy: float = 0.0
-    """Of the busiest link, access to the network included: bytes / rate."""
+    """Seconds of the busiest link, access to the network included: bytes / rate."""
     delay: float = 0.0
-    """Of the link with the longest."""
+    """Seconds of the longest delay of a link."""
 
 
 @dataclass(frozen=True)
@@ -143,17 +143,17 @@ class Phase:
     network: float = 0.0
     """Seconds, of the busiest link with everything that it carries."""
     gathering: Leg = Leg()
-    """From other devices than the source."""
+    """What other devices than the source send."""
     own: Leg = Leg()
-    """From the source, what it can send as soon as it has computed it."""
+    """What the source can send as soon as it has computed it."""
     forwarding: Leg = Leg()
     """What can be sent when something of the same layer has been received."""
     chunks: int = 1
-    """In how many messages an output goes over a link."""
+    """Number of messages in which an output goes over a link."""
 
     @property
     def seconds(self) -> float:
-        """From its input to its output, where both are needed."""
+        """Seconds from its input to its output, where both are needed."""
         # One message is sent when all is computed and forwarded when all is received. Of several, the first passes
         # while the layer before still sends its last, so the slowest station alone counts.
         share = 1.0 if self.chunks == 1 else 0.0

@@ -34,7 +34,7 @@ class Ledger:
         self._memory = memory
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count activations that begin to be resident; raises `TestbedError` where the memory does not suffice."""
+        """Count activations of any shape that begin to be resident; raises `TestbedError` where they are too many."""
         self.activations += tensor.nbytes
         self.peak = max(self.peak, self.activations)
         if self.weights + self.activations > self._memory:
@@ -46,7 +46,7 @@ class Ledger:
         return tensor
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Count activations that are resident no more."""
+        """Count activations of any shape that are resident no more."""
         self.activations -= tensor.nbytes
 
 
@@ -63,7 +63,7 @@ class MemberContext:
         self.flow = flow
         self.configuration = mailbox.configuration
         self.index = flow.plan.devices.index(mailbox.device.name)
-        """Of the device in the plan."""
+        """Index of the device in the plan."""
         self.layers: dict[int, SlicedLayer | SlicedShape] = {}
         """What it holds, by layer."""
         self.ledger = Ledger(mailbox.device.name, memory)

@@ -20,7 +20,7 @@ class Overlap(NamedTuple):
     lender: int
     borrower: int
     layer: int
-    """That makes the map."""
+    """Index of the layer that makes the map."""
     region: Region
 
 

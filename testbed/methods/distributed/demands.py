@@ -107,7 +107,7 @@ def activations(flow: Dataflow, device: int) -> int:
     itself. While it works on a layer also the sums that it merges, or those of what has come of the input so far.
     """
     changes = [0] * (len(flow.graph.layers) - INPUT + 2)
-    """By layer from the image on: how much more is held than at the one before."""
+    """How much more is held at each layer, from the image on, than at the one before."""
 
     def hold(first: int, last: int, elements: int) -> None:
         if first <= last:

@@ -92,7 +92,7 @@ class PlanSettings:
     source: int = 0
     """Index of the device that has the images."""
     samples: int = 1
-    """In a request, at most."""
+    """Samples in a request, at most."""
 
     def with_options(self, **changes: object) -> PlanSettings:
         """Return the same with other options, which are taken as they are."""

@@ -42,11 +42,11 @@ class LayerPlan(_Frozen):
 
     scheme: Scheme
     owner: int | None = None
-    """Of a ``whole`` layer: who computes it."""
+    """The device that computes a ``whole`` layer."""
     outputs: tuple[Range, ...] = ()
-    """Of ``lop`` and ``fuse1``: each device's output channels; empty ranges for devices that take no part."""
+    """Each device's output channels, for ``lop`` and ``fuse1``; empty ranges for devices that take no part."""
     inputs: tuple[Range, ...] = ()
-    """Of ``lip`` and ``fuse2``: each device's input channels. Those of a ``fuse2`` are the outputs of its ``fuse1``."""
+    """Each device's input channels, for ``lip`` and ``fuse2``, where they are the outputs of its ``fuse1``."""
 
 
 class Tile(_Frozen):
@@ -72,7 +72,7 @@ class DistributedPlan(_Frozen):
     """A whole inference; `testbed.methods.distributed.dataflow` says what that is for each device."""
 
     scheme: str
-    """As the scenario names it."""
+    """The scheme as the scenario names it."""
     devices: tuple[str, ...]
     source: int
     """Holds the image, collects and merges what the others compute, and computes its own share."""
@@ -80,7 +80,7 @@ class DistributedPlan(_Frozen):
     """One for each layer of the network."""
     tiling: Tiling | None = None
     shares: tuple[float, ...] = ()
-    """Of each layer that is split, by device, before they are rounded to whole channels; none where nothing is."""
+    """Each device's share of every layer that is split, before rounding to whole channels; none where nothing is."""
 
     @property
     def tiles(self) -> tuple[Tile, ...]:

@@ -35,9 +35,9 @@ class PlanFigures(BaseModel):
     weights: tuple[int, ...]
     """Elements of each device."""
     weights_bytes: float
-    """Of the device with most."""
+    """Bytes on the device with most."""
     memory_bytes: float
-    """Of the device with most."""
+    """Bytes on the device with most."""
     longest_path: int
     """Multiplications one after the other."""
     communication: float
@@ -47,17 +47,17 @@ class PlanFigures(BaseModel):
     """C by the paper's equation (9), in elements."""
     communication_as_printed_bytes: float
     elements: int
-    """That are sent."""
+    """Elements that are sent."""
     outputs: tuple[int, ...]
     """Elements of each layer's output."""
     wire_bytes: float
     messages: int
     tile_bytes: float = 0.0
-    """On the wire, of what is sent about tiles: parts of the image, what tiles take of each other, what they become."""
+    """Bytes on the wire about tiles: parts of the image, what tiles take of each other, what they become."""
     saved_tile_bytes: float = 0.0
     """How many less than with the same grid where nothing is reused; below 0 where what is reused weighs more."""
     saved_multiplications: int = 0
-    """Of all tiles, by reuse."""
+    """Multiplications that reuse saves all tiles."""
 
 
 class DistributedDetails(Details):

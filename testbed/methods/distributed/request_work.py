@@ -38,13 +38,13 @@ class Store:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, value: int, first: int, tensor: torch.Tensor) -> None:
-        """Take in elements of a value from ``first`` on."""
+        """Take in elements of a value from ``first`` on, (samples, elements)."""
         part = Range(first, first + tensor.shape[1])
         self._pieces.setdefault(value, []).append((part, self._ledger.hold(tensor)))
         self._wake()
 
     def put_sums(self, layer: int, made: Range, device: int, tensor: torch.Tensor) -> None:
-        """Take in a device's sums for some output channels of a layer."""
+        """Take in a device's sums for some output channels of a layer, (samples, elements)."""
         self._sums.setdefault((layer, made), {})[device] = self._ledger.hold(tensor)
         self._wake()
 
@@ -238,7 +238,7 @@ class RequestWork:
     # The exchange.
 
     def take_values(self, value: int, first: int, tensor: torch.Tensor, maker: int) -> None:
-        """Keep what another device has made; the source may have to send it on."""
+        """Keep what another device has made, (samples, elements); the source may have to send it on."""
         part = Range(first, first + tensor.shape[1])
         if self._flow.way == "source" and self._is_source:
             for receiver, wanted in self._flow.forwarded(value, maker, part):
@@ -262,7 +262,7 @@ class RequestWork:
             self.store.put(value, part.first, tensor)
 
     def spread(self, value: int, tensor: torch.Tensor) -> None:
-        """Begin with a whole value on the source: the images, or the map that all tiles make up."""
+        """Begin with a whole value, (samples, elements), on the source: the images, or the map of all tiles."""
         self._made(value, 0, tensor)
 
 

@@ -31,7 +31,7 @@ class WorkerTotals:
     count: int
     """Workers that take part, the source not among them."""
     share: Fraction
-    """Of each layer, what the workers together compute."""
+    """Share of each layer that the workers together compute."""
 
     @classmethod
     def of(cls, shares: Sequence[Fraction], source: int) -> WorkerTotals:

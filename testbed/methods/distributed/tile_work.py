@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from testbed.models.sliced import SlicedLayer, SlicedShape
 
 Part = tuple[Region, "torch.Tensor"]
-"""Of a map, (samples, channels, height, width)."""
+"""A region of a map and its values, (samples, channels, height, width)."""
 
 
 def compute_tile(
@@ -121,13 +121,13 @@ class TileWork:
         self._flow = member.flow
         self._spread = spread
         self._queue = tile_queue(member.flow, speeds) if member.flow.settings.options.stealing else None
-        """On the source, where idle devices steal tiles."""
+        """The waiting tiles, on the source, where idle devices steal them."""
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
-        """By request and tile."""
+        """Regions of the image by request and tile, (samples, channels, height, width)."""
         self._taken: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         """What others lend a tile, by request and tile, then by lender."""
         self._images: dict[int, torch.Tensor] = {}
-        """On the source, by request, until all tiles are done."""
+        """Images on the source by request, until all tiles are done."""
         self._maps: dict[int, torch.Tensor] = {}
         self._missing: dict[int, int] = {}
         """Tiles that are not in the map, by request."""
@@ -137,7 +137,7 @@ class TileWork:
         return self._member.index == self._flow.plan.source
 
     def begin(self, request: int, images: torch.Tensor) -> None:
-        """Send each tile its part of a request's images; on the source."""
+        """Send each tile its part of a request's images, (samples, channels, height, width); on the source."""
         self._images[request] = self._member.ledger.hold(images)
         if self._queue is not None:
             self._queue.add(request)
@@ -171,13 +171,13 @@ class TileWork:
             self._member.record("tile", request=request, tile=number, owner=names[owner], by=names[device])
 
     def take_input(self, request: int, number: int, inputs: torch.Tensor) -> None:
-        """Take in what a tile needs of the image."""
+        """Take in what a tile needs of the image, (samples, channels, height, width)."""
         # On the source it is a part of the image.
         self._inputs[request, number] = inputs if self._is_source else self._member.ledger.hold(inputs)
         self._begin_if_complete(request, number)
 
     def take_overlap(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
-        """Take in what one tile lends another, which this device is to compute; else send it on from the source."""
+        """Take in what one tile lends another, (samples, elements); send it on if another device computes that one."""
         to = self._flow.plan.tiles[borrower].device
         if self._queue is None and to != self._member.index:
             self._member.post(to, TileOverlap(self._member.configuration, request, lender, borrower, tensor))
@@ -220,7 +220,7 @@ class TileWork:
             self._member.post(None, TileOutput(self._member.configuration, request, number, outputs))
 
     def place(self, request: int, number: int, outputs: torch.Tensor, device: str) -> None:
-        """Collect tiles on the source, from whom it computed; spread the map when all are there."""
+        """Collect tiles, (samples, channels, height, width), on the source; spread the map when all are there."""
         if self._queue is not None:
             self._queue.done(self._flow.plan.devices.index(device), self._member.now())
             self._hand_out(self._queue)

@@ -113,9 +113,9 @@ class _Line(NamedTuple):
     """A row or a column of tiles along its axis."""
 
     needed: list[Range]
-    """Of every layer's input, and of the last one's output."""
+    """What is needed of every layer's input, and of the last one's output."""
     computed: list[Range]
-    """Of every layer's output."""
+    """What is computed of every layer's output."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Grid:
 
     @cached_property
     def _down(self) -> list[tuple[_Line, _Line]]:
-        """Of each row, of its tiles that wait for no neighbour and of those that do."""
+        """For each row, the line of its tiles that wait for no neighbour and that of those that do."""
         return self._lines(self.rows, 1)
 
     @cached_property

@@ -32,7 +32,7 @@ from testbed.workload import ProgramPart
 PORT = 29500
 """Where torch.distributed meets by default."""
 _LAST_LINES = 5
-"""Of what a failed program said, that are told."""
+"""Lines of what a failed program printed that its error repeats."""
 _LONGEST = 1 << 20
 """Bytes of a line."""
 _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -41,9 +41,9 @@ _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "request": (("request", "latency"), ()),
     "round": (("round",), ("start", "duration")),
 }
-"""Of a program's events of which figures are made: the fields that they need, and that they may have."""
+"""Events of a program of which figures are made: the fields that they need, and that they may have."""
 _KEPT = ("TESTBED_TOKEN",)
-"""Of the agent's environment, what is not the program's business."""
+"""Variables of the agent's environment that programs do not see."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,10 @@ class Program(Method[Options]):
     )
 
     def plan(self, problem: Problem[Options]) -> Plan:
-        """Divide nothing; the lead is notified of each end, so all that end have links with it: in a star, the hub."""
+        """Divide nothing; the lead is notified of each end, so all that end have links with it: in a star, the hub.
+
+        Raises `InputError` where such a link is missing, or nothing would end.
+        """
         programs = _programs(problem)
         ending = [name for name, part in programs.items() if not part.background]
         if not ending:
