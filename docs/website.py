@@ -45,6 +45,7 @@ PAPER_OF = {
 GUIDE = {
     "Home": "README.md",
     "Tutorial": "docs/tutorial.md",
+    "From a script in plain torch": "docs/from-torch.md",
     "Glossary": "docs/glossary.md",
     "The scenario file": "docs/scenario.md",
     "Your own model and data": "docs/own.md",

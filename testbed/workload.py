@@ -109,6 +109,9 @@ class DataPart(Part):
         description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: theirs, if it is one",
     )
     train: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="use only the first N training samples")
+    shuffle: bool = Field(
+        True, description="whether training samples come in another order in each epoch, by the seed; else in their own"
+    )
     split: Split = Field(
         "lead",
         description="who owns training samples. lead: the lead all of them; iid: each device as many, drawn at random; "

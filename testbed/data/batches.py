@@ -32,10 +32,14 @@ def _order(samples: int, seed: int, epoch: int) -> Indices:
     return order
 
 
-def batch(samples: int, batch_size: int, seed: int, step: int) -> Indices:
-    """Return the indices of the samples of training step ``step``, counted from 0 through all epochs."""
+def batch(samples: int, batch_size: int, seed: int | None, step: int) -> Indices:
+    """Return the indices of the samples of training step ``step``, (samples,), counted from 0 through all epochs.
+
+    Without a seed they are in their order in every epoch.
+    """
     epoch, position = divmod(step, steps_per_epoch(samples, batch_size))
-    return _order(samples, seed, epoch)[position * batch_size : (position + 1) * batch_size]
+    order = np.arange(samples) if seed is None else _order(samples, seed, epoch)
+    return order[position * batch_size : (position + 1) * batch_size]
 
 
 def micro_batches(size: int, parts: int) -> tuple[slice, ...]:

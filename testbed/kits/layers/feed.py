@@ -22,7 +22,7 @@ class Training:
     def __init__(self, dataset: Dataset, workload: WorkloadPart, seed: int) -> None:
         self._dataset = dataset
         self._size = workload.batch_size
-        self._seed = seed
+        self._seed = seed if workload.data.shuffle else None
         self._samples = len(dataset.train_labels)
         per_epoch = steps_per_epoch(self._samples, self._size)
         self.steps = workload.steps if workload.steps is not None else (workload.epochs or 0) * per_epoch

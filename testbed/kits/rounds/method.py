@@ -116,7 +116,8 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
     """Return what a device with data does in a round, by its plan."""
     problem, mine = job.problem, job.plan.details.portions[device.name]
     assert job.dataset is not None
-    share = Share(job.dataset, problem.workload.batch_size, mine.parallel, problem.seed)
+    seed = problem.seed if problem.workload.data.shuffle else None
+    share = Share(job.dataset, problem.workload.batch_size, mine.parallel, seed)
     layers = Layers(device, problem, 0, mine.split)
     return LocalTraining(share, Participants(problem).length, layers, hooks.train_local, hooks.sent)
 

@@ -43,8 +43,8 @@ class Share:
     comes up in others. Fewer samples than a batch are one iteration.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, parallel: int, seed: int) -> None:
-        """Raises ValueError where there are fewer samples than mini-batches."""
+    def __init__(self, dataset: Dataset, batch_size: int, parallel: int, seed: int | None) -> None:
+        """Without a seed samples keep their order. Raises ValueError for fewer samples than mini-batches."""
         self._dataset = dataset
         self._seed = seed
         self.samples = len(dataset.train_labels)
