@@ -99,15 +99,16 @@ def _name(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"{pairs[0][0]} → {pairs[0][1]}"
     if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
         return f"{pairs[0][0]} ↔ {pairs[0][1]}"
+    known = set(pairs)
     found = {
-        f"{a} {'↔' if (b, a) in pairs else '→'} {b}": None for a, b in pairs if (b, a) not in pairs or (a, b) <= (b, a)
+        f"{a} {'↔' if (b, a) in known else '→'} {b}": None for a, b in pairs if (b, a) not in known or (a, b) <= (b, a)
     }
     if len(found) <= MOST_NAMED:
         return ", ".join(found)
     names = dict.fromkeys(name for pair in pairs for name in pair)
     if len(pairs) == len(names) * (len(names) - 1):
         return f"all {len(pairs)} among {_some(list(names))}"
-    hubs = [name for name in names if all(name in pair for pair in pairs)]
+    hubs = [name for name in pairs[0] if all(name in pair for pair in pairs)]
     if hubs:
         others = [name for name in names if name != hubs[0]]
         return f"{hubs[0]} ↔ {_some(others)}" if len(pairs) == 2 * len(others) else f"{hubs[0]} – {_some(others)}"

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
@@ -78,7 +79,6 @@ class SimulatedDevice:
         self._write = world.write
         self._loop = world.loop
         self._channels: dict[str, Channel] = {}
-        self._form = CastForm(host.name, world.hosts)
         self._casts = 0
         self._cast_until = 0.0
         """When the last of them has left."""
@@ -117,6 +117,11 @@ class SimulatedDevice:
     async def sleep(self, seconds: float) -> None:
         """Wait on the virtual clock."""
         await asyncio.sleep(seconds)
+
+    @cached_property
+    def _form(self) -> CastForm:
+        """How it casts; a device that does not is spared the names of all others."""
+        return CastForm(self.name, self._world.hosts)
 
     def _channel(self, peer: str) -> Channel:
         channel = self._channels[peer] = self._world.channel(self.name, peer)

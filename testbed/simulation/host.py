@@ -54,6 +54,8 @@ class Host:
 
     name: str
     spec: DeviceSpec
+    number: int
+    """Among the hosts of its world."""
     factor: float = 1.0
     """The share of its own speed at which it computes right now."""
     device: Guest | None = None

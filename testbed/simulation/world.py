@@ -72,7 +72,7 @@ class World:
         self.loop = VirtualLoop(time_limit)  # type: ignore[abstract]  # of what needs sockets or threads it has nothing
         self.loop.set_task_factory(_make_owned)
         self.loop.set_exception_handler(self._lost_error)
-        self.hosts = {spec.name: Host(spec.name, spec) for spec in devices}
+        self.hosts = {spec.name: Host(spec.name, spec, number) for number, spec in enumerate(devices)}
         self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
         """The links and speeds in force; the states of the devices are those of the hosts."""
         self.events = EventLog()
@@ -344,14 +344,15 @@ def rare_collection() -> Iterator[None]:
 class _OwnedTask(asyncio.Task[Any]):
     """A task that knows the device whose code has started it.
 
-    Its hash is its number on that device and no address: `asyncio.TaskGroup` and `asyncio.wait` keep tasks in sets,
-    whose order is thus the same in each run.
+    Its hash is made of its number on that device and no address: `asyncio.TaskGroup` and `asyncio.wait` keep tasks in
+    sets, whose order is thus the same in each run. The device's own number keeps those of thousands of devices apart
+    in the set that asyncio has of all tasks.
     """
 
     def __init__(self, owner: SimulatedDevice, program: Coroutine[Any, Any, Any], **options: Any) -> None:
         self.owner = owner
         owner.started += 1
-        self._number = owner.started
+        self._number = owner.started + (owner.host.number << 16)
         super().__init__(program, **options)
         owner.tasks[self] = None
         self.add_done_callback(owner.forget)

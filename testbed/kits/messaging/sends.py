@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,7 +23,7 @@ class MailboxFullError(RuntimeError):
     """A program posts, or is sent, more messages than it is made for: nobody takes them."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Send:
     peer: str
     due: float
@@ -39,7 +40,10 @@ class Sends:
         self._links = links
         self._tasks = tasks
         self._limit = limit
-        self._sends: list[_Send] = []
+        self._sends: dict[_Send, None] = {}
+        """All that is not acknowledged, in the order of the calls; a server may have thousands of peers."""
+        self._to: dict[str, dict[_Send, None]] = defaultdict(dict)
+        """The same by peer."""
         self.acknowledged: Callable[[str, float, float], None] = lambda peer, wire_bytes, posted: None
         """Is called with each message that is acknowledged, at that instant: its peer, size and when it was posted."""
 
@@ -48,7 +52,7 @@ class Sends:
 
         What is returned may be awaited for the acknowledgement, or left alone. Raises `MailboxFullError`.
         """
-        if sum(send.peer == peer for send in self._sends) >= self._limit:
+        if len(self._to[peer]) >= self._limit:
             raise MailboxFullError(
                 f"{self._limit} messages to {peer} are not acknowledged; '{message.kind}' is one more"
             )
@@ -56,10 +60,10 @@ class Sends:
         carrying = transfer_time(self._links, self._device.name, peer, wire_bytes)
         due = max(posted, self.due(peer)) + SLACK * carrying
         send = _Send(peer, due, self._tasks.start(self._device.send(peer, message)))
-        self._sends.append(send)
+        self._sends[send] = self._to[peer][send] = None
 
         def over(task: asyncio.Task[None]) -> None:
-            self._sends.remove(send)
+            del self._sends[send], self._to[peer][send]
             if not task.cancelled() and task.exception() is None:
                 self.acknowledged(peer, wire_bytes, posted)
 
@@ -73,7 +77,7 @@ class Sends:
 
     def due(self, peer: str) -> float:
         """Return when all that was posted to a peer should have been acknowledged, however slowly the link goes."""
-        return max((send.due for send in self._sends if send.peer == peer), default=self._device.now())
+        return max((send.due for send in self._to[peer]), default=self._device.now())
 
     def waiting(self) -> bool:
         """Say whether anything is under way that is not overdue."""

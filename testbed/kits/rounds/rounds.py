@@ -137,7 +137,12 @@ class Rounds:
 
     async def _collect(self, chosen: Sequence[str], least: int, deadline: float, end: float) -> None:
         """Wait until all have sent an update or lost what they had; from the deadline on for enough updates only."""
-        while any(name not in self._updates and name not in self._restarted for name in chosen):
+        awaited = list(reversed(chosen))
+        while True:
+            while awaited and (awaited[-1] in self._updates or awaited[-1] in self._restarted):
+                awaited.pop()  # neither is taken back within a round
+            if not awaited:
+                return
             left = (deadline if len(self._updates) >= least else end) - self._device.now()
             if left <= 0:
                 return
