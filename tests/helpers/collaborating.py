@@ -72,13 +72,7 @@ class Plain:
     def __init__(self, spec: Scenario) -> None:
         problem = prepared(spec).problem
         self.module = problem.model.build(0, len(problem.model.units), problem.seed)
-        settings = spec.workload.training.optimizer
-        self.optimizer = torch.optim.SGD(
-            self.module.parameters(),
-            lr=settings.learning_rate,
-            momentum=settings.momentum,
-            weight_decay=settings.weight_decay,
-        )
+        self.optimizer = torch.optim.SGD(self.module.parameters(), **spec.workload.training.optimizer.arguments())
 
     def step(self, images: torch.Tensor, labels: torch.Tensor, mini_batches: int = 1) -> None:
         """Take one step with the mean gradient of mini-batches of one size."""
