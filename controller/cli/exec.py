@@ -42,14 +42,15 @@ def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_inpu
     """
     from docker.errors import APIError, NotFound
 
+    from controller.hosts.lab import engine_of
     from controller.lab import runstate
     from controller.lab.containers import container_name
-    from controller.lab.engine import connect
     from testbed.common.errors import InputError, TestbedError
 
     # What stands behind DEVICE is not click's to read, the sign that says so included.
     words = list(command[1:] if command[0] == "--" else command)
-    client, chosen = connect(), runstate.choose(run_id)
+    chosen = runstate.choose(run_id)
+    client = engine_of(chosen, device)
     try:
         started = client.api.exec_create(container_name(chosen, device), words, stdin=pass_input)["Id"]
     except NotFound:

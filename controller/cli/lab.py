@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from controller.cli.options import as_json, links, overrides, run_option
+from controller.cli.options import as_json, hosts, links, overrides, place, run_option
 from controller.cli.printing import dump, print_table, say
 
 if TYPE_CHECKING:
@@ -21,19 +22,33 @@ if TYPE_CHECKING:
 @click.argument("scenario", type=click.Path(path_type=Path))
 @overrides
 @links
+@hosts
+@place
 @as_json
-def up(scenario: Path, overrides: tuple[str, ...], links: LinkBackend, as_json: bool) -> None:
+def up(
+    scenario: Path,
+    overrides: tuple[str, ...],
+    links: LinkBackend,
+    hosts: list[str],
+    place: dict[str, str],
+    as_json: bool,
+) -> None:
     """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
 
     Of a sweep the first point is taken. `testbed start` runs a scenario on it, `exec` a command on a device; `fault`,
     `link`, `ps` and `logs` work on it; `testbed down` ends it.
     """
+    from controller.hosts.lab import AnyLab, HostsLab
     from controller.lab.lab import Lab
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
 
     trial = trials(load(scenario, overrides))[0]
-    lab = Lab.create(trial, links=links, progress=say, keep=True)
+    lab: AnyLab
+    if hosts:
+        lab = HostsLab.create(trial, hosts, place, links=links, progress=say, keep=True)
+    else:
+        lab = Lab.create(trial, links=links, progress=say, keep=True)
     if as_json:
         devices = [asdict(device) for device in lab.devices.values()]
         dump({"run": lab.run_id, "subnet": lab.subnet, "devices": devices})
@@ -53,9 +68,10 @@ def down(run: str | None, everything: bool) -> None:
     RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. Whatever of it is already gone
     is no error; a run of which nothing is there ends with 2.
     """
+    from controller.hosts.removal import remove
     from controller.lab import runstate
     from controller.lab.engine import connect
-    from controller.lab.removal import labelled_runs, remove_run
+    from controller.lab.removal import labelled_runs
     from testbed.common.errors import InputError
 
     if everything and run:
@@ -67,7 +83,7 @@ def down(run: str | None, everything: bool) -> None:
     if not meant and not everything:
         raise InputError(f"there is no run '{pattern}' (runs: {', '.join(known) or 'none'})")
     for each in meant:
-        count = remove_run(client, each)
+        count = remove(each, client)
         click.echo(f"{each}: removed {count} containers and networks")
     if not meant:
         click.echo("nothing to remove")
@@ -77,12 +93,18 @@ def down(run: str | None, everything: bool) -> None:
 @as_json
 def ps(as_json: bool) -> None:
     """List the containers of every run on the engine, what each device does, and how far the run has come."""
+    from controller.hosts.contexts import reach
     from controller.lab import runstate
     from controller.lab.containers import running_labs
     from controller.lab.engine import connect
     from controller.results.progress import Progress, progress
+    from testbed.common.errors import HostError
 
     labs = running_labs(connect())
+    for run in runstate.runs():
+        for host in runstate.read(run).hosts:
+            with suppress(HostError):  # a host that is lost: the run says so itself
+                labs.setdefault(run, []).extend(running_labs(reach(host).client).get(run, []))
     if as_json:
         dump({run: [asdict(each) for each in containers] for run, containers in labs.items()})
         return
@@ -109,12 +131,12 @@ def ps(as_json: bool) -> None:
 @click.option("--follow", "-f", is_flag=True, help="Go on until the container ends.")
 def logs(device: str, run_id: str | None, follow: bool) -> None:
     """Print what the program of DEVICE has written (`shaper` for the one that shapes the links)."""
+    from controller.hosts.lab import engine_of
     from controller.lab import runstate
     from controller.lab.containers import container_logs
-    from controller.lab.engine import connect
 
-    wrote = False
-    for piece in container_logs(connect(), runstate.choose(run_id), device, follow=follow):
+    wrote, run = False, runstate.choose(run_id)
+    for piece in container_logs(engine_of(run, device), run, device, follow=follow):
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
         wrote = True

@@ -9,8 +9,8 @@ import click
 from controller.cli.linkoptions import link_options, read
 from controller.cli.options import CommandGroup, as_json, run_option
 from controller.cli.printing import dump, print_table
+from controller.hosts.lab import open_lab
 from controller.lab import runstate
-from controller.lab.lab import Lab
 from controller.report.grouping import describe
 from controller.running import control
 from testbed.common import formats
@@ -42,7 +42,7 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
 
     What was applied is read back from every device's interface as this command runs.
     """
-    shown = Lab.open(runstate.choose(run_id)).shaper.show()
+    shown = open_lab(runstate.choose(run_id)).shaper.show()
     links = links_from_json(shown["links"])
     chosen = {pair: links[pair] for pair in control.choose(links, source, destination)}
     if as_json:
@@ -99,7 +99,7 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
     Delay and loss are measured on every link, the rate on one of each kind. A run that uses the links meanwhile
     disturbs the figures.
     """
-    shaper = Lab.open(runstate.choose(run_id)).shaper
+    shaper = open_lab(runstate.choose(run_id)).shaper
     shown = shaper.show()
     running = shown["devices"].keys()
     pairs = [

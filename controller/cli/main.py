@@ -44,6 +44,7 @@ COMMANDS = {
     "images": "controller.cli.machine:images",
     "bench": "controller.cli.machine:bench",
     "doctor": "controller.cli.machine:doctor",
+    "hosts": "controller.cli.hosts:hosts",
 }
 
 

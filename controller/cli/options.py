@@ -27,6 +27,34 @@ links = click.option(
     show_envvar=True,
     help="What shapes the links; auto takes netem where the kernel has it.",
 )
+
+
+def _names(_context: click.Context, _option: click.Parameter, given: str | None) -> list[str]:
+    return [name.strip() for name in (given or "").split(",") if name.strip()]
+
+
+def _placed(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    wrong = [each for each in given if not all(each.partition("="))]
+    if wrong:
+        raise click.BadParameter(f"'{wrong[0]}' is not DEVICE=HOST")
+    return {name: host for name, _, host in (each.partition("=") for each in given)}
+
+
+hosts = click.option(
+    "--hosts",
+    callback=_names,
+    metavar="HOST,...",
+    envvar="TESTBED_HOSTS",
+    show_envvar=True,
+    help="Run on the engines of these docker contexts, which are of one swarm; see docs/hosts.md.",
+)
+place = click.option(
+    "--place",
+    multiple=True,
+    callback=_placed,
+    metavar="DEVICE=HOST",
+    help="With --hosts, put this device on that host. May be repeated.",
+)
 run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 out = click.option(
     "--out",

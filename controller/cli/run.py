@@ -12,7 +12,7 @@ from rich.console import Console
 
 from controller.api.execution import run_one_by_one, simulate_side_by_side
 from controller.cli.finished import explain, judge, reproduce, show_run, summarize
-from controller.cli.options import accept_links, links, metrics_as_json, out, overrides, watched
+from controller.cli.options import accept_links, hosts, links, metrics_as_json, out, overrides, place, watched
 from controller.cli.printing import dump, make_console
 from testbed.common.errors import InputError, TestbedError
 from testbed.prepare import Prepared, prepare
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 @click.option("--repetitions", type=int, help="Override how often each point is run.")
 @links
 @accept_links
+@hosts
+@place
 @click.option(
     "--weights",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -79,6 +81,8 @@ def run(
     repetitions: int | None,
     links: LinkBackend,
     accept_links: bool,
+    hosts: list[str],
+    place: dict[str, str],
     weights: Path | None,
     streams: tuple[str, ...],
     watch: bool,
@@ -117,7 +121,7 @@ def run(
             simulate_side_by_side(scenario, changes, todo, jobs, console, done)
         else:
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
-            lab = {"links": links, "accept_links": accept_links, "keep": keep}
+            lab = {"links": links, "accept_links": accept_links, "keep": keep, "hosts": hosts, "place": place}
             run_one_by_one(rows, runtime, console, done, watch=watch, streams=streams, **lab)
     except TestbedError as error:
         explain(console, error)

@@ -39,8 +39,8 @@ def start(
     """
     from controller.api.execution import run_recorded
     from controller.cli.finished import explain, judge, show_run
+    from controller.hosts.lab import open_lab
     from controller.lab import runstate
-    from controller.lab.lab import Lab
     from controller.results.recorder import numbered
     from controller.results.run import run_name
     from controller.running.inputs import InitialWeights
@@ -50,7 +50,7 @@ def start(
     from testbed.scenario.loading import load
 
     prepared = prepare(trials(load(scenario, overrides))[0])
-    lab = Lab.open(runstate.choose(run_id))
+    lab = open_lab(runstate.choose(run_id))
     lab.check_serves(prepared.trial)
     console = make_console(stderr=as_json)
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import requests
 
@@ -23,6 +23,30 @@ WORK_SECONDS = 600.0
 """For requests in which the agent has to import torch or take in a data set, beside many others on few processors."""
 
 
+class Clock(Protocol):
+    """The monotonic clock of an engine's host, by that of the controller."""
+
+    def there(self, here: float) -> float:
+        """Return what the clock there shows when the one here shows this; in seconds."""
+        ...
+
+    def here(self, there: float) -> float:
+        """Return what the clock here shows when the one there shows this."""
+        ...
+
+
+class SameClock:
+    """One clock, as containers share it with the host of their engine."""
+
+    def there(self, here: float) -> float:
+        """Return the same."""
+        return here
+
+    def here(self, there: float) -> float:
+        """Return the same."""
+        return there
+
+
 class AgentError(TestbedError):
     """The agent refused a request, or does not answer."""
 
@@ -34,8 +58,11 @@ class AgentGone(AgentError):  # noqa: N818 - a state of the device
 class Agent:
     """One device's agent. May be used from several threads."""
 
-    def __init__(self, url: str, token: str, name: str = "") -> None:
+    def __init__(self, url: str, token: str, name: str = "", clock: Callable[[], Clock] = SameClock) -> None:
         self.url = url.rstrip("/")
+        self._clock = clock
+        self._origin = 0.0, 0.0
+        """Of the run, by the clock here and by that of the device."""
         self._name = name or self.url
         self._client = Client(url, token)
 
@@ -63,8 +90,9 @@ class Agent:
         self._request("PUT", "/shard", seconds=WORK_SECONDS, data=body)
 
     def start(self, origin: float) -> None:
-        """Run the program from ``origin`` on, an instant of the engine's monotonic clock; now if that is past."""
-        self._request("POST", "/start", json={"origin": origin})
+        """Run the program from ``origin`` on, an instant of this host's monotonic clock; now if that is past."""
+        self._origin = origin, self._clock().there(origin)
+        self._request("POST", "/start", json={"origin": self._origin[1]})
 
     def stop(self) -> None:
         """Cancel the program; returns once it is over."""
@@ -97,9 +125,19 @@ class Agent:
             try:
                 for piece in response.iter_content(chunk_size=None):
                     *lines, rest = (rest + piece).split(b"\n")
-                    yield from (Event.from_json(line.decode()) for line in lines if line)
+                    yield from (self._on_our_clock(Event.from_json(line.decode())) for line in lines if line)
             except requests.RequestException as error:
                 raise AgentGone(f"{self._name}: its events ended before its program did: {error}") from error
+
+    def _on_our_clock(self, event: Event) -> Event:
+        """Return an event with its times, which are seconds since the origin there, in seconds since that here."""
+        here, there = self._origin
+        clock = self._clock()
+        moved = clock.here(there + event.time) - here - event.time
+        if not moved:
+            return event
+        start = {"start": event.fields["start"] + moved} if "start" in event.fields else {}
+        return event._replace(time=event.time + moved, fields={**event.fields, **start})
 
     def weights(self) -> bytes:
         """Return the weights that the program exposes right now, as safetensors."""

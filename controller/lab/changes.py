@@ -12,7 +12,7 @@ import docker
 import requests
 from urllib3.exceptions import HTTPError
 
-from controller.lab.containers import DeviceContainer, container_name, look
+from controller.lab.containers import ControlUrl, DeviceContainer, container_name, control_url, look
 from controller.lab.removal import RUN
 
 PAUSE = 0.2
@@ -33,6 +33,7 @@ class ContainerChanges:
         addresses: Mapping[str, str],
         note: Callable[[DeviceContainer], None],
         on_return: Callable[[float], None],
+        url: ControlUrl = control_url,
     ) -> None:
         """``note`` is called with what every look found, before it is yielded.
 
@@ -43,6 +44,7 @@ class ContainerChanges:
         self._addresses = addresses
         self._note = note
         self._on_return = on_return
+        self._url = url
         self._last: dict[str, tuple[str, int]] = {}
         self._over = threading.Event()
         self._stream: Any = None
@@ -81,7 +83,7 @@ class ContainerChanges:
                 self._stream.close()
 
     def _looked(self, name: str) -> Iterator[DeviceContainer]:
-        found = look(self._client, self._run, name, self._addresses[name])
+        found = look(self._client, self._run, name, self._addresses[name], self._url)
         self._note(found)
         if self._last.get(name) != (found.state, found.pid) and not self._over.is_set():
             self._last[name] = found.state, found.pid

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import docker
 from docker.constants import DEFAULT_DOCKER_API_VERSION
 from docker.errors import APIError, NotFound
-from docker.types import HostConfig, LogConfig, Mount
+from docker.types import EndpointConfig, HostConfig, LogConfig, Mount
 
 from controller.lab.networks import network_name
 from controller.lab.removal import DEVICE, ROLE, RUN, labelled_runs
@@ -35,6 +35,10 @@ _SYSCTLS = {
 }
 
 _LOGS = LogConfig(type=LogConfig.types.JSON, config={"max-size": "10m", "max-file": "2"})
+
+
+ControlUrl = Callable[[Mapping[str, Any]], str]
+"""Takes an inspected container, and returns where its control port is reached from here; empty when it is not."""
 
 
 @dataclass(frozen=True)
@@ -112,22 +116,29 @@ def control_url(found: Mapping[str, Any]) -> str:
     return f"http://127.0.0.1:{bindings[0]['HostPort']}" if bindings else ""
 
 
-def look(client: docker.DockerClient, run: str, name: str, address: str) -> DeviceContainer:
-    """Return a container as it is now; in state `gone` where there is none."""
+def look(
+    client: docker.DockerClient, run: str, name: str, address: str, url: ControlUrl = control_url
+) -> DeviceContainer:
+    """Return a container as it is now; in state `gone` where there is none. ``url`` says how it is reached."""
     try:
         found = client.api.inspect_container(container_name(run, name))
     except NotFound:
         return DeviceContainer(name, container_name(run, name), address, "gone")
     status = found["State"]
-    return DeviceContainer(name, found["Id"], address, status["Status"], status["Pid"], control_url(found))
+    return DeviceContainer(name, found["Id"], address, status["Status"], status["Pid"], url(found))
 
 
 def make_device(
-    client: docker.DockerClient, state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]
+    client: docker.DockerClient,
+    state: RunState,
+    image: str,
+    spec: DeviceSpec,
+    addresses: Mapping[str, str],
+    url: ControlUrl = control_url,
 ) -> DeviceContainer:
     """Make and start a device's container at its address of the data network; it knows those of all devices."""
     settings = device_settings(state, image, spec, addresses)
-    return _make(client, state.run, spec.name, settings, addresses[spec.name])
+    return make_container(client, state.run, spec.name, settings, addresses[spec.name], url)
 
 
 def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[str, Any]:
@@ -141,6 +152,7 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
             "TESTBED_DEVICE": spec.name,
             "TESTBED_TOKEN": state.token_of(spec.name),
             "TESTBED_DATA_ADDRESS": f"{addresses[spec.name]}:{DATA_PORT}",
+            **({"TESTBED_CONTROL_ADDRESS": f"127.0.0.1:{CONTROL_PORT}"} if state.hosts else {}),
             "OMP_NUM_THREADS": "1",
         },
         tmpfs={"/tmp": "size=64m,mode=1777"},
@@ -152,13 +164,20 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
         sysctls=_SYSCTLS,
         # Before what the engine answers, which is the control network's: closed to other devices.
         extra_hosts=dict(addresses),
+        **({"network_mode": network_name(state.run, "data")} if state.hosts else {}),
     )
+    if state.hosts:
+        # A worker's engine knows the overlay network only once a container is started there: none can be connected.
+        endpoint = EndpointConfig(DEFAULT_DOCKER_API_VERSION, aliases=[spec.name], ipv4_address=addresses[spec.name])
+        settings["networking_config"] = {"EndpointsConfig": {network_name(state.run, "data"): endpoint}}
     return {**settings, "hostname": spec.name}
 
 
-def make_shaper(client: docker.DockerClient, state: RunState, image: str, links: str) -> DeviceContainer:
+def make_shaper(
+    client: docker.DockerClient, state: RunState, image: str, links: str, url: ControlUrl = control_url
+) -> DeviceContainer:
     """Make and start the shaper's container; ``links`` is the backend: auto, netem or userspace."""
-    return _make(client, state.run, SHAPER, shaper_settings(state, image, links), None)
+    return make_container(client, state.run, SHAPER, shaper_settings(state, image, links), None, url)
 
 
 def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
@@ -174,6 +193,7 @@ def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
         pids_limit=1024,
         cap_add=SHAPER_CAPABILITIES,
         pid_mode="host",
+        **({"network_mode": "none"} if state.hosts else {}),
     )
 
 
@@ -193,22 +213,27 @@ def _settings(
             **({} if state.lease is None else {LEASE: f"{state.lease:g}"}),
             **environment,
         },
-        "ports": [CONTROL_PORT],
+        # On several hosts there is no control network: the keepers enter the containers' own loopback.
+        **({} if state.hosts else {"ports": [CONTROL_PORT]}),
         "host_config": HostConfig(
             version=DEFAULT_DOCKER_API_VERSION,
-            port_bindings={CONTROL_PORT: ("127.0.0.1", None)},
+            port_bindings=None if state.hosts else {CONTROL_PORT: ("127.0.0.1", None)},
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
             read_only=True,
             log_config=_LOGS,
-            network_mode=network_name(state.run, "control"),
-            **host,
+            **({"network_mode": network_name(state.run, "control")} | host),
         ),
     }
 
 
-def _make(
-    client: docker.DockerClient, run: str, name: str, settings: dict[str, Any], address: str | None
+def make_container(
+    client: docker.DockerClient,
+    run: str,
+    name: str,
+    settings: dict[str, Any],
+    address: str | None,
+    url: ControlUrl = control_url,
 ) -> DeviceContainer:
     """Create, connect and start a container. Its name is fixed: a request that is retried meets its first try."""
     title = container_name(run, name)
@@ -218,7 +243,7 @@ def _make(
         if error.status_code != 409:
             raise HostError(f"the container of {name} cannot be made: {error.explanation}") from error
     try:
-        if address is not None:
+        if address is not None and "networking_config" not in settings:
             network = network_name(run, "data")
             try:
                 client.api.connect_container_to_network(title, network, ipv4_address=address, aliases=[name])
@@ -228,4 +253,4 @@ def _make(
         client.api.start(title)
     except APIError as error:
         raise HostError(f"the container of {name} cannot be started: {error.explanation}") from error
-    return look(client, run, name, address or "")
+    return look(client, run, name, address or "", url)

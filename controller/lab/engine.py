@@ -55,13 +55,28 @@ def connect() -> docker.DockerClient:
     try:
         client = docker.from_env(timeout=_TIMEOUT, max_pool_size=_POOL)
         client.ping()
-        for prefix, adapter in list(client.api.adapters.items()):
-            client.api.mount(prefix, _Patient(adapter))
+        _be_patient(client)
     except (DockerException, OSError) as error:
         if client is not None:
             client.close()
         raise HostError(_advice(error)) from error
     return client
+
+
+def connect_to(url: str, tls: Any, timeout: int) -> docker.DockerClient:
+    """Return a client of the engine at a URL, which has to answer within ``timeout`` seconds at first.
+
+    Raises what the engine's client does where none answers.
+    """
+    docker.DockerClient(base_url=url, tls=tls or False, timeout=timeout, version="auto").close()
+    client = docker.DockerClient(base_url=url, tls=tls or False, timeout=_TIMEOUT, max_pool_size=_POOL)
+    _be_patient(client)
+    return client
+
+
+def _be_patient(client: docker.DockerClient) -> None:
+    for prefix, adapter in list(client.api.adapters.items()):
+        client.api.mount(prefix, _Patient(adapter))
 
 
 class _Patient(BaseAdapter):

@@ -40,7 +40,13 @@ LABEL = "testbed.image"
 
 CODE = {
     "device": ("testbed", "agent"),
-    "shaper": ("testbed", "controller/__init__.py", "controller/shaping"),
+    "shaper": (
+        "testbed",
+        "controller/__init__.py",
+        "controller/shaping",
+        "controller/hosts/__init__.py",
+        "controller/hosts/inside",
+    ),
     "agent": ("testbed", "agent"),
 }
 """What of the code each image carries."""

@@ -6,10 +6,10 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,10 @@ from docker.errors import APIError, NotFound
 
 from controller.lab import runstate
 from controller.lab.addresses import device_addresses
-from controller.lab.agents import Agent
+from controller.lab.agents import Agent, Clock, SameClock
 from controller.lab.changes import ContainerChanges
 from controller.lab.containers import (
+    ControlUrl,
     DeviceContainer,
     container_name,
     control_url,
@@ -66,9 +67,26 @@ class Lab:
     """The containers and networks of one run."""
 
     def __init__(
-        self, client: docker.DockerClient, state: runstate.RunState, trial: Trial, subnet: IPv4Network
+        self,
+        client: docker.DockerClient,
+        state: runstate.RunState,
+        trial: Trial,
+        subnet: IPv4Network,
+        *,
+        here: Collection[str] | None = None,
+        url: ControlUrl = control_url,
+        clock: Callable[[], Clock] = SameClock,
     ) -> None:
+        """``here`` names the devices on this engine, where others are elsewhere.
+
+        ``url`` says how containers are reached, and ``clock`` what the engine's host has for a clock by now.
+        """
         self._client = client
+        self._url = url
+        self._clock = clock
+        names = [device.name for device in trial.experiment.devices]
+        self._addresses = {name: str(address) for name, address in device_addresses(subnet, names).items()}
+        self._here = [name for name in names if here is None or name in here]
         self._state = state
         self.trial = trial
         self.experiment = trial.experiment
@@ -77,7 +95,8 @@ class Lab:
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
         self._reaper: Reaper | None = None
-        self._over = threading.Event()
+        self.over = threading.Event()
+        """Set when the lab is taken down."""
         self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
 
     # Making and finding
@@ -106,7 +125,7 @@ class Lab:
         up; InputError where the scenario's subnet does not fit.
         """
         say = progress or (lambda _text: None)
-        _check_devices(trial.experiment)
+        check_devices(trial.experiment)
         client = ensure_engine(say)
         if not is_local():
             raise HostError(
@@ -130,15 +149,17 @@ class Lab:
             say("making the networks")
             subnet = make_networks(client, state.run, scenario.network.subnet, len(trial.experiment.devices))
             lab = cls(client, state, trial, subnet)
-            lab._populate(devices, images.shaper, links, say)
+            lab.populate(devices, images.shaper, links, say)
         except BaseException as error:
-            reaper.remove(client, sure=not isinstance(error, KeyboardInterrupt))
+            reaper.remove(
+                partial(remove_run, client, state.run, settle=False), sure=not isinstance(error, KeyboardInterrupt)
+            )
             raise
         if keep:
             reaper.dismiss()
         else:
             lab._reaper = reaper
-            threading.Thread(target=lab._renew, name="lease", daemon=True).start()
+            threading.Thread(target=lab.renew_leases, name="lease", daemon=True).start()
         return lab
 
     @classmethod
@@ -178,11 +199,10 @@ class Lab:
 
     def refresh(self) -> None:
         """Look again what every container of the run is doing; one that has vanished is in state ``gone``."""
-        addresses = device_addresses(self.subnet, [device.name for device in self.experiment.devices])
-        for name, address in addresses.items():
-            self.devices[name] = look(self._client, self.run_id, name, str(address))
+        for name in self._here:
+            self.devices[name] = look(self._client, self.run_id, name, self._addresses[name], self._url)
         with contextlib.suppress(NotFound):
-            self._shaper_url = control_url(self._client.api.inspect_container(container_name(self.run_id, SHAPER)))
+            self._shaper_url = self._url(self._client.api.inspect_container(container_name(self.run_id, SHAPER)))
 
     def states(self) -> dict[str, str]:
         """Return in the engine's words what the container of each device is doing, all asked for at once."""
@@ -211,13 +231,13 @@ class Lab:
             raise TestbedError(f"{name} is {self.devices[name].state}: nothing answers for it")
         known = self._agents.get(name)
         if known is None or known.url != url:
-            known = self._agents[name] = Agent(url, self._state.token_of(name), name)
+            known = self._agents[name] = Agent(url, self._state.token_of(name), name, self._clock)
         return known
 
     def changes(self, on_return: Callable[[float], None]) -> ContainerChanges:
         """Return what follows the containers of the run, the shaper's too; see there."""
         names = {**{name: device.address for name, device in self.devices.items()}, SHAPER: ""}
-        return ContainerChanges(self._client, self.run_id, names, self._note, on_return)
+        return ContainerChanges(self._client, self.run_id, names, self._note, on_return, self._url)
 
     # Breaking and mending
 
@@ -266,6 +286,8 @@ class Lab:
             )
             for each in devices
         ]
+        elsewhere = self._addresses.keys() - set(self._here)
+        endpoints += [Endpoint(name, 0, self._addresses[name]) for name in sorted(elsewhere)]
         self.shaper.attach(endpoints, links, self.experiment.seed, self.experiment.cells)
 
     def pause(self, name: str) -> None:
@@ -306,16 +328,17 @@ class Lab:
 
         Returns False where that was interrupted or the engine does not answer: it goes on in the background.
         """
-        self._over.set()
+        self.over.set()
         reaper, self._reaper = self._reaper, None
+        remove = partial(remove_run, self._client, self.run_id, settle=False)
         if reaper is not None:
-            return reaper.remove(self._client)
-        remove_run(self._client, self.run_id, settle=False)
+            return reaper.remove(remove)
+        remove()
         return True
 
-    def _renew(self) -> None:
+    def renew_leases(self) -> None:
         """Renew the lease of every container that runs, until the lab is taken down."""
-        while not self._over.wait(RENEWAL_SECONDS):
+        while not self.over.wait(RENEWAL_SECONDS):
             renewals = [self.shaper.renew]
             renewals += [self.agent(name).renew for name, found in list(self.devices.items()) if found.control_url]
             for renew in renewals:
@@ -332,7 +355,7 @@ class Lab:
 
     def _look(self, device: DeviceContainer) -> DeviceContainer:
         """Note what a device's container is doing now."""
-        found = look(self._client, self.run_id, device.name, device.address)
+        found = look(self._client, self.run_id, device.name, device.address, self._url)
         self._note(found)
         return found
 
@@ -340,17 +363,15 @@ class Lab:
         if found.name in self.devices:
             self.devices[found.name] = found
 
-    def _populate(self, images: Mapping[str, str], shaper_image: str, links: LinkBackend, say: Progress) -> None:
+    def populate(self, images: Mapping[str, str], shaper_image: str, links: LinkBackend, say: Progress) -> None:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""
-        specs = self.experiment.devices
+        specs = [spec for spec in self.experiment.devices if spec.name in self._here]
         say(f"starting {len(specs)} devices and the shaper")
-        found = device_addresses(self.subnet, [spec.name for spec in specs])
-        addresses = {name: str(address) for name, address in found.items()}
         pool = ThreadPoolExecutor(WORKERS, "lab")
         try:
-            shaper = pool.submit(make_shaper, self._client, self._state, shaper_image, links)
+            shaper = pool.submit(make_shaper, self._client, self._state, shaper_image, links, self._url)
             devices = [
-                pool.submit(make_device, self._client, self._state, images[spec.name], spec, addresses)
+                pool.submit(make_device, self._client, self._state, images[spec.name], spec, self._addresses, self._url)
                 for spec in specs
             ]
             self._shaper_url = shaper.result().control_url
@@ -371,7 +392,8 @@ class Lab:
         self._note_targets()
 
 
-def _check_devices(experiment: Experiment) -> None:
+def check_devices(experiment: Experiment) -> None:
+    """Raise InputError for a device in whose memory no agent starts."""
     for device in experiment.devices:
         if device.memory < MINIMAL_MEMORY:
             raise InputError(

@@ -15,13 +15,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from controller.lab.paths import ROOT, disown, own, state_folder
-
-if TYPE_CHECKING:
-    import docker
 
 _DISMISSED = b"dismissed"
 _PAUSE = 2.0
@@ -36,12 +33,13 @@ _UNSURE: list[Reaper] = []
 class Reaper:
     """Watches over a run from before anything of it exists."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, program: str = "controller.lab.reaper") -> None:
+        """``program`` is the module whose `main` is the reaper."""
         self._run = run
         self._lock = own(run)
         with (state_folder() / "reaper.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "controller.lab.reaper", run],
+                [sys.executable, "-m", program, run],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -50,16 +48,15 @@ class Reaper:
                 start_new_session=True,  # the terminal's Ctrl-C and hang-up are not for it
             )
 
-    def remove(self, client: docker.DockerClient, *, sure: bool = True) -> bool:
+    def remove(self, remove: Callable[[], object], *, sure: bool = True) -> bool:
         """Remove the run; return False where that fails or is interrupted, and the reaper goes on with it alone.
 
         Unless it is ``sure`` that nothing of the run is still being made, the reaper looks again after this process.
         """
-        from controller.lab.removal import remove_run
         from testbed.common.errors import TestbedError
 
         try:
-            remove_run(client, self._run, settle=False)
+            remove()
             done = True
         except (TestbedError, KeyboardInterrupt):
             done = False
@@ -88,20 +85,16 @@ class Reaper:
         os.close(self._lock)
 
 
-def main(run: str) -> None:
+def main(run: str, remove: Callable[[str], object]) -> None:
     """Wait for the controller's end of the pipe to close; remove the run unless dismissed."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == _DISMISSED:
         return
-    # Imported only now: for the length of a run this process should be small.
-    from controller.lab.engine import connect
-    from controller.lab.removal import remove_run
-
     until = time.monotonic() + _PATIENCE
     while True:
         try:
-            removed = remove_run(connect(), run)
+            removed = remove(run)
             break
         except Exception as error:
             print(f"{run}: {error}", flush=True)
@@ -111,5 +104,13 @@ def main(run: str) -> None:
     print(f"{run}: its controller is gone; removed {removed} containers and networks", flush=True)
 
 
+def _remove(run: str) -> int:
+    # Imported only now: for the length of a run this process should be small.
+    from controller.lab.engine import connect
+    from controller.lab.removal import remove_run
+
+    return remove_run(connect(), run)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], _remove)

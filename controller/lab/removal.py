@@ -38,13 +38,23 @@ def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) ->
     container that a killed controller had asked for may appear after the first look. Raises HostError where something
     does not go away.
     """
+    count = remove_from(client, run, settle=settle)
+    runstate.forget(run)
+    return count
+
+
+def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:
+    """Do as `remove_run` does, on this engine of several, and leave the state file."""
     label = {"label": f"{RUN}={run}"}
     count = 0
     deadline = time.monotonic() + _PATIENCE
     quiet = False
     while True:
         containers = [str(one["Id"]) for one in client.api.containers(all=True, filters=label)]
-        networks = [str(one["Id"]) for one in client.api.networks(filters=label)]
+        listed = client.api.networks(filters=label)
+        # Those of a swarm are removed by its managers, once no host has a container on them.
+        swarm = any(one["Scope"] == "swarm" for one in listed) and not _manages(client)
+        networks = [str(one["Id"]) for one in listed if not (swarm and one["Scope"] == "swarm")]
         # What a container had goes with it, unless somebody removed that by other means.
         found = [] if containers else client.api.volumes(filters=label)["Volumes"] or []
         volumes = [str(one["Name"]) for one in found]
@@ -63,8 +73,11 @@ def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) ->
             raise HostError(f"{problems[0]} of run {run} does not go away: see 'docker ps -a' and the engine's log")
         if problems:
             time.sleep(0.1)
-    runstate.forget(run)
     return count
+
+
+def _manages(client: docker.DockerClient) -> bool:
+    return bool(client.info()["Swarm"].get("ControlAvailable", False))
 
 
 def _each(ids: Iterable[str], remove: Callable[[str], Any]) -> list[str]:
@@ -77,7 +90,8 @@ def _each(ids: Iterable[str], remove: Callable[[str], Any]) -> list[str]:
             return None
         except APIError as error:
             # 409: its removal is under way. Networks: 'has active endpoints' until the last container has left.
-            if error.status_code not in (403, 409, 500):
+            # 400: a container of another host is still on the network.
+            if error.status_code not in (400, 403, 409, 500):
                 raise
             return str(error.explanation or error)
         return None

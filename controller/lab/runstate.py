@@ -27,6 +27,8 @@ class RunState:
     """The folder that the run is written to; None of a lab that stands without a run."""
     lease: float | None = None
     """Seconds after which its containers end when nobody renews that; None of a lab that outlives its controller."""
+    hosts: dict[str, list[str]] = field(default_factory=dict)
+    """The devices on each of several hosts, by the docker context of its engine; empty of a lab on one engine."""
 
     def token_of(self, name: str) -> str:
         """Return what the control API of a device, or of the shaper, asks for: none of them knows another's."""

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from controller.hosts.lab import open_lab
 from controller.lab import runstate
-from controller.lab.lab import Lab
 from controller.running.machines import Containers
 from testbed.common.errors import InputError, TestbedError
 from testbed.faults.conditions import Changed, Conditions, FaultSetting
@@ -167,7 +167,7 @@ def reach(run_id: str) -> Callable[[Request], Answer]:
         _connected(run_id).close()
         token = runstate.read(run_id).token
         return lambda request: _ask(run_id, {**request, "token": token})
-    containers = Containers(Lab.open(run_id))
+    containers = Containers(open_lab(run_id))
     return lambda request: answer(request, containers)
 
 

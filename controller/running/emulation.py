@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
+from controller.hosts.lab import AnyLab, HostsLab
 from controller.lab import capability
 from controller.lab.lab import Lab, LinkBackend
 from controller.running import verification
@@ -35,19 +36,23 @@ def emulate(
     accept_links: bool = False,
     keep: bool = False,
     results: Path | None = None,
-    standing: Lab | None = None,
+    standing: AnyLab | None = None,
+    hosts: Sequence[str] = (),
+    place: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Create the lab, verify its links, run the method on it with its faults, and remove it.
 
     The first four arguments are those of `testbed.simulation.simulate`. ``links`` says what shapes the links. With
-    ``keep`` the lab stays up afterwards. ``standing`` is a lab that is up, and stays so. Raises
+    ``keep`` the lab stays up afterwards. ``standing`` is a lab that is up, and stays so. ``hosts`` are the docker
+    contexts of several engines to run on, ``place`` the host of devices that are to be on a certain one. Raises
     HostError where the lab cannot be had; `LinksError` (of `verification`) when a link is outside its tolerance and not
     accepted so; InputError where a link asks for more than this host was measured to carry.
     """
     began = time.monotonic()
-    if not accept_links and standing is None:
+    if not accept_links and standing is None and not hosts:
         capability.check(prepared.experiment, links)
-    made = _lab(prepared, links, on_stage, keep=keep, results=results) if standing is None else nullcontext(standing)
+    options: _Options = {"links": links, "progress": on_stage, "results": results, "keep": keep}
+    made: AbstractContextManager[AnyLab] = nullcontext(standing) if standing else _lab(prepared, options, hosts, place)
     with made as lab:
         if standing is not None and results is not None:
             lab.note_results(results)
@@ -69,14 +74,25 @@ def emulate(
 
 @contextmanager
 def _lab(
-    prepared: Prepared, links: LinkBackend, on_stage: Callable[[str], None], *, keep: bool, results: Path | None
-) -> Iterator[Lab]:
+    prepared: Prepared, options: _Options, hosts: Sequence[str], place: Mapping[str, str] | None
+) -> Iterator[AnyLab]:
     """Have a lab for the time of the run."""
-    lab = Lab.create(prepared.trial, links=links, progress=on_stage, results=results, keep=keep)
+    trial = prepared.trial
+    lab: AnyLab
+    lab = HostsLab.create(trial, hosts, place or {}, **options) if hosts else Lab.create(trial, **options)
     try:
         yield lab
     finally:
-        if not keep:
-            on_stage("removing the containers")
+        if not options["keep"]:
+            options["progress"]("removing the containers")
             if not lab.down():
-                on_stage("what is left is removed in the background, as soon as the engine answers")
+                options["progress"]("what is left is removed in the background, as soon as the engine answers")
+
+
+class _Options(TypedDict):
+    """What a lab is made with, on one host or several."""
+
+    links: LinkBackend
+    progress: Callable[[str], None]
+    results: Path | None
+    keep: bool

@@ -12,17 +12,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from controller.hosts.lab import AnyLab
 from controller.lab.agents import AgentGone
-from controller.lab.changes import ContainerChanges
 from controller.lab.containers import DeviceContainer
 from controller.lab.health import Ending
-from controller.lab.lab import Lab
 from controller.running import control
 from controller.running.fidelity import HostMonitor
 from controller.running.keyed import KeyedExecutor
@@ -61,7 +60,7 @@ class Execution:
 
     def __init__(
         self,
-        lab: Lab,
+        lab: AnyLab,
         prepared: Prepared,
         dataset: Dataset,
         weights: Mapping[str, torch.Tensor] | None,
@@ -83,7 +82,7 @@ class Execution:
         self._containers = Containers(lab, self._admit)
         self._speeds = {device.name: device.speed for device in prepared.experiment.devices}
         self._origin = 0.0
-        """On the monotonic clock, which all containers of one engine share with its host."""
+        """On the monotonic clock of this machine; `Agent` gives it to each device by the clock of its host."""
         self._reports: dict[str, tuple[int, threading.Thread]] = {}
         """Observed: the process of each device whose program reports its events, and the thread that takes them in."""
         self._pool = ThreadPoolExecutor(max(WORKERS, len(lab.devices)), "run")
@@ -189,7 +188,7 @@ class Execution:
                 return
             self._over.wait(0.1)
 
-    def _observe(self, containers: ContainerChanges) -> None:
+    def _observe(self, containers: Iterable[DeviceContainer]) -> None:
         """Pass on what the engine says of the containers."""
         try:
             for found in containers:

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from controller.hosts.lab import AnyLab
 from controller.lab import runstate
 from controller.lab.agents import AgentGone
-from controller.lab.lab import Lab
 from testbed.common.errors import TestbedError
 from testbed.faults.conditions import Changed, Conditions, DeviceState
 from testbed.faults.device_actions import MIN_FACTOR
@@ -45,7 +45,7 @@ class Containers:
     device that has been switched on; it has to end in `inform`.
     """
 
-    def __init__(self, lab: Lab, admit: Callable[[str], None] | None = None) -> None:
+    def __init__(self, lab: AnyLab, admit: Callable[[str], None] | None = None) -> None:
         self.run_id = lab.run_id
         self.experiment = lab.experiment
         self._lab = lab

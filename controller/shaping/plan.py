@@ -35,7 +35,8 @@ class Endpoint:
 
     name: str
     pid: int
-    """A process in the device's network namespace, as the shaper's process namespace numbers it."""
+    """A process in the device's network namespace, as the shaper's process namespace numbers it; 0 of a device on
+    another host, of which only the address is known here."""
     address: str
     """Of the interface that carries the data network."""
     uplink: float | None = None

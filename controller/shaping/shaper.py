@@ -73,6 +73,8 @@ class Shaping:
         self._lock = threading.RLock()
         self._devices: dict[str, Attached] = {}
         self._numbers: dict[str, int] = {}
+        self._elsewhere: dict[str, str] = {}
+        """Addresses of devices on other hosts, whose links are shaped there."""
         self._links: dict[Pair, Link] = {}
         self._cells: tuple[Cell, ...] = ()
         self._gate: Gate | None = None
@@ -112,7 +114,11 @@ class Shaping:
             _refuse(links)
             if cells is not None:
                 self._cells = tuple(cells)
-            fresh = list(endpoints)
+            given = list(endpoints)
+            fresh = [each for each in given if each.pid]
+            self._elsewhere |= {each.name: each.address for each in given if not each.pid}
+            for name in self._elsewhere:
+                self._numbers.setdefault(name, len(self._numbers) + 1)
             for found in self._pool.map(self._find, fresh):
                 name = found.endpoint.name
                 self._numbers.setdefault(name, len(self._numbers) + 1)
@@ -211,16 +217,20 @@ class Shaping:
         """Return what a device has to send over a shared medium."""
         if self._ungated:
             return {}
-        addresses = {name: other.endpoint.address for name, other in self._devices.items()}
+        addresses = self._addresses()
         endpoint, broadcast = attached.endpoint, attached.interface.broadcast
         return gating.routes(endpoint.name, broadcast, addresses, self._links, self._cells, endpoint.uplink)
+
+    def _addresses(self) -> dict[str, str]:
+        """Return the address of every device, wherever it is."""
+        return {**self._elsewhere, **{name: each.endpoint.address for name, each in self._devices.items()}}
 
     def _plan(self, attached: Attached) -> InterfacePlan:
         return planning.plan(
             attached.endpoint,
             attached.interface.name,
             attached.interface.broadcast,
-            {name: (self._numbers[name], other.endpoint.address) for name, other in self._devices.items()},
+            {name: (self._numbers[name], address) for name, address in self._addresses().items()},
             self._links,
             {address: route.rate for address, route in self._routes(attached).items()},
         )

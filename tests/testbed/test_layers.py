@@ -41,6 +41,7 @@ FLOORS = {
         ("controller.profiling", "controller.watch"),
         ("controller.report", "controller.running"),
         ("controller.results",),
+        ("controller.hosts",),
         ("controller.lab",),
         ("controller.shaping",),
     ),

@@ -1,0 +1,118 @@
+"""The clock of another host by that of this one, from exchanges of four time stamps. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+KEPT = 256
+"""Samples in use: those of some minutes."""
+SEGMENT = 16
+"""Samples of which the one with the least round trip counts."""
+
+
+class Sample(NamedTuple):
+    """One exchange; all in seconds, of two clocks."""
+
+    sent: float
+    """Here."""
+    arrived: float
+    """There."""
+    returned: float
+    """There."""
+    back: float
+    """Here."""
+
+    @property
+    def round_trip(self) -> float:
+        """The time on the way, both ways together."""
+        return (self.back - self.sent) - (self.returned - self.arrived)
+
+    @property
+    def offset(self) -> float:
+        """The clock there minus the clock here, if both ways took the same time."""
+        return ((self.arrived - self.sent) + (self.returned - self.back)) / 2
+
+    @property
+    def middle(self) -> float:
+        """The instant here that the offset is about."""
+        return (self.sent + self.back) / 2
+
+
+@dataclass(frozen=True)
+class Offset:
+    """What the clock there shows beyond the one here, as a line over time."""
+
+    at: float = 0.0
+    """Seconds, of the clock here."""
+    seconds: float = 0.0
+    drift: float = 0.0
+    """Seconds a second."""
+    uncertainty: float = 0.0
+    """Seconds: half the least round trip, which either way may have taken alone."""
+
+    def there(self, here: float) -> float:
+        """Return what the clock there shows when the one here shows this."""
+        return here + self.seconds + self.drift * (here - self.at)
+
+    def here(self, there: float) -> float:
+        """Return what the clock here shows when the one there shows this."""
+        return self.at + (there - self.seconds - self.at) / (1 + self.drift)
+
+
+class HostClock:
+    """Takes in exchanges; the offset is a line through those that had the least round trip of their time."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque(maxlen=KEPT)
+
+    def add(self, sample: Sample) -> None:
+        """Take in an exchange."""
+        self._samples.append(sample)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def last(self) -> Sample:
+        """The latest exchange."""
+        return self._samples[-1]
+
+    @property
+    def round_trip(self) -> float:
+        """The least, in seconds."""
+        return min(each.round_trip for each in list(self._samples))
+
+    def facts(self) -> dict[str, float]:
+        """Return ``offset``, ``drift``, ``uncertainty`` and ``round_trip`` by now, in seconds."""
+        found = self.offset
+        here = self._samples[-1].back if self._samples else 0.0
+        return {
+            "offset": found.there(here) - here,
+            "drift": found.drift,
+            "uncertainty": found.uncertainty,
+            "round_trip": self.round_trip,
+        }
+
+    @property
+    def offset(self) -> Offset:
+        """The best estimate so far; that of equal clocks before the first exchange."""
+        samples = list(self._samples)
+        if not samples:
+            return Offset()
+        parts = [samples[first : first + SEGMENT] for first in range(0, len(samples), SEGMENT)]
+        best = [min(part, key=lambda each: each.round_trip) for part in parts]
+        least = min(each.round_trip for each in best)
+        # A line needs time between its points: half a round trip of error must not look like drift.
+        span = best[-1].middle - best[0].middle
+        mean = sum(each.middle for each in best) / len(best)
+        seconds = sum(each.offset for each in best) / len(best)
+        drift = 0.0
+        if len(best) > 2 and span > 1e4 * least:
+            spread = sum((each.middle - mean) ** 2 for each in best)
+            drift = sum((each.middle - mean) * (each.offset - seconds) for each in best) / spread
+        else:
+            chosen = min(best, key=lambda each: each.round_trip)
+            mean, seconds = chosen.middle, chosen.offset
+        return Offset(mean, seconds, drift, least / 2)

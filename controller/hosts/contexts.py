@@ -1,0 +1,194 @@
+"""Engines of other hosts, by the docker contexts that the user has made: ``unix://``, ``tcp://`` and ``ssh://``."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import docker
+from docker.errors import DockerException
+from docker.tls import TLSConfig
+
+from controller.lab.engine import connect_to
+from testbed.common.errors import HostError, InputError
+
+SOCKET = "/var/run/docker.sock"
+"""Where an engine listens on its own host, unless its context says so."""
+ANSWER_SECONDS = 8
+"""For an engine to answer the first time."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """An engine that answers, and what its swarm says of it."""
+
+    name: str
+    """Of its docker context."""
+    client: docker.DockerClient
+    socket: str
+    """Where the engine listens on its own host."""
+    engine: str
+    """Its id: of the node in the swarm, or where it is in none, the engine's own."""
+    node: str
+    """Its name in the swarm, which is the host's."""
+    address: str
+    """In the swarm; empty where it is in none."""
+    manages: bool
+    """Whether it is a manager of the swarm."""
+    swarm: str
+    """The swarm's id, as managers know it; empty on workers."""
+    managers: tuple[str, ...]
+    """Addresses of the swarm's managers, as the node knows them."""
+    cores: int
+    memory: int
+    """Bytes."""
+    version: str
+    kernel: str
+
+
+def reach(name: str) -> Host:
+    """Connect to the engine of a context.
+
+    Raises InputError where there is no such context; HostError where no engine answers.
+    """
+    url, certificates = _endpoint(name)
+    given, where = url, SOCKET
+    scheme = urlsplit(url).scheme
+    if scheme == "unix":
+        where = urlsplit(url).path
+    elif scheme == "ssh":
+        url = f"unix://{_forwarded(name, url)}"
+    elif scheme == "tcp" and certificates is None and urlsplit(url).hostname not in ("localhost", "127.0.0.1"):
+        raise InputError(f"{name}: {url} is open to everybody on the way: give the context certificates, or use ssh://")
+    try:
+        client = connect_to(url, certificates, timeout=ANSWER_SECONDS)
+        info = client.info()
+    except (DockerException, OSError) as error:
+        raise HostError(f"{name}: no engine answers at {given} ({error}): try 'docker --context {name} info'") from None
+    swarm = info["Swarm"]
+    return Host(
+        name=name,
+        client=client,
+        socket=where,
+        engine=str(swarm.get("NodeID") or info["ID"]),
+        node=str(info["Name"]),
+        address=str(swarm.get("NodeAddr", "")),
+        manages=bool(swarm.get("ControlAvailable", False)),
+        swarm=str((swarm.get("Cluster") or {}).get("ID", "")),
+        managers=tuple(sorted(each["Addr"] for each in swarm.get("RemoteManagers") or ())),
+        cores=int(info["NCPU"]),
+        memory=int(info["MemTotal"]),
+        version=str(info["ServerVersion"]),
+        kernel=str(info["KernelVersion"]),
+    )
+
+
+def _endpoint(name: str) -> tuple[str, TLSConfig | None]:
+    """Return where the engine of a context is, and its certificates.
+
+    Read here, as the engine's client finds contexts only beside a ``config.json``, which not everybody has.
+    """
+    contexts = _folder()
+    if name == "default":
+        return os.environ.get("DOCKER_HOST") or f"unix://{SOCKET}", None
+    key = hashlib.sha256(name.encode()).hexdigest()
+    try:
+        found = json.loads((contexts / "meta" / key / "meta.json").read_text())["Endpoints"]["docker"]
+    except FileNotFoundError:
+        raise InputError(
+            f"there is no docker context '{name}' (contexts: {', '.join(known())}): make it with "
+            f"'docker context create {name} --docker host=ssh://USER@ADDRESS'"
+        ) from None
+    files = {each: contexts / "tls" / key / "docker" / f"{each}.pem" for each in ("ca", "cert", "key")}
+    if not all(each.exists() for each in files.values()):
+        return str(found["Host"]), None
+    pair, ca = (str(files["cert"]), str(files["key"])), str(files["ca"])
+    return str(found["Host"]), TLSConfig(client_cert=pair, ca_cert=ca, verify=not found.get("SkipTLSVerify"))
+
+
+def known() -> list[str]:
+    """Return the names of all docker contexts."""
+    return ["default", *sorted(json.loads(each.read_text())["Name"] for each in _folder().glob("meta/*/meta.json"))]
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "contexts"
+
+
+def reach_all(names: Sequence[str]) -> dict[str, Host]:
+    """Connect to several at once.
+
+    Raises InputError or HostError as `reach` does, and where two names lead to one engine.
+    """
+    with ThreadPoolExecutor(len(names)) as pool:
+        hosts = dict(zip(names, pool.map(reach, names), strict=True))
+    engines: dict[str, str] = {}
+    for name, host in hosts.items():
+        if (other := engines.setdefault(host.engine, name)) != name:
+            raise InputError(f"--hosts: the contexts {other} and {name} lead to one engine: leave one of them away")
+    return hosts
+
+
+def manager(hosts: dict[str, Host]) -> Host:
+    """Return the host that makes the networks of all; raises HostError where they are not of one swarm."""
+    outside = [name for name, host in hosts.items() if not host.address]
+    if outside:
+        raise HostError(
+            f"{', '.join(outside)} is in no swarm: 'docker --context HOST swarm init' on one, and 'swarm join' on the "
+            "others, makes one"
+        )
+    managers = [host for host in hosts.values() if host.manages]
+    if not managers:
+        known = ", ".join(next(iter(hosts.values())).managers)
+        raise HostError(f"no manager of the swarm is among {', '.join(hosts)}: add the context of one of {known}")
+    for host in hosts.values():
+        if host.managers != managers[0].managers:
+            raise HostError(
+                f"{managers[0].name} and {host.name} are in two swarms: 'docker --context {host.name} swarm leave', "
+                f"then join it to that of {managers[0].name}"
+            )
+    return managers[0]
+
+
+def _forwarded(name: str, url: str) -> Path:
+    """Return a socket here that leads to the engine's over one ssh connection, kept open by this process.
+
+    Forwarded sockets are no sessions, of which sshd allows ten to a connection.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="testbed-ssh-"))
+    path, parts = folder / "engine", urlsplit(url)
+    port = ["-p", str(parts.port)] if parts.port else []
+    user = f"{parts.username}@" if parts.username else ""
+    options = [
+        f"-o{each}"
+        for each in ("BatchMode=yes", "ExitOnForwardFailure=yes", "ServerAliveInterval=2", "ConnectTimeout=6")
+    ]
+    command = ["ssh", "-nNT", *options, *port, "-L", f"{path}:{parts.path or SOCKET}", f"{user}{parts.hostname}"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+
+    def close() -> None:
+        process.terminate()
+        path.unlink(missing_ok=True)
+        folder.rmdir()
+
+    atexit.register(close)
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            assert process.stderr is not None
+            said = process.stderr.read().decode(errors="replace").strip() if process.poll() is not None else "no answer"
+            raise HostError(
+                f"{name}: {url} is not reached by ssh ({said}): try '{' '.join(['ssh', *port])} {user}{parts.hostname}'"
+            )
+        time.sleep(0.05)
+    return path

@@ -1,0 +1,353 @@
+"""A lab over several engines: of each a `Lab` with the devices that are there, and what makes one of them."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import Any, TypeVar
+
+import docker
+from docker.errors import NotFound
+
+from controller.hosts.channel import LOST_SECONDS, Channel
+from controller.hosts.contexts import Host, manager, reach, reach_all
+from controller.hosts.images import bring
+from controller.hosts.keeping import KEEPER, make_keeper
+from controller.hosts.networks import make_overlay
+from controller.hosts.placement import Capacity, place
+from controller.hosts.removal import remove_everywhere
+from controller.hosts.shaper import Shapers
+from controller.lab import runstate
+from controller.lab.agents import Agent
+from controller.lab.changes import ContainerChanges
+from controller.lab.containers import DeviceContainer, container_name
+from controller.lab.engine import connect, ensure_engine
+from controller.lab.health import Ending
+from controller.lab.images import ensure_images
+from controller.lab.lab import LEASE_SECONDS, Lab, LinkBackend, Progress, check_devices
+from controller.lab.networks import network_name
+from controller.lab.programimages import device_images
+from controller.lab.reaper import Reaper
+from testbed.common.errors import HostError, InputError
+from testbed.experiment import Experiment
+from testbed.network.checks import SHAPER
+from testbed.network.link import Link, Pair
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+from testbed.scenario.trial import Trial
+
+T = TypeVar("T")
+
+
+class HostsLab:
+    """The containers and the network of one run over several hosts; to a run it is what a `Lab` is."""
+
+    def __init__(self, state: runstate.RunState, trial: Trial, hosts: Mapping[str, Host], subnet: IPv4Network) -> None:
+        """``hosts`` are those of the state; a keeper has to run on each."""
+        self._state = state
+        self._hosts = hosts
+        self._reaper: Reaper | None = None
+        self.trial = trial
+        self.experiment: Experiment = trial.experiment
+        self.subnet = subnet
+        self._channels: dict[str, Channel] = {}
+        self.parts: dict[str, Lab] = {}
+        """The part on each host."""
+        keeper = container_name(state.run, KEEPER)
+        try:
+            for name, host in hosts.items():
+                channel = self._channels[name] = Channel(name, host.client, keeper)
+                self.parts[name] = Lab(
+                    host.client,
+                    state,
+                    trial,
+                    subnet,
+                    here=state.hosts[name],
+                    url=channel.url,
+                    clock=lambda channel=channel: channel,  # type: ignore[misc]
+                )
+        except BaseException:
+            self._hang_up()
+            raise
+        self.health = _Health(self)
+
+    @classmethod
+    def create(
+        cls,
+        trial: Trial,
+        hosts: Sequence[str],
+        given: Mapping[str, str],
+        *,
+        links: LinkBackend = "auto",
+        progress: Progress | None = None,
+        results: Path | None = None,
+        keep: bool = False,
+    ) -> HostsLab:
+        """Do as `Lab.create` does, on the engines of these docker contexts; ``given`` places devices.
+
+        Raises InputError and HostError as that, and where hosts do not answer or are not of one swarm.
+        """
+        say = progress or (lambda _text: None)
+        check_devices(trial.experiment)
+        reached = reach_all(hosts)
+        managing = manager(reached)
+        capacities = {name: Capacity(host.cores, host.memory) for name, host in reached.items()}
+        placed = placement(trial.experiment, capacities, given)
+        here, scenario = ensure_engine(say), trial.scenario
+        images = ensure_images(here, say)
+        devices = device_images(here, scenario.workload, trial.experiment, images, say)
+        bring(here, reached.values(), [images.shaper, *devices.values()], say)
+        state = runstate.RunState(
+            run=Lab.new_run_id(scenario.name),
+            token=secrets.token_urlsafe(24),
+            scenario=scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
+            point=trial.point,
+            repetition=trial.repetition,
+            results=None if results is None else str(results),
+            lease=None if keep else LEASE_SECONDS,
+            hosts={name: [device for device, host in placed.items() if host == name] for name in reached},
+        )
+        reaper = Reaper(state.run, "controller.hosts.removal")
+        lab: HostsLab | None = None
+        try:
+            runstate.write(state)
+            say("making the network")
+            subnet = make_overlay(managing, reached.values(), state.run, scenario.network.subnet, len(placed))
+            with ThreadPoolExecutor(len(reached)) as pool:
+                list(pool.map(lambda host: make_keeper(host, state, images.shaper), reached.values()))
+            lab = cls(state, trial, reached, subnet)
+            lab._each(lambda part: part.populate(devices, images.shaper, links, lambda _text: None))
+        except BaseException as error:
+            if lab is not None:
+                lab._hang_up()
+            remove = partial(remove_everywhere, state.run, reached.values())
+            reaper.remove(remove, sure=not isinstance(error, KeyboardInterrupt))
+            raise
+        if keep:
+            reaper.dismiss()
+        else:
+            lab._reaper = reaper
+            for name, part in lab.parts.items():
+                threading.Thread(target=part.renew_leases, name=f"lease-{name}", daemon=True).start()
+        return lab
+
+    @classmethod
+    def open(cls, run_id: str) -> HostsLab:
+        """Find a run that is up, from any process; raises what `Lab.open` does."""
+        state = runstate.read(run_id)
+        reached = reach_all([*state.hosts])
+        trial = trials(Scenario.model_validate(state.scenario))[0]
+        trial = replace(trial, point=state.point, repetition=state.repetition)
+        try:
+            network = manager(reached).client.api.inspect_network(network_name(run_id, "data"))
+        except NotFound:
+            raise InputError(
+                f"the run '{run_id}' has no network any more: remove it with 'testbed down {run_id}'"
+            ) from None
+        lab = cls(state, trial, reached, IPv4Network(network["IPAM"]["Config"][0]["Subnet"]))
+        lab.refresh()
+        return lab
+
+    # What a lab is
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, which all its labels carry."""
+        return self._state.run
+
+    @property
+    def token(self) -> str:
+        """The secret of this run; see `Lab.token`."""
+        return self._state.token
+
+    @property
+    def broadcast(self) -> str:
+        """The data network's broadcast address."""
+        return str(self.subnet.broadcast_address)
+
+    @property
+    def devices(self) -> MutableMapping[str, DeviceContainer]:
+        """The devices of all hosts, in the order of the scenario."""
+        found = ChainMap(*(part.devices for part in self.parts.values()))
+        return {device.name: found[device.name] for device in self.experiment.devices if device.name in found}
+
+    @property
+    def shaper(self) -> Shapers:
+        """The shapers of all hosts, as if they were one."""
+        return Shapers({name: part.shaper for name, part in self.parts.items()}, self._state.hosts, self._channels)
+
+    def refresh(self) -> None:
+        """Look again what every container of the run is doing."""
+        self._each(lambda part: part.refresh())
+
+    def states(self) -> dict[str, str]:
+        """Return in the engines' words what the container of each device is doing."""
+        return {name: state for found in self._each(lambda part: part.states()) for name, state in found.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a run's manifest should say: of the first host as of one host, and of each by its name."""
+        found = dict(zip(self.parts, self._each(lambda part: part.facts()), strict=True))
+        for name, channel in self._channels.items():
+            found[name] |= {"devices": self._state.hosts[name], "node": self._hosts[name].node}
+            found[name] |= {"clock": channel.clock().facts()}
+        return {**next(iter(found.values())), "hosts": found}
+
+    def agent(self, name: str) -> Agent:
+        """Return the client of a device's agent."""
+        return self._part(name).agent(name)
+
+    def changes(self, on_return: Callable[[float], None]) -> _Changes:
+        """Return what follows the containers of the run on all hosts."""
+        return _Changes({name: part.changes(on_return) for name, part in self.parts.items()}, self._channels)
+
+    def kill(self, name: str) -> None:
+        """End the device's container at once."""
+        self._part(name).kill(name)
+
+    def start(self, name: str) -> None:
+        """Switch the device on again."""
+        self._part(name).start(name)
+
+    def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
+        """Return when the links of a device that was switched on are shaped and its agent is healthy."""
+        self._part(name).admit(name, None if links is None else self.shaper.imposed(links))
+
+    def pause(self, name: str) -> None:
+        """Freeze every process of the device."""
+        self._part(name).pause(name)
+
+    def resume(self, name: str) -> None:
+        """Let a paused device go on."""
+        self._part(name).resume(name)
+
+    def check_serves(self, trial: Trial) -> None:
+        """Raise InputError where a trial needs other devices, links or images than are here."""
+        next(iter(self.parts.values())).check_serves(trial)
+
+    def note_results(self, results: Path) -> None:
+        """Remember which folder the run that goes on here is written to."""
+        self._state = replace(self._state, results=str(results))
+        runstate.write(self._state)
+
+    def down(self) -> bool:
+        """Remove everything of the run from all hosts; see `Lab.down`."""
+        for part in self.parts.values():
+            part.over.set()
+        self._hang_up()
+        reaper, self._reaper = self._reaper, None
+        remove = partial(remove_everywhere, self.run_id, self._hosts.values())
+        if reaper is not None:
+            return reaper.remove(remove)
+        remove()
+        return True
+
+    # Inside
+
+    def _hang_up(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    def _part(self, device: str) -> Lab:
+        for name, devices in self._state.hosts.items():
+            if device in devices:
+                return self.parts[name]
+        known = ", ".join(each.name for each in self.experiment.devices)
+        raise InputError(f"there is no device '{device}' in {self.run_id}: {known}")
+
+    def _each(self, act: Callable[[Lab], T]) -> list[T]:
+        """Do something on all hosts at once; return what came of it, in the order of the hosts."""
+        with ThreadPoolExecutor(len(self.parts)) as pool:
+            return list(pool.map(act, self.parts.values()))
+
+
+def placement(experiment: Experiment, hosts: Mapping[str, Capacity], given: Mapping[str, str]) -> dict[str, str]:
+    """Return the host of each device; those of a radio cell, whose packets wait for each other, are on one."""
+    cells = [cell.devices for cell in experiment.cells]
+    return place(experiment.devices, experiment.links, hosts, given, cells)
+
+
+class _Health:
+    """The health of the containers of all hosts; as `controller.lab.health.Health`."""
+
+    def __init__(self, lab: HostsLab) -> None:
+        self._lab = lab
+
+    def ending(self, name: str, patience: float = 0.0) -> Ending | None:
+        """Return how a container ended, else None; of the shapers, the first that has."""
+        if name != SHAPER:
+            return self._lab._part(name).health.ending(name, patience)
+        for host, part in self._lab.parts.items():
+            if (ending := part.health.ending(name)) is not None:
+                return replace(ending, text=f"of {host} {ending.text}")
+        return None
+
+
+class _Changes:
+    """What happens to containers on several hosts, as `ContainerChanges` says it of one."""
+
+    def __init__(self, parts: Mapping[str, ContainerChanges], channels: Mapping[str, Channel]) -> None:
+        self._parts = parts
+        self._channels = channels
+        self._found: queue.SimpleQueue[DeviceContainer | Exception | None] = queue.SimpleQueue()
+        self._over = threading.Event()
+
+    def __iter__(self) -> Iterator[DeviceContainer]:
+        """Yield each container when it has changed; raises HostError for a host that is not heard of any more."""
+        for part in self._parts.values():
+            threading.Thread(target=self._follow, args=(part,), name="changes", daemon=True).start()
+        threading.Thread(target=self._listen, name="hosts", daemon=True).start()
+        while (found := self._found.get()) is not None:
+            if isinstance(found, Exception):
+                raise found
+            yield found
+
+    def _follow(self, part: Iterable[DeviceContainer]) -> None:
+        try:
+            for found in part:
+                self._found.put(found)
+        except Exception as error:  # noqa: BLE001 - handed to whoever iterates
+            self._found.put(error)
+
+    def _listen(self) -> None:
+        while not self._over.wait(0.5):
+            for host, channel in self._channels.items():
+                if channel.silent > LOST_SECONDS:
+                    text = f"the host {host} has not been heard of for {channel.silent:.1f} s: it is lost, or cut off"
+                    self._found.put(HostError(text))
+                    return
+
+    def close(self) -> None:
+        """Let whoever iterates come to an end."""
+        self._over.set()
+        for part in self._parts.values():
+            part.close()
+        self._found.put(None)
+
+
+AnyLab = Lab | HostsLab
+"""What a run goes on."""
+
+
+def open_lab(run_id: str) -> AnyLab:
+    """Find a run that is up, on one engine or on several; raises what `Lab.open` does."""
+    return HostsLab.open(run_id) if runstate.read(run_id).hosts else Lab.open(run_id)
+
+
+def engine_of(run_id: str, device: str) -> docker.DockerClient:
+    """Return the engine on which a device of a run is; raises HostError where it does not answer.
+
+    A run that this user has not started is looked for on the engine of this machine.
+    """
+    hosts = runstate.read(run_id).hosts if run_id in runstate.runs() else {}
+    if not hosts:
+        return connect()
+    at = next((host for host, devices in hosts.items() if device in devices), next(iter(hosts)))
+    return reach(at).client

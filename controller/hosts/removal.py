@@ -1,0 +1,51 @@
+"""Takes a run over several hosts away, from all of them. As a program: the reaper of such a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import docker
+
+from controller.hosts.contexts import Host, reach
+from controller.lab import reaper, runstate
+from controller.lab.engine import connect
+from controller.lab.removal import remove_from, remove_run
+from testbed.common.errors import TestbedError
+
+
+def remove_everywhere(run: str, hosts: Iterable[Host | str], *, settle: bool = False) -> int:
+    """Remove everything of a run; return how many containers, networks and stray volumes there were.
+
+    Hosts are given as they were reached, or by the names of their contexts. Raises the error of a host where something
+    does not go away, or that does not answer, once all is gone from the others.
+    """
+
+    def remove(host: Host | str) -> int | TestbedError:
+        try:
+            return remove_from((reach(host) if isinstance(host, str) else host).client, run, settle=settle)
+        except TestbedError as error:
+            return error
+
+    found = list(hosts)
+    with ThreadPoolExecutor(max(1, len(found))) as pool:
+        counts = list(pool.map(remove, found))
+    for count in counts:
+        if isinstance(count, TestbedError):
+            raise count
+    runstate.forget(run)
+    return sum(count for count in counts if isinstance(count, int))
+
+
+def remove(run: str, client: docker.DockerClient | None, *, settle: bool = True) -> int:
+    """Remove a run from wherever it is; ``client`` is the engine of those that are on one."""
+    hosts = runstate.read(run).hosts if run in runstate.runs() else {}
+    if hosts:
+        return remove_everywhere(run, hosts, settle=settle)
+    return remove_run(client or connect(), run, settle=settle)
+
+
+if __name__ == "__main__":
+    # What somebody else has removed has no state file any more.
+    reaper.main(sys.argv[1], lambda run: remove(run, None) if run in runstate.runs() else 0)
