@@ -14,6 +14,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -36,6 +37,7 @@ from testbed.scenario.source import Source
 
 if TYPE_CHECKING:
     import pandas as pd
+    from distributed import Client
     from matplotlib.figure import Figure
 
     from controller.lab.lab import LinkBackend
@@ -178,10 +180,12 @@ def sweep(
     *,
     runtime: Runtime = "simulate",
     together: bool = False,
+    cluster: Client | str | None = None,
 ) -> Results:
     """Run a scenario at all combinations of some keys' values, or at the points of its own sweep.
 
-    ``together`` takes the first values of all keys, then the second ones, and so on.
+    ``together`` takes the first values of all keys, then the second ones, and so on. ``cluster`` is a
+    `dask.distributed.Client`, or the address of its scheduler, on whose workers the runs are simulated.
     """
     if values is not None:
         lists = {key: list(each) for key, each in values.items()}
@@ -192,7 +196,16 @@ def sweep(
     folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)
     todo = {number: (each, folder / run_name(each.trial)) for number, each in enumerate(prepared)}
     found: dict[int, Run] = {}
-    _in_its_own_loop(lambda: run_one_by_one(todo, runtime, _silent(), found.__setitem__))
+    if cluster is not None:
+        if runtime != "simulate":
+            raise InputError("cluster: containers need a host to themselves: runtime has to be 'simulate'")
+        from controller.api.cluster import connected, simulate_on_cluster
+
+        places = {number: folder for number, (_, folder) in todo.items()}
+        with connected(cluster) if isinstance(cluster, str) else nullcontext(cluster) as client:
+            simulate_on_cluster(scenario, places, client, _silent(), found.__setitem__)
+    else:
+        _in_its_own_loop(lambda: run_one_by_one(todo, runtime, _silent(), found.__setitem__))
     return Results(Result(found[number]) for number in sorted(found))
 
 

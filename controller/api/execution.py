@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rich.console import Console
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from testbed.trace.events import Event
     from testbed.trace.outcome import Outcome
 
+T = TypeVar("T")
 Done = Callable[[int, "Run"], None]
 """Takes the number of a run and the run when it is over."""
 
@@ -154,30 +155,47 @@ def simulate_side_by_side(
 
     ``scenario`` and ``changes`` are what `testbed.scenario.loading.load` takes. A trial that cannot be run ends all.
     """
-    from controller.results.files import load_figures
-
-    began = time.monotonic()
     # Spawned, since torch's threads do not survive a fork.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         waiting: dict[Future[Path], int] = {
-            pool.submit(_simulate_one, scenario, list(changes), number, folder): number
+            pool.submit(simulate_one, scenario, list(changes), number, folder): number
             for number, folder in todo.items()
         }
         console.print(f"{len(todo)} runs, {jobs} at once")
         try:
-            while waiting:
-                for ended in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    number = waiting.pop(ended)
-                    over = len(todo) - len(waiting)
-                    finished = load_figures(ended.result())
-                    console.print(f"[bold]{over} of {len(todo)}[/] {finished.path.name}{_left(began, over, len(todo))}")
-                    done(number, finished)
+            take_in(waiting, lambda _number, ended: ended.result(), console, done)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _simulate_one(scenario: str, changes: Sequence[str], number: int, folder: Path) -> Path:
+def take_in(
+    waiting: Mapping[Future[T], int],
+    place: Callable[[int, Future[T]], Path],
+    console: Console,
+    done: Done,
+    lost: Callable[[int, Future[T]], bool] = lambda _number, _ended: False,
+) -> None:
+    """Pass on runs as they end, which are waited for by their numbers.
+
+    ``place`` says in which folder one lies, unless it is ``lost``.
+    """
+    from controller.results.files import load_figures
+
+    began, left = time.monotonic(), dict(waiting)
+    while left:
+        for ended in wait(left, return_when=FIRST_COMPLETED).done:
+            number = left.pop(ended)
+            if lost(number, ended):
+                continue
+            over, total = len(waiting) - len(left), len(waiting)
+            finished = load_figures(place(number, ended))
+            console.print(f"[bold]{over} of {total}[/] {finished.path.name}{_left(began, over, total)}")
+            done(number, finished)
+
+
+def simulate_one(scenario: str, changes: Sequence[str], number: int, folder: Path) -> Path:
+    """Simulate one trial of a scenario into a folder, and return that."""
     from controller.running.inputs import InitialWeights
 
     prepared = prepare(trials(load(scenario, changes))[number])

@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     show_default=True,
     help="Simulate this many runs of a sweep or of repetitions side by side.",
 )
+@click.option(
+    "--cluster",
+    metavar="ADDRESS",
+    help="Simulate the runs of a sweep or of repetitions on the workers of the Dask scheduler there.",
+)
 @overrides
 @click.option("--seed", type=int, help="Override the scenario's seed.")
 @click.option("--repetitions", type=int, help="Override how often each point is run.")
@@ -76,6 +81,7 @@ def run(
     out: Path | None,
     resume: Path | None,
     jobs: int,
+    cluster: str | None,
     overrides: tuple[str, ...],
     seed: int | None,
     repetitions: int | None,
@@ -105,9 +111,10 @@ def run(
     loaded = load(scenario, changes)
     prepared = [prepare(trial) for trial in trials(loaded)]
     console = make_console(stderr=as_json)
-    if jobs > 1 and (watch or streams):
-        raise InputError("--jobs: runs side by side are neither watched nor streamed: leave --jobs away")
-    places = _places(prepared, runtime, out, resume, jobs)
+    together = "--cluster" if cluster else "--jobs" if jobs > 1 else ""
+    if together and (watch or streams):
+        raise InputError(f"{together}: runs side by side are neither watched nor streamed: leave {together} away")
+    places = _places(prepared, runtime, out, resume, together)
     kept = _finished(prepared, places, console) if resume is not None else {}
     todo = {number: places[number] for number in range(len(prepared)) if number not in kept}
 
@@ -117,7 +124,12 @@ def run(
             show_run(console, finished, brief=len(prepared) > 1)
 
     try:
-        if jobs > 1:
+        if cluster and todo:
+            from controller.api.cluster import connected, simulate_on_cluster
+
+            with connected(cluster) as client:
+                simulate_on_cluster(loaded, todo, client, console, done)
+        elif jobs > 1:
             simulate_side_by_side(scenario, changes, todo, jobs, console, done)
         else:
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
@@ -150,15 +162,18 @@ def _changes(seed: int | None, repetitions: int | None, weights: Path | None) ->
     return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
-def _places(prepared: Sequence[Prepared], runtime: str, out: Path | None, resume: Path | None, jobs: int) -> list[Path]:
+def _places(
+    prepared: Sequence[Prepared], runtime: str, out: Path | None, resume: Path | None, together: str
+) -> list[Path]:
     """Return where the results of each run go; runs of one sweep lie together, and never among those of an earlier."""
     from controller.results.recorder import numbered
     from controller.results.run import run_name
 
     if resume is not None and out is not None:
         raise InputError("--resume names the folder: leave --out away")
-    if jobs > 1 and runtime != "simulate":
-        raise InputError("--jobs: containers need the host to themselves: add --runtime simulate, or leave --jobs away")
+    if together and runtime != "simulate":
+        text = "containers need the host to themselves: add --runtime simulate, or leave"
+        raise InputError(f"{together}: {text} {together} away")
     names = [run_name(each.trial) for each in prepared]
     asked = resume or out
     if len(names) == 1:

@@ -19,12 +19,12 @@ import docker
 from docker.errors import APIError
 
 from controller.hosts.clocks import HostClock, Sample
-from controller.hosts.inside.streams import CLOCK, DATA, PIECE, TIMES, Streams
+from controller.hosts.inside.streams import CLOCK, DATA, HEAD, PIECE, TIMES, Streams
 from testbed.common.errors import HostError
 from testbed.wire.ports import CONTROL_PORT
 
 RELAY = ["python3", "-m", "controller.hosts.inside.relay"]
-FIRST_EXCHANGES = 16
+FIRST_EXCHANGES = 32
 EXCHANGE_SECONDS = 1.0
 """Between two exchanges of times, which also say that the controller is there."""
 LOST_SECONDS = 4.0
@@ -32,6 +32,15 @@ LOST_SECONDS = 4.0
 _OUTPUT = 1
 """Number of the stream of standard output, in the engine's frames."""
 _HEAD = struct.Struct(">BxxxL")
+
+
+_NOW = b"now"
+"""Stands for an exchange of times, whose frame is made only as it leaves."""
+
+
+def _clock_frame() -> bytes:
+    times = TIMES.pack(time.monotonic(), 0.0, 0.0)
+    return HEAD.pack(CLOCK, 0, len(times)) + times
 
 
 class Channel:
@@ -42,7 +51,7 @@ class Channel:
         self.host = host
         self._clock = HostClock()
         self._origins: dict[float, float] = {}
-        self._heard = time.monotonic()
+        self._heard = self._arrived = time.monotonic()
         self._over = threading.Event()
         self._ports: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -110,8 +119,8 @@ class Channel:
         return self._clock.offset.here(there)
 
     def _exchange(self) -> None:
-        while not self._over.wait(0.01 if len(self._clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS):
-            self._streams.send(CLOCK, 0, TIMES.pack(time.monotonic(), 0.0, 0.0))
+        while not self._over.wait(0.004 if len(self._clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS):
+            self._leaving.put(_NOW)
 
     def _note_times(self, times: bytes) -> None:
         self._heard = time.monotonic()
@@ -123,9 +132,9 @@ class Channel:
         began = time.monotonic()
         for _ in range(count // PIECE):
             self._streams.send(DATA, 0, bytes(PIECE))
-        sent = time.monotonic()
-        self._streams.send(CLOCK, 0, TIMES.pack(sent, 0.0, 0.0))
-        while self._clock.last.sent < sent and self.silent < 4 * LOST_SECONDS:
+        asked = time.monotonic()
+        self._leaving.put(_NOW)
+        while self._clock.last.sent < asked and self.silent < 4 * LOST_SECONDS:
             time.sleep(0.001)
         return count * 8 / (self._clock.last.back - began)
 
@@ -136,6 +145,7 @@ class Channel:
         with suppress(OSError, struct.error, ValueError):
             while True:
                 number, length = _HEAD.unpack(self._exactly(_HEAD.size))
+                self._arrived = time.monotonic()
                 content = self._exactly(length)
                 if number == _OUTPUT:
                     self._loop.call_soon_threadsafe(self._arriving.feed_data, content)
@@ -157,7 +167,7 @@ class Channel:
     def _write(self) -> None:
         with suppress(OSError):
             while (frame := self._leaving.get()) is not None:
-                self._socket.sendall(frame)
+                self._socket.sendall(_clock_frame() if frame is _NOW else frame)
 
     def close(self) -> None:
         """End all connections."""

@@ -9,7 +9,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +139,7 @@ def reach_all(names: Sequence[str]) -> dict[str, Host]:
     return hosts
 
 
-def manager(hosts: dict[str, Host]) -> Host:
+def manager(hosts: Mapping[str, Host]) -> Host:
     """Return the host that makes the networks of all; raises HostError where they are not of one swarm."""
     outside = [name for name, host in hosts.items() if not host.address]
     if outside:

@@ -38,8 +38,8 @@ def _settings(host: Host, state: RunState, image: str) -> dict[str, Any]:
             version=DEFAULT_DOCKER_API_VERSION,
             auto_remove=True,
             cap_drop=["ALL"],
-            # To enter the containers' network namespaces.
-            cap_add=["SYS_ADMIN", "SYS_PTRACE"],
+            # To enter the containers' network namespaces, and to be scheduled in time.
+            cap_add=["SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"],
             log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "1m"}),
             mem_limit=_MEMORY,
             mounts=[Mount(ENGINE, host.socket, type="bind")],

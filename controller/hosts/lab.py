@@ -9,7 +9,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from controller.hosts.keeping import KEEPER, make_keeper
 from controller.hosts.networks import make_overlay
 from controller.hosts.placement import Capacity, place
 from controller.hosts.removal import remove_everywhere
-from controller.hosts.shaper import Shapers
+from controller.hosts.shaper import NothingPasses, Shapers
 from controller.lab import runstate
 from controller.lab.agents import Agent
 from controller.lab.changes import ContainerChanges
@@ -124,7 +124,10 @@ class HostsLab:
             with ThreadPoolExecutor(len(reached)) as pool:
                 list(pool.map(lambda host: make_keeper(host, state, images.shaper), reached.values()))
             lab = cls(state, trial, reached, subnet)
+            say(f"starting {len(placed)} devices, and a shaper on each host")
             lab._each(lambda part: part.populate(devices, images.shaper, links, lambda _text: None))
+            say("measuring the ways between the hosts")
+            lab._subtract_ways()
         except BaseException as error:
             if lab is not None:
                 lab._hang_up()
@@ -169,9 +172,9 @@ class HostsLab:
         return self._state.token
 
     @property
-    def broadcast(self) -> str:
-        """The data network's broadcast address."""
-        return str(self.subnet.broadcast_address)
+    def broadcast(self) -> str | None:
+        """The data network's broadcast address; None where devices are on several hosts, which it does not reach."""
+        return str(self.subnet.broadcast_address) if sum(map(bool, self._state.hosts.values())) == 1 else None
 
     @property
     def devices(self) -> MutableMapping[str, DeviceContainer]:
@@ -179,10 +182,11 @@ class HostsLab:
         found = ChainMap(*(part.devices for part in self.parts.values()))
         return {device.name: found[device.name] for device in self.experiment.devices if device.name in found}
 
-    @property
+    @cached_property
     def shaper(self) -> Shapers:
         """The shapers of all hosts, as if they were one."""
-        return Shapers({name: part.shaper for name, part in self.parts.items()}, self._state.hosts, self._channels)
+        parts = {name: part.shaper for name, part in self.parts.items()}
+        return Shapers(parts, self._state, self._channels, self.experiment.links)
 
     def refresh(self) -> None:
         """Look again what every container of the run is doing."""
@@ -250,6 +254,29 @@ class HostsLab:
         return True
 
     # Inside
+
+    def _subtract_ways(self) -> None:
+        """Have links across hosts delay by so much less as the ways between the hosts do."""
+        try:
+            ways = self.shaper.measured_ways()
+        except NothingPasses as error:
+            raise HostError(self._closed(*error.ends)) from None
+        self._state = replace(self._state, ways=ways)
+        runstate.write(self._state)
+        del self.shaper
+        self.shaper.set({pair: link for pair, link in self.experiment.links.items() if self.shaper.crosses(pair)})
+
+    def _closed(self, source: str, destination: str) -> str:
+        """Say which ports are closed where nothing passes from one host to another."""
+        network = manager(self._hosts).client.api.inspect_network(network_name(self.run_id, "data"), verbose=True)
+        peers = {str(each["IP"]) for each in network.get("Peers") or ()}
+        ends = [self._hosts[source], self._hosts[destination]]
+        ports = "UDP 4789" if all(each.address in peers for each in ends) else "TCP and UDP 7946, and UDP 4789"
+        names = " and ".join(f"{each.name} ({each.address})" for each in ends)
+        return (
+            f"the overlay network carries nothing from {source} to {destination}: open {ports} between {names}; if "
+            f"they are open, 'docker swarm leave' and 'join' {destination} again"
+        )
 
     def _hang_up(self) -> None:
         for channel in self._channels.values():

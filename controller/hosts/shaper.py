@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from controller.hosts import underlay
 from controller.hosts.channel import Channel
 from controller.lab.links import Shaper
+from controller.lab.runstate import RunState
+from testbed.common.errors import HostError
+from testbed.network.impairments import expected_loss
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
 
 T = TypeVar("T")
 
+_ATTEMPTS = 3
+_AHEAD = 0.3
+"""Seconds until a measurement begins: every host has been asked for it by then."""
+
+
+class NothingPasses(HostError):  # noqa: N818 - a state of the way
+    """Packets of the data network do not get from one host to another."""
+
+    def __init__(self, source: str, destination: str) -> None:
+        super().__init__(f"nothing passes from {source} to {destination}")
+        self.ends = source, destination
+
 
 class Shapers:
-    """As `Shaper`, of several; ``devices`` are those on each host."""
+    """As `Shaper`, of several."""
 
     def __init__(
-        self, parts: Mapping[str, Shaper], devices: Mapping[str, Sequence[str]], channels: Mapping[str, Channel]
+        self,
+        parts: Mapping[str, Shaper],
+        state: RunState,
+        channels: Mapping[str, Channel],
+        links: Mapping[Pair, Link],
     ) -> None:
+        """``links`` are those that the scenario asks for."""
         self._parts = parts
-        self._host = {name: host for host, names in devices.items() for name in names}
+        self._host = {name: host for host, names in state.hosts.items() for name in names}
+        self._ways = {(a, b): delay for a, b, delay in state.ways}
         self._channels = channels
+        self._asked = dict(links)
 
     def crosses(self, pair: Pair) -> bool:
         """Say whether a link leads from one host to another."""
         return self._host[pair[0]] != self._host[pair[1]]
 
     def imposed(self, links: Mapping[Pair, Link]) -> dict[Pair, Link]:
-        """Return what shapers are to do to links so that they are as asked."""
-        return dict(links)
+        """Return what shapers are to do to links so that they are as asked; see `underlay.imposed`."""
+        return underlay.imposed(links, self._host, self._ways)
+
+    def measured_ways(self) -> list[tuple[str, str, float]]:
+        """Measure what the ways between the hosts add to links; imposed are those that the scenario asks for.
+
+        Raises `NothingPasses` where nothing arrived over one of them.
+        """
+        found = self._across(underlay.samples(self._asked, self._host))
+        for each in found:
+            if each.delay is None and expected_loss(each.requested) < 1:
+                raise NothingPasses(self._host[each.source], self._host[each.destination])
+        return [(*way, delay) for way, delay in underlay.ways(found, self._host).items()]
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links, live; no other link notices."""
         imposed = self.imposed(links)
+        self._asked |= links
         self._each(lambda host, shaper: shaper.set({p: link for p, link in imposed.items() if self._is_at(p, host)}))
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
@@ -44,7 +81,33 @@ class Shapers:
         for host, shaper in self._parts.items():
             own = [pair for pair in wanted if not self.crosses(pair) and self._host[pair[0]] == host]
             found.update({(each.source, each.destination): each for each in (shaper.probe(own) if own else [])})
-        return [found[pair] for pair in wanted if pair in found]
+        across = [pair for pair in wanted if self.crosses(pair)]
+        found.update({(each.source, each.destination): each for each in (self._across(across) if across else [])})
+        return [found[pair] for pair in wanted]
+
+    def _across(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
+        """Measure links between hosts; what is outside its tolerance again, since a host may stumble once."""
+        found: dict[Pair, LinkMeasurement] = {}
+        again = list(pairs)
+        for _ in range(_ATTEMPTS):
+            for each in self._measure_once(again):
+                found[each.source, each.destination] = each
+            again = [pair for pair in again if found[pair].problem]
+            if not again:
+                break
+        return [found[pair] for pair in pairs]
+
+    def _measure_once(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
+        asked = {pair: self._asked[pair] for pair in pairs}
+        run, ends = secrets.token_hex(8), {name for pair in pairs for name in pair}
+        hosts = {host: self._parts[host] for host in dict.fromkeys(self._host[name] for name in sorted(ends))}
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            opened = pool.map(lambda shaper: shaper.open_ends(run, pairs), hosts.values())
+            ports = {name: port for found in opened for name, port in found.items()}
+            begin = time.monotonic() + _AHEAD
+            offsets = {host: self._channels[host].clock().offset.there(begin) - begin for host in hosts}
+            halves = pool.map(lambda host: hosts[host].probe_half(run, pairs, ports, begin + offsets[host]), hosts)
+            return underlay.combined(asked, dict(zip(hosts, halves, strict=True)), self._host, offsets)
 
     def renew(self) -> None:
         """Let the containers live for another lease."""

@@ -287,7 +287,8 @@ class Lab:
             for each in devices
         ]
         elsewhere = self._addresses.keys() - set(self._here)
-        endpoints += [Endpoint(name, 0, self._addresses[name]) for name in sorted(elsewhere)]
+        for name in sorted(elsewhere):
+            endpoints.append(Endpoint(name, 0, self._addresses[name], specs[name].uplink, specs[name].downlink))
         self.shaper.attach(endpoints, links, self.experiment.seed, self.experiment.cells)
 
     def pause(self, name: str) -> None:

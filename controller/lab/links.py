@@ -71,6 +71,21 @@ class Shaper:
         answer = self._request("POST", "/probe", {"pairs": [list(pair) for pair in pairs]}, timeout=120)
         return [LinkMeasurement.from_json(each) for each in answer["measurements"]]
 
+    def open_ends(self, run: str, pairs: Iterable[Pair]) -> dict[str, int]:
+        """Open sockets for `probe_half`; return the port of each device that is there. ``run`` is 8 bytes as hex."""
+        ports: dict[str, int] = self._request("POST", "/ends", {"run": run, "pairs": [list(pair) for pair in pairs]})[
+            "ports"
+        ]
+        return ports
+
+    def probe_half(
+        self, run: str, pairs: Iterable[Pair], ports: Mapping[str, int], begin: float
+    ) -> list[dict[str, Any]]:
+        """Measure links between hosts, of which each does its half; see `controller.shaping.probes.measure_half`."""
+        asked = {"run": run, "pairs": [list(pair) for pair in pairs], "ports": dict(ports), "begin": begin}
+        found: list[dict[str, Any]] = self._request("POST", "/half", asked, timeout=120)["measurements"]
+        return found
+
     def renew(self) -> None:
         """Let the container live for another lease."""
         self._request("POST", "/lease", timeout=5.0)

@@ -29,6 +29,8 @@ class RunState:
     """Seconds after which its containers end when nobody renews that; None of a lab that outlives its controller."""
     hosts: dict[str, list[str]] = field(default_factory=dict)
     """The devices on each of several hosts, by the docker context of its engine; empty of a lab on one engine."""
+    ways: list[tuple[str, str, float]] = field(default_factory=list)
+    """From which host to which by how many seconds the way between them delays."""
 
     def token_of(self, name: str) -> str:
         """Return what the control API of a device, or of the shaper, asks for: none of them knows another's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
 import struct
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from controller.shaping.namespaces import Namespace
+from controller.shaping.plan import FRAME
 
 HEADERS = 42
 """Bytes of Ethernet, IP and UDP before a datagram's content."""
@@ -21,6 +23,9 @@ BUFFER_PER_FRAME = 2304
 MOST_FRAMES = 4000
 """On their way to one socket."""
 SO_TIMESTAMPNS = 35
+ETHERNET = 14
+"""Bytes before a packet."""
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 _SO_RCVBUFFORCE = 33
 
 
@@ -28,7 +33,8 @@ _SO_RCVBUFFORCE = 33
 class Site:
     """Where one end of a link is."""
 
-    namespace: Namespace
+    namespace: Namespace | None
+    """None on another host."""
     address: str
     uplink: float | None = None
     downlink: float | None = None
@@ -40,6 +46,24 @@ class Ends:
 
     sender: socket.socket
     receiver: socket.socket
+    frame: int
+    """Bytes of the largest Ethernet frame that the device sends."""
+
+    @property
+    def target(self) -> tuple[str, int]:
+        """Where the receiver is reached."""
+        address: tuple[str, int] = self.receiver.getsockname()
+        return address
+
+
+@dataclass(frozen=True)
+class FarEnds:
+    """Of a device on another host."""
+
+    target: tuple[str, int]
+    frame: int = FRAME
+    sender: None = None
+    receiver: None = None
 
 
 @contextlib.contextmanager
@@ -49,6 +73,7 @@ def sockets(sites: Mapping[str, Site], names: Iterable[str]) -> Iterator[dict[st
         ends = {}
         for name in sorted(names):
             site = sites[name]
+            assert site.namespace is not None
             ends[name] = site.namespace.run(lambda site=site: _open(site.address))  # type: ignore[misc]
             stack.enter_context(ends[name].sender)
             stack.enter_context(ends[name].receiver)
@@ -62,7 +87,18 @@ def _open(address: str) -> Ends:
         each.setblocking(False)
     receiver.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 2 * MOST_FRAMES * BUFFER_PER_FRAME)
     receiver.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
-    return Ends(sender, receiver)
+    return Ends(sender, receiver, _largest(sender, address))
+
+
+def _largest(link: socket.socket, address: str) -> int:
+    """Return the bytes of the largest frame of the interface with an address: in a VXLAN less than elsewhere."""
+    for _, name in socket.if_nameindex():
+        request = struct.pack("16s24x", name.encode())
+        with contextlib.suppress(OSError):  # it has no address
+            if fcntl.ioctl(link, _SIOCGIFADDR, request)[20:24] == socket.inet_aton(address):
+                mtu: int = struct.unpack_from("=i", fcntl.ioctl(link, _SIOCGIFMTU, request), 16)[0]
+                return min(FRAME, mtu + ETHERNET)
+    return FRAME
 
 
 class Listener:

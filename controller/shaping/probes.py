@@ -15,14 +15,15 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from controller.shaping import tolerance
-from controller.shaping.ends import CONTENT, SMALL_FRAME, Ends, Listener, Site, sockets
+from controller.shaping.ends import CONTENT, SMALL_FRAME, Ends, FarEnds, Listener, Site, sockets
 from controller.shaping.medium import Route
 from controller.shaping.plan import FRAME
-from controller.shaping.trains import rates
+from controller.shaping.trains import rates, seconds
 from testbed.network.impairments import expected_loss, longest_delay
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
@@ -33,6 +34,8 @@ _PACKETS_PER_SECOND = 2500
 """Of all links together: more would make the measurement a load on the host of its own."""
 _MOST_SECONDS = 1.0
 _ATTEMPTS = 3
+_BETWEEN = 0.1
+"""Seconds between two parts of a measurement by several hosts: more than they know each other's clocks by."""
 
 
 @dataclass
@@ -111,6 +114,55 @@ def _one_of_each(links: Mapping[Pair, Link], media: Mapping[Pair, Route]) -> lis
 def _measure_once(
     links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route], representatives: set[Pair]
 ) -> list[LinkMeasurement]:
+    tallies = _tallies(links, sites, media, representatives)
+    with sockets(sites, {name for pair in links for name in pair}) as ends:
+        _measure_delays(tallies, ends)
+        for together, late in _trains(tallies, representatives, media):
+            for pair, rate in rates(together, late, ends).items():
+                next(tally for tally in tallies if tally.pair == pair).rate = rate
+    return [tally.measurement() for tally in tallies]
+
+
+def measure_half(
+    links: Mapping[Pair, Link], sites: Mapping[str, Site], ends: Mapping[str, Ends | FarEnds], run: bytes, begin: float
+) -> list[dict[str, Any]]:
+    """Do here what is to be done of measuring links between this host and others, which do theirs at the same time.
+
+    ``begin`` is the instant of this host's monotonic clock at which all of them start, ``run`` the same of all. Returns
+    for each link that begins or ends here how many packets were ``sent`` from here; the ``delays`` of those that
+    arrived here in seconds by their sender's clock and this host's; the ``rate`` in bit/s where it was measured; and
+    the lowest rate ``asked`` on its way.
+    """
+    representatives = set(_one_of_each({pair: _on_the_way(pair, each, sites, {}) for pair, each in links.items()}, {}))
+    tallies = _tallies(links, sites, {}, representatives)
+    _wait_until(begin)
+    due = begin + _measure_delays(tallies, ends, run)
+    for together, late in _trains(tallies, representatives, {}):
+        _wait_until(due)
+        for pair, rate in rates(together, late, ends, run).items():
+            next(tally for tally in tallies if tally.pair == pair).rate = rate
+        due += seconds(together, late, ends) + _BETWEEN
+    return [
+        {
+            "source": tally.pair[0],
+            "destination": tally.pair[1],
+            "sent": tally.sent,
+            "delays": [*tally.delays.values()],
+            "rate": tally.rate,
+            "asked": tally.link.rate,
+        }
+        for tally in tallies
+    ]
+
+
+def _wait_until(instant: float) -> None:
+    time.sleep(max(0.0, instant - time.monotonic()))
+
+
+def _tallies(
+    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route], representatives: set[Pair]
+) -> list[_Tally]:
+    """Return what is to be measured of each link."""
     tallies = []
     crowds = Counter(media[pair].channels for pair in links if pair in media)
     places: Counter[Hashable] = Counter()
@@ -126,19 +178,21 @@ def _measure_once(
             places[tally.medium] += 1
         tally.packets = _packets(tally, len(links), pair in representatives)
         tallies.append(tally)
-    with sockets(sites, {name for pair in links for name in pair}) as ends:
-        _measure_delays(tallies, ends)
-        rated = {
-            tally.pair: tally
-            for tally in tallies
-            if tally.link.up and tally.link.rate and tally.pair in representatives
-        }
-        for together in rounds(list(rated), media):
-            on_the_way = {pair: tally.link for pair, tally in rated.items() if pair in together}
-            late = [pair for pair in together if rated[pair].late]
-            for pair, rate in rates(on_the_way, late, ends).items():
-                rated[pair].rate = rate
-    return [tally.measurement() for tally in tallies]
+    return tallies
+
+
+def _trains(
+    tallies: Sequence[_Tally], representatives: set[Pair], media: Mapping[Pair, Route]
+) -> Iterator[tuple[dict[Pair, Link], list[Pair]]]:
+    """Yield links whose rates are measured together, each of the lowest rate on its way; and the late ones of them."""
+    rated = {
+        tally.pair: tally for tally in tallies if tally.link.up and tally.link.rate and tally.pair in representatives
+    }
+    for together in rounds(list(rated), media):
+        yield (
+            {pair: tally.link for pair, tally in rated.items() if pair in together},
+            [pair for pair in rated if pair in together and rated[pair].late],
+        )
 
 
 def _on_the_way(pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> Link:
@@ -179,34 +233,43 @@ def _packets(tally: _Tally, links: int, representative: bool) -> int:
     return count
 
 
-def _measure_delays(tallies: Sequence[_Tally], ends: Mapping[str, Ends]) -> None:
-    """Send every link's small packets, all links interleaved, and note how long each was under way."""
-    run = os.urandom(8)
+def _measure_delays(tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes | None = None) -> float:
+    """Send every link's small packets, all links interleaved, and note how long each was under way.
+
+    Returns within how many seconds that is over, on each of the hosts that take part.
+    """
+    run = run or os.urandom(8)
+    began = time.monotonic()
 
     def send(index: int, number: int) -> None:
         source, destination = tallies[index].pair
         content = CONTENT.pack(run, index, number, time.monotonic())
-        with contextlib.suppress(BlockingIOError):  # then it is lost, as on any host that is too slow
-            ends[source].sender.sendto(content, ends[destination].receiver.getsockname())
+        if (sender := ends[source].sender) is not None:
+            with contextlib.suppress(BlockingIOError):  # then it is lost, as on any host that is too slow
+                sender.sendto(content, ends[destination].target)
 
     for index, tally in enumerate(tallies):
         send(index, tally.packets)  # makes the addresses known; its number is no measurement's
     time.sleep(0.01 + max(tally.gap for tally in tallies) / 2)
-    schedule = _schedule(tallies, time.monotonic() + 0.005)
+    first = 0.015 + max(tally.gap for tally in tallies) / 2
+    schedule = _schedule(tallies, began + first)
     until = schedule[-1][0] + max(longest_delay(tally.link) for tally in tallies) + 0.1
     upcoming = iter([*schedule, (math.inf, 0, 0)])
     when, index, number = next(upcoming)
-    with Listener([end.receiver for end in ends.values()]) as listener:
+    receivers = [end.receiver for end in ends.values() if end.receiver is not None]
+    coming = [tally for tally in tallies if ends[tally.pair[1]].receiver is not None]
+    with Listener(receivers) as listener:
         while (now := time.monotonic()) < until:
             if when <= now:
-                tallies[index].sent += 1
+                tallies[index].sent += ends[tallies[index].pair[0]].sender is not None
                 send(index, number)
                 when, index, number = next(upcoming)
                 continue
-            if when == math.inf and all(len(tally.delays) == tally.packets for tally in tallies):
+            if when == math.inf and all(len(tally.delays) == tally.packets for tally in coming):
                 break
             for receiver in listener.ready(min(when, until) - now):
                 _note_delays(receiver, run, tallies)
+    return until - began + _BETWEEN
 
 
 def _schedule(tallies: Sequence[_Tally], start: float) -> list[tuple[float, int, int]]:

@@ -49,6 +49,8 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
     app.post("/attach", endpoint="attach")(lambda: _attach(shaping, flask.request.get_json()))
     app.post("/set", endpoint="set")(lambda: _set(shaping, flask.request.get_json()))
     app.post("/probe", endpoint="probe")(lambda: _probe(shaping, flask.request.get_json()))
+    app.post("/ends", endpoint="ends")(lambda: _ends(shaping, flask.request.get_json()))
+    app.post("/half", endpoint="half")(lambda: _half(shaping, flask.request.get_json()))
     app.get("/show")(shaping.show)
     app.get("/statistics", endpoint="statistics")(
         lambda: shaping.statistics(reset=flask.request.args.get("reset") == "1")
@@ -71,6 +73,16 @@ def _attach(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
 def _set(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
     shaping.set(links_from_json(request["links"]))
     return {}
+
+
+def _ends(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ports": shaping.open_ends(str(request["run"]), [(a, b) for a, b in request["pairs"]])}
+
+
+def _half(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
+    pairs = [(source, destination) for source, destination in request["pairs"]]
+    halves = shaping.probe_half(str(request["run"]), pairs, request["ports"], float(request["begin"]))
+    return {"measurements": halves}
 
 
 def _probe(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:

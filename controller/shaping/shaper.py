@@ -18,7 +18,7 @@ from controller.shaping import gating, sender, tc
 from controller.shaping import plan as planning
 from controller.shaping.backends import Userspace, choose, kernel_queues, queueing_iptables, walling_iptables
 from controller.shaping.chain import RuleChain, wall
-from controller.shaping.ends import Site
+from controller.shaping.ends import Ends, FarEnds, Site, sockets
 from controller.shaping.gate import Gate
 from controller.shaping.interfaces import (
     Interface,
@@ -31,7 +31,7 @@ from controller.shaping.interfaces import (
 from controller.shaping.medium import Route
 from controller.shaping.namespaces import Namespace, command
 from controller.shaping.plan import Endpoint, InterfacePlan
-from controller.shaping.probes import measure
+from controller.shaping.probes import measure, measure_half
 from testbed.common.errors import HostError, InputError
 from testbed.network.checks import problems
 from testbed.network.link import Link, Pair, links_to_json
@@ -73,8 +73,10 @@ class Shaping:
         self._lock = threading.RLock()
         self._devices: dict[str, Attached] = {}
         self._numbers: dict[str, int] = {}
-        self._elsewhere: dict[str, str] = {}
-        """Addresses of devices on other hosts, whose links are shaped there."""
+        self._elsewhere: dict[str, Endpoint] = {}
+        """Devices on other hosts, whose interfaces are shaped there."""
+        self._ends: dict[str, tuple[dict[str, Ends], contextlib.ExitStack]] = {}
+        """Sockets for measurements with other hosts that have not begun."""
         self._links: dict[Pair, Link] = {}
         self._cells: tuple[Cell, ...] = ()
         self._gate: Gate | None = None
@@ -116,7 +118,7 @@ class Shaping:
                 self._cells = tuple(cells)
             given = list(endpoints)
             fresh = [each for each in given if each.pid]
-            self._elsewhere |= {each.name: each.address for each in given if not each.pid}
+            self._elsewhere |= {each.name: each for each in given if not each.pid}
             for name in self._elsewhere:
                 self._numbers.setdefault(name, len(self._numbers) + 1)
             for found in self._pool.map(self._find, fresh):
@@ -223,7 +225,8 @@ class Shaping:
 
     def _addresses(self) -> dict[str, str]:
         """Return the address of every device, wherever it is."""
-        return {**self._elsewhere, **{name: each.endpoint.address for name, each in self._devices.items()}}
+        endpoints = {**self._elsewhere, **{name: each.endpoint for name, each in self._devices.items()}}
+        return {name: each.address for name, each in endpoints.items()}
 
     def _plan(self, attached: Attached) -> InterfacePlan:
         return planning.plan(
@@ -364,16 +367,45 @@ class Shaping:
             links = {pair: self._links[pair] for pair in pairs}
             media = self._media(pairs)
             with contextlib.ExitStack() as stack:
-                sites = {}
-                for name in {name for pair in pairs for name in pair}:
-                    attached = self._devices[name]
-                    namespace = attached.namespace.again()
-                    stack.callback(namespace.close)
-                    endpoint = attached.endpoint
-                    sites[name] = Site(namespace, endpoint.address, endpoint.uplink, endpoint.downlink)
+                sites = {name: self._site(name, stack) for name in {name for pair in pairs for name in pair}}
                 held = stack.pop_all()
         with held:
             return measure(links, sites, media) if links else []
+
+    def open_ends(self, run: str, pairs: Sequence[Pair]) -> dict[str, int]:
+        """Open sockets for `probe_half`; return the port of the receiver of each device that is here."""
+        with self._lock, contextlib.ExitStack() as stack:
+            here = {name for pair in pairs for name in pair if name in self._devices}
+            sites = {name: self._site(name, stack) for name in here}
+            ends = stack.enter_context(sockets(sites, here))
+            self._ends[run] = ends, stack.pop_all()
+            return {name: each.target[1] for name, each in ends.items()}
+
+    def probe_half(
+        self, run: str, pairs: Sequence[Pair], ports: Mapping[str, int], begin: float
+    ) -> list[dict[str, Any]]:
+        """Measure links between this host and others, which do the same; see `probes.measure_half`.
+
+        ``ports`` are those of all devices, of which the ones here are those of `open_ends`.
+        """
+        with self._lock:
+            ends, held = self._ends.pop(run)
+            links = {pair: self._links[pair] for pair in pairs}
+            sites, both = {}, dict[str, Ends | FarEnds](ends)
+            for name in {name for pair in pairs for name in pair}:
+                endpoint = self._elsewhere.get(name) or self._devices[name].endpoint
+                sites[name] = Site(None, endpoint.address, endpoint.uplink, endpoint.downlink)
+                both.setdefault(name, FarEnds((endpoint.address, ports[name])))
+        with held:
+            return measure_half(links, sites, both, bytes.fromhex(run), begin)
+
+    def _site(self, name: str, stack: contextlib.ExitStack) -> Site:
+        """Return where a device is, as long as the stack holds it."""
+        attached = self._devices[name]
+        namespace = attached.namespace.again()
+        stack.callback(namespace.close)
+        endpoint = attached.endpoint
+        return Site(namespace, endpoint.address, endpoint.uplink, endpoint.downlink)
 
     def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
         """Return the shared channels among these links."""

@@ -19,6 +19,7 @@ from controller.shaping.ends import (
     SMALL_FRAME,
     SO_TIMESTAMPNS,
     Ends,
+    FarEnds,
     Listener,
 )
 from controller.shaping.plan import FRAME, burst, queue_limit
@@ -72,23 +73,25 @@ def _unmetered(rate: float, frame: int) -> int:
     return 2 * burst(rate) // frame + 2
 
 
-def _train(pair: Pair, link: Link, late: bool) -> _Train:
+def _train(pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | FarEnds]) -> _Train:
     rate = link.rate
     assert rate
-    frame = int(min(FRAME, max(SMALL_FRAME, rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES)))
+    largest = min(ends[name].frame for name in pair)
+    frame = int(min(largest, max(SMALL_FRAME, rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES)))
     frames = int(min(MOST_FRAMES, max(_FEWEST_FRAMES, rate / 8 * _TRAIN_SECONDS / frame)))
     together = max(1, min(40, burst(rate) // frame // 2))
     return _Train(pair, link, late, frame, _unmetered(rate, frame) + frames, together)
 
 
-def _push(index: int, train: _Train, run: bytes, ends: Mapping[str, Ends]) -> bool:
+def _push(index: int, train: _Train, run: bytes, ends: Mapping[str, Ends | FarEnds]) -> bool:
     """Send what the socket takes; say whether frames are left.
 
     Several frames go to the kernel in one piece, which it cuts up before the wire: frame by frame a host under load
     would measure itself at high rates.
     """
     source, destination = train.pair
-    sender, address = ends[source].sender, ends[destination].receiver.getsockname()
+    sender, address = ends[source].sender, ends[destination].target
+    assert sender is not None
     content = train.frame - HEADERS
     with contextlib.suppress(BlockingIOError):
         while train.sent < train.frames:
@@ -115,35 +118,50 @@ def _note_arrivals(receiver: socket.socket, run: bytes, trains: Mapping[int, _Tr
                     trains[index].stamps[number] = seconds + nanoseconds * 1e-9
 
 
-def rates(links: Mapping[Pair, Link], late: Collection[Pair], ends: Mapping[str, Ends]) -> dict[Pair, float | None]:
+def seconds(links: Mapping[Pair, Link], late: Collection[Pair], ends: Mapping[str, Ends | FarEnds]) -> float:
+    """Return within which time `rates` is over."""
+    trains = [_train(pair, link, pair in late, ends) for pair, link in links.items()]
+    longest = max(train.frames * train.frame * 8 / (train.link.rate or 1) for train in trains)
+    return 2 * longest + max(longest_delay(link) for link in links.values()) + 0.2
+
+
+def rates(
+    links: Mapping[Pair, Link], late: Collection[Pair], ends: Mapping[str, Ends | FarEnds], run: bytes | None = None
+) -> dict[Pair, float | None]:
     """Send a train over each of these links, which share no device; return bit/s, None where too little arrived.
 
-    Each link is that of the lowest rate on the way; ``late`` are those of which it is the downlink's.
+    Each link is that of the lowest rate on the way; ``late`` are those of which it is the downlink's. Of a link with an
+    end on another host only what is done at the other end is done here; ``run`` is then the same at both.
     """
-    run = os.urandom(8)
-    trains = [_train(pair, link, pair in late) for pair, link in links.items()]
+    run = run or os.urandom(8)
+    trains = [_train(pair, link, pair in late, ends) for pair, link in links.items()]
     by_index = dict(enumerate(trains))
-    for train in trains:
+    leaving = {index: train for index, train in by_index.items() if ends[train.pair[0]].sender is not None}
+    coming = [train for train in trains if ends[train.pair[1]].receiver is not None]
+    for train in leaving.values():
         # As much as the queue before the link holds may be sent ahead; more would be lost there.
         sender = ends[train.pair[0]].sender
+        assert sender is not None
         buffer = int(0.6 * queue_limit(train.link)) * BUFFER_PER_FRAME
         sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
         sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, train.frame - HEADERS)
-    longest = max(train.frames * train.frame * 8 / (train.link.rate or 1) for train in trains)
-    until = time.monotonic() + 2 * longest + max(longest_delay(link) for link in links.values()) + 0.2
+    until = time.monotonic() + seconds(links, late, ends)
     quiet = max(longest_delay(link) for link in links.values()) + 0.1
     quiet += 10 * FRAME * 8 / min(link.rate or 1 for link in links.values())
-    last_heard = time.monotonic()
-    with Listener([ends[pair[1]].receiver for pair in links]) as listener:
+    last_heard = time.monotonic() + (0.2 if len(coming) > len(leaving) else 0.0)
+    receivers = [found for pair in links if (found := ends[pair[1]].receiver) is not None]
+    with Listener(receivers) as listener:
         while (now := time.monotonic()) < until:
-            sending = [index for index, train in by_index.items() if _push(index, train, run, ends)]
-            if not sending and all(train.frames - 1 in train.stamps for train in trains):
+            sending = [index for index, train in leaving.items() if _push(index, train, run, ends)]
+            if not sending and all(train.frames - 1 in train.stamps for train in coming):
                 break
             if not sending and now > last_heard + quiet:
                 break
             for receiver in listener.ready(0.002 if sending else 0.02):
                 last_heard = time.monotonic()
                 _note_arrivals(receiver, run, by_index)
-    for train in trains:
-        ends[train.pair[0]].sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, 0)
+    for train in leaving.values():
+        sender = ends[train.pair[0]].sender
+        assert sender is not None
+        sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, 0)
     return {train.pair: train.rate() for train in trains}

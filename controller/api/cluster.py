@@ -1,0 +1,197 @@
+"""Trials of a sweep simulated on the workers of a Dask cluster: the same folders as `simulate_side_by_side` leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+import testbed
+from controller.api.execution import Done, simulate_one, take_in
+from controller.lab.paths import ROOT
+from testbed.common.errors import HostError, InputError, TestbedError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from testbed.scenario.schema import Scenario
+
+SECONDS = 10
+"""For a scheduler to answer."""
+DEATHS = 3
+"""Of workers that had the same trial, after which that trial is given up."""
+_PIECES = ("testbed", "controller")
+_ONE_AT_A_TIME = threading.Lock()
+
+Files = dict[str, bytes]
+"""Of a folder, by their names within it."""
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Client]:
+    """Have a client of the scheduler at an address, such as ``tcp://10.0.0.1:8786``.
+
+    Raises InputError where the extra is not installed, HostError where no scheduler answers.
+    """
+    try:
+        from distributed import Client
+    except ImportError:
+        raise InputError("--cluster: install the extra for it: pip install 'edge-testbed[cluster]'") from None
+    try:
+        client = Client(address, timeout=SECONDS)
+    except (OSError, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise HostError(
+            f"--cluster: no Dask scheduler answers at {address} ({reason}): start one with 'dask scheduler', and on "
+            f"each machine workers with 'dask worker {address} --nworkers N --nthreads 1'"
+        ) from None
+    with client:
+        yield client
+
+
+def simulate_on_cluster(
+    scenario: Scenario, todo: Mapping[int, Path], client: Client, console: Console, done: Done
+) -> None:
+    """Simulate the trials of these numbers on the workers of a cluster, each as one task, and take in their folders.
+
+    A trial whose worker dies is run by another one; after `DEATHS` deaths it is given up, and said at the end. Raises
+    HostError where there is no worker, or one has another version of the testbed; TestbedError for what is given up.
+    """
+    from distributed import KilledWorker
+
+    files, argv, batch = _files_of(scenario), list(sys.argv), secrets.token_hex(4)
+    _check(client)
+    client.run_on_scheduler(_bound_deaths)
+    tasks = {}
+    for number, folder in todo.items():
+        key, place = f"{folder.name}-{batch}", str(folder.absolute())
+        task = client.submit(_simulate, files, argv, version(), number, place, key=key, pure=False)
+        tasks[task] = number
+    workers = len(client.scheduler_info(n_workers=-1)["workers"])
+    console.print(f"{len(todo)} runs on {workers} workers of {client.scheduler.address}")
+    given_up: list[str] = []
+    waiting = {_watched(task): number for task, number in tasks.items()}
+
+    def taken(number: int, ended: Future[Files]) -> Path:
+        folder = todo[number]
+        draft = folder.with_name(f".{folder.name}")
+        shutil.rmtree(draft, ignore_errors=True)
+        for name, content in ended.result().items():
+            path = draft / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        draft.rename(folder)
+        return folder
+
+    def lost(number: int, ended: Future[Files]) -> bool:
+        if not isinstance(ended.exception(), KilledWorker):
+            return False
+        given_up.append(todo[number].name)
+        console.print(f"{todo[number].name} is given up: {DEATHS} workers died that had it")
+        return True
+
+    try:
+        take_in(waiting, taken, console, done, lost)
+    except BaseException:
+        client.cancel(list(tasks), force=True)
+        raise
+    if given_up:
+        raise TestbedError(
+            f"{len(given_up)} of {len(todo)} runs ended with their workers {DEATHS} times ({', '.join(given_up)}): "
+            "look at the workers' memory and logs, then go on with --resume"
+        )
+
+
+def _watched(task: Any) -> Future[Files]:
+    """Return a task's future as one of the standard library, which `wait` knows."""
+    future: Future[Files] = Future()
+
+    def pass_on(ended: Any) -> None:
+        try:
+            if ended.status == "finished":
+                future.set_result(ended.result())
+            else:
+                future.set_exception(ended.exception() if ended.status == "error" else HostError("it was cancelled"))
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits
+            future.set_exception(error)
+
+    task.add_done_callback(pass_on)
+    return future
+
+
+def version() -> str:
+    """Return the version of the testbed with a hash of its code: two that differ may not compute the same."""
+    digest = hashlib.sha256()
+    for piece in _PIECES:
+        for path in sorted((ROOT / piece).rglob("*.py")):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return f"{testbed.__version__}-{digest.hexdigest()[:8]}"
+
+
+def _check(client: Client) -> None:
+    """Raise HostError where there is no worker, or one that has another version, or none."""
+    ours = version()
+    try:
+        found: Mapping[str, str] = client.run(_version_there)
+    except Exception as error:  # noqa: BLE001 - whatever a worker raises that has none of our code
+        raise HostError(
+            f"--cluster: a worker cannot run the testbed ({error}): install {ours} on all of them"
+        ) from None
+    if not found:
+        raise HostError("--cluster: no worker is there: start some with 'dask worker ADDRESS --nthreads 1'")
+    for worker, theirs in found.items():
+        if theirs != ours:
+            raise HostError(
+                f"--cluster: the worker {worker} has the testbed {theirs}, and here is {ours}: make them one"
+            )
+
+
+def _version_there() -> str:
+    return version()
+
+
+def _bound_deaths(dask_scheduler: Any) -> None:
+    """Have a task given up with its third worker: those that a scheduler allows are survived."""
+    dask_scheduler.allowed_failures = min(dask_scheduler.allowed_failures, DEATHS - 1)
+
+
+def _files_of(scenario: Scenario) -> dict[str, str]:
+    """Return the texts of a scenario and of the Python files that it names, by what they are called."""
+    from controller.results.recorder import scenario_yaml, with_local_sources
+
+    data, model = scenario.workload.data, scenario.workload.model
+    for key, named in (("data.folder", data.folder), ("data.path", data.path), ("model.weights", model.weights)):
+        if named is not None and not Path(named).is_absolute():
+            raise InputError(f"--cluster: workload.{key}: {named} does not travel: name it by a path of every worker")
+    moved, sources = with_local_sources(scenario)
+    return {"scenario.yaml": scenario_yaml(moved), **sources}
+
+
+def _simulate(files: Mapping[str, str], argv: Sequence[str], wanted: str, number: int, there: str) -> Files:
+    """Simulate one trial, in a worker, and return the files of its folder, which is to lie ``there``."""
+    if version() != wanted:  # a worker that joined later
+        raise HostError(f"this worker has the testbed {version()}, and {wanted} was asked for")
+    # One at a time in a process: user code and random numbers are global in it.
+    with _ONE_AT_A_TIME, tempfile.TemporaryDirectory(prefix="testbed-") as name:
+        for file, text in files.items():
+            Path(name, file).write_text(text, encoding="utf-8")
+        sys.argv, before = list(argv), sys.argv
+        try:
+            folder = simulate_one(str(Path(name, "scenario.yaml")), [], number, Path(name, "run"))
+        finally:
+            sys.argv = before
+        found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    # The page says where the run lies.
+    return {name: text.replace(str(folder).encode(), there.encode()) for name, text in found.items()}

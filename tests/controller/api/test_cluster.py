@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import controller.api as api
+from controller.api import cluster
+from testbed.common.errors import HostError, InputError, TestbedError
+from tests.helpers.runs import scenario
+
+distributed = pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
+
+SILENT = Console(file=StringIO())
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[distributed.Client]:
+    with (
+        distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=None) as workers,
+        distributed.Client(workers) as found,
+    ):
+        yield found
+
+
+def kept(folder: Path) -> dict[str, object]:
+    """Return what a folder of results holds, but for times, commands, and pages that show them."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.name == "manifest.json":
+            facts = json.loads(path.read_text())
+            found[str(path.relative_to(folder))] = facts | {"date": 0, "wall_seconds": 0, "command": 0}
+        elif path.is_file() and path.suffix != ".html":
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+def test_a_sweep_leaves_the_files_that_it_leaves_here(client, tmp_path: Path) -> None:
+    here = api.sweep(scenario(), {"seed": [1, 2, 3]}, tmp_path / "here")
+    there = api.sweep(scenario(), {"seed": [1, 2, 3]}, tmp_path / "there", cluster=client)
+    assert [each.figures for each in there] == [each.figures for each in here]
+    assert kept(tmp_path / "there") == kept(tmp_path / "here")
+    page = next((tmp_path / "there").rglob("report.html")).read_text()
+    assert str(tmp_path / "there") in page
+
+
+def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
+    client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_simulate", _deadly)
+    monkeypatch.setattr("controller.results.files.load_figures", lambda place: type("Run", (), {"path": place}))
+    done: list[int] = []
+    counts = tmp_path / "deaths"
+    todo = {number: tmp_path / f"run{number}" for number in range(3)}
+    monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"counts": str(counts)})
+    with pytest.raises(TestbedError, match=r"1 of 3 runs ended with their workers 3 times \(run1\)"):
+        cluster.simulate_on_cluster(scenario(), todo, client, SILENT, lambda number, _run: done.append(number))
+    assert sorted(done) == [0, 2]
+    assert counts.read_text() == "x" * cluster.DEATHS
+
+
+def _deadly(files: dict[str, str], _argv: list[str], _version: str, number: int, _there: str) -> cluster.Files:
+    if number == 1:
+        with Path(files["counts"]).open("a") as file:
+            file.write("x")
+        os._exit(1)
+    return {"figure": b"1"}
+
+
+def test_workers_of_another_version_are_refused(client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "version", lambda: "9.9-theirs")
+    with pytest.raises(HostError, match=r"the worker .* has the testbed .*, and here is 9.9-theirs"):
+        cluster.simulate_on_cluster(scenario(), {0: tmp_path}, client, SILENT, lambda *_: None)
+
+
+def test_files_that_do_not_travel_are_refused(client, tmp_path: Path) -> None:
+    given = scenario()
+    model = given.workload.model.model_copy(update={"weights": "w.safetensors"})
+    given = given.model_copy(update={"workload": given.workload.model_copy(update={"model": model})})
+    with pytest.raises(InputError, match=r"workload.model.weights: w.safetensors does not travel"):
+        cluster.simulate_on_cluster(given, {0: tmp_path}, client, SILENT, lambda *_: None)
+
+
+def test_where_no_scheduler_answers_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "SECONDS", 1)
+    with (
+        pytest.raises(HostError, match=r"no Dask scheduler answers at tcp://127.0.0.1:9 .*dask scheduler"),
+        cluster.connected("tcp://127.0.0.1:9"),
+    ):
+        pass
