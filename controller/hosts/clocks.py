@@ -11,6 +11,9 @@ KEPT = 256
 SEGMENT = 16
 """Samples of which the one with the least round trip counts."""
 
+SURE = 5.0
+"""Standard deviations of its error beyond which a drift is one."""
+
 
 class Sample(NamedTuple):
     """One exchange; all in seconds, of two clocks."""
@@ -66,6 +69,7 @@ class HostClock:
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=KEPT)
+        self._pinned: list[Sample] = []
 
     def add(self, sample: Sample) -> None:
         """Take in an exchange."""
@@ -82,7 +86,7 @@ class HostClock:
     @property
     def round_trip(self) -> float:
         """The least, in seconds."""
-        return min(each.round_trip for each in list(self._samples))
+        return min((each.round_trip for each in list(self._samples)), default=0.0)
 
     def facts(self) -> dict[str, float]:
         """Return ``offset``, ``drift``, ``uncertainty`` and ``round_trip`` by now, in seconds."""
@@ -95,24 +99,32 @@ class HostClock:
             "round_trip": self.round_trip,
         }
 
+    def pin(self, at: float, offset: float, round_trip: float) -> None:
+        """Take in what is known better: what the clock there shows beyond the one here at an instant of the latter."""
+        half = round_trip / 2
+        self._pinned.append(Sample(at - half, at + offset, at + offset, at + half))
+
     @property
     def offset(self) -> Offset:
-        """The best estimate so far; that of equal clocks before the first exchange."""
+        """The best estimate so far; that of equal clocks before the first exchange.
+
+        A line of least squares, each exchange weighted by its round trip. There is a drift only where the exchanges
+        say so beyond chance: half a round trip of error must not look like one.
+        """
         samples = list(self._samples)
-        if not samples:
-            return Offset()
         parts = [samples[first : first + SEGMENT] for first in range(0, len(samples), SEGMENT)]
-        best = [min(part, key=lambda each: each.round_trip) for part in parts]
-        least = min(each.round_trip for each in best)
-        # A line needs time between its points: half a round trip of error must not look like drift.
-        span = best[-1].middle - best[0].middle
-        mean = sum(each.middle for each in best) / len(best)
-        seconds = sum(each.offset for each in best) / len(best)
-        drift = 0.0
-        if len(best) > 2 and span > 1e4 * least:
-            spread = sum((each.middle - mean) ** 2 for each in best)
-            drift = sum((each.middle - mean) * (each.offset - seconds) for each in best) / spread
-        else:
-            chosen = min(best, key=lambda each: each.round_trip)
-            mean, seconds = chosen.middle, chosen.offset
-        return Offset(mean, seconds, drift, least / 2)
+        best = [*self._pinned, *(min(part, key=lambda each: each.round_trip) for part in parts)]
+        if not best:
+            return Offset()
+        chosen = min(best, key=lambda each: each.round_trip)
+        weights = [(4 / max(each.round_trip, 1e-6)) ** 2 for each in best]
+        whole = sum(weights)
+        at = sum(weight * each.middle for weight, each in zip(weights, best, strict=True)) / whole
+        mean = sum(weight * each.offset for weight, each in zip(weights, best, strict=True)) / whole
+        spread = sum(weight * (each.middle - at) ** 2 for weight, each in zip(weights, best, strict=True))
+        slope = sum(
+            weight * (each.middle - at) * (each.offset - mean) for weight, each in zip(weights, best, strict=True)
+        ) / (spread or 1.0)
+        if slope**2 * spread > SURE**2:
+            return Offset(at, mean, slope, chosen.round_trip / 2)
+        return Offset(chosen.middle, chosen.offset, 0.0, chosen.round_trip / 2)

@@ -22,8 +22,8 @@ def combined(
     halves: Mapping[str, Iterable[Mapping[str, Any]]],
     host: Mapping[str, str],
     offsets: Mapping[str, float],
-) -> list[LinkMeasurement]:
-    """Put together what hosts measured of links between them.
+) -> tuple[list[LinkMeasurement], dict[Way, tuple[float, float]]]:
+    """Put together what hosts measured of links between them; also return what `_between` does.
 
     ``halves`` are those of `controller.shaping.probes.measure_half` by host, ``host`` says where each device is, and
     ``offsets`` what each host's clock shows beyond ours, in seconds.
@@ -34,7 +34,7 @@ def combined(
     measured = []
     for (source, destination), link in asked.items():
         way, here = (host[source], host[destination]), found[host[destination], source, destination]
-        difference = moved.get(way, offsets[way[1]] - offsets[way[0]])
+        difference, _ = moved.get(way, (offsets[way[1]] - offsets[way[0]], 0.0))
         delays, sent = [delay - difference for delay in here["delays"]], found[way[0], source, destination]["sent"]
         delay = statistics.median(delays) if delays else None
         slowest, lost = replace(link, rate=here["asked"]), sent - len(delays)
@@ -50,11 +50,13 @@ def combined(
                 problem=tolerance.problem(slowest, here["rate"], delay, sent, lost),
             )
         )
-    return measured
+    return measured, moved
 
 
-def _between(raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]) -> dict[Way, float]:
+def _between(raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]) -> dict[Way, tuple[float, float]]:
     """Return what the clock at the end of a way shows beyond that at its beginning, where packets went both ways.
+
+    And the round trip that the ways have beside what is asked of their links.
 
     What is more than asked on one way and less on the other is the clocks'. Packets of the data network say it much
     better than the connections of the contexts do.
@@ -63,7 +65,8 @@ def _between(raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]) ->
     for pair, (link, delay) in raw.items():
         beyond.setdefault((host[pair[0]], host[pair[1]]), []).append(delay - median_delay(link))
     least = {way: statistics.median(found) for way, found in beyond.items()}
-    return {(a, b): (least[a, b] - least[b, a]) / 2 for a, b in least if (b, a) in least}
+    both = [way for way in least if way[::-1] in least]
+    return {(a, b): ((least[a, b] - least[b, a]) / 2, max(0.0, least[a, b] + least[b, a])) for a, b in both}
 
 
 def samples(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from controller.hosts.inside.streams import CLOCK, TIMES, Streams
@@ -46,7 +47,7 @@ async def _main() -> None:
     def answer(times: bytes) -> None:
         arrived = time.monotonic()
         sent, _, _ = TIMES.unpack(times)
-        os.utime(ALIVE)
+        Path(ALIVE).touch()  # the keeper itself may just be starting
         streams.send(CLOCK, 0, TIMES.pack(sent, arrived, time.monotonic()))
 
     streams = Streams(transport.write, answer, _connect)

@@ -64,3 +64,15 @@ def test_a_time_there_and_back_is_itself() -> None:
 
 def test_without_an_exchange_the_clocks_are_taken_to_be_one() -> None:
     assert HostClock().offset.there(5.0) == 5.0
+
+
+def test_without_a_drift_there_is_none_whatever_chance_says() -> None:
+    for seconds in (20, 60, 200):
+        assert clock(World(10.0, 0.0), seconds).offset.drift == 0.0
+
+
+def test_what_is_known_better_counts_more() -> None:
+    world = World(10.0, 0.0)
+    found = clock(world, 60)
+    found.pin(30.0, 10.00001, 1e-4)
+    assert found.offset.there(60.0) - 60.0 == pytest.approx(10.00001, abs=1e-6)
