@@ -102,7 +102,7 @@ def ps(as_json: bool) -> None:
 
     labs = running_labs(connect())
     for run in runstate.runs():
-        for host in runstate.read(run).hosts:
+        for host in runstate.hosts_of(run):
             with suppress(HostError):  # a host that is lost: the run says so itself
                 labs.setdefault(run, []).extend(running_labs(reach(host).client).get(run, []))
     if as_json:

@@ -365,7 +365,7 @@ AnyLab = Lab | HostsLab
 
 def open_lab(run_id: str) -> AnyLab:
     """Find a run that is up, on one engine or on several; raises what `Lab.open` does."""
-    return HostsLab.open(run_id) if runstate.read(run_id).hosts else Lab.open(run_id)
+    return HostsLab.open(run_id) if runstate.hosts_of(run_id) else Lab.open(run_id)
 
 
 def engine_of(run_id: str, device: str) -> docker.DockerClient:
@@ -373,7 +373,7 @@ def engine_of(run_id: str, device: str) -> docker.DockerClient:
 
     A run that this user has not started is looked for on the engine of this machine.
     """
-    hosts = runstate.read(run_id).hosts if run_id in runstate.runs() else {}
+    hosts = runstate.hosts_of(run_id)
     if not hosts:
         return connect()
     at = next((host for host, devices in hosts.items() if device in devices), next(iter(hosts)))

@@ -40,7 +40,7 @@ def remove_everywhere(run: str, hosts: Iterable[Host | str], *, settle: bool = F
 
 def remove(run: str, client: docker.DockerClient | None, *, settle: bool = True) -> int:
     """Remove a run from wherever it is; ``client`` is the engine of those that are on one."""
-    hosts = runstate.read(run).hosts if run in runstate.runs() else {}
+    hosts = runstate.hosts_of(run)
     if hosts:
         return remove_everywhere(run, hosts, settle=settle)
     return remove_run(client or connect(), run, settle=settle)

@@ -84,6 +84,11 @@ def read(run: str) -> RunState:
         raise InputError(f"there is no run '{run}' here (runs: {known})") from None
 
 
+def hosts_of(run: str) -> dict[str, list[str]]:
+    """Return the devices on each of the hosts that a run is spread over; empty of others, and of unknown ones."""
+    return read(run).hosts if run in runs() else {}
+
+
 def runs() -> list[str]:
     """Return the ids of all runs with a state file, in the order of their making."""
     files = sorted(state_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
