@@ -43,6 +43,11 @@ def cut(layer: GraphLayer, part: Slice, state: Tensors) -> dict[str, torch.Tenso
     return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
 
+def cut_copies(held: Iterable[tuple[GraphLayer, Slice]], state: Tensors) -> dict[str, torch.Tensor]:
+    """Return copies of what `cut` returns for each of some layers, so that the whole state need not be kept."""
+    return {name: tensor.clone() for each in held for name, tensor in cut(*each, state).items()}
+
+
 def draw(model: Model, wanted: Iterable[tuple[GraphLayer, Slice]], seed: int) -> dict[str, torch.Tensor]:
     """Return what `cut` would cut from the model's first weights, never having more than a block of others.
 

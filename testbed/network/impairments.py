@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from random import Random
 from statistics import NormalDist, fmean, pstdev
 
@@ -153,10 +152,3 @@ def median_delay(link: Link) -> float:
 def longest_delay(link: Link) -> float:
     """Return a delay in seconds that no packet of the link exceeds."""
     return link.delay + FURTHEST * link.jitter
-
-
-def burst_lengths(lost: list[bool]) -> list[int]:
-    """Return the lengths of the runs of losses in a sequence of fates."""
-    runs = accumulate(lost, lambda run, each: run + 1 if each else 0, initial=0)
-    lengths = [*runs, 0]
-    return [length for length, following in pairwise(lengths) if length and not following]

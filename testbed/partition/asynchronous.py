@@ -17,7 +17,7 @@ from testbed.hardware import DeviceSpec
 from testbed.models.chain import Unit, backward_of, cost_of, forward_of
 from testbed.network.link import Link, Pair
 from testbed.partition.cuts import Costs, Cuts
-from testbed.partition.memory import asynchronous_bytes
+from testbed.partition.memory import training_bytes
 from testbed.partition.pipeline import Chain, TrainingPipeline
 from testbed.schedule import Action, asynchronous_1f1b
 from testbed.schedule.timeline import Slot
@@ -83,7 +83,7 @@ class AsynchronousPipeline(TrainingPipeline):
         stages = len(self.devices)
         samples = in_flight(stages, stage, self.window) * self.batch_size
         versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
-        own = asynchronous_bytes(self.model, range(first, last), samples, versions, self.state_values)
+        own = training_bytes(self.model, range(first, last), samples, self.state_values, versions)
         return own + self.extra(stage, first, last)
 
     def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:

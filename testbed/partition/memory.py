@@ -19,13 +19,11 @@ from __future__ import annotations
 from testbed.models.chain import Model
 
 
-def training_bytes(model: Model, units: range, samples: int, state_values: float) -> float:
-    """Return the bytes that a training stage of these units needs with ``samples`` samples in flight."""
-    return asynchronous_bytes(model, units, samples, 1, state_values)
+def training_bytes(model: Model, units: range, samples: int, state_values: float, versions: int = 1) -> float:
+    """Return the bytes that a training stage needs with ``samples`` samples in flight and ``versions`` of its weights.
 
-
-def asynchronous_bytes(model: Model, units: range, samples: int, versions: int, state_values: float) -> float:
-    """Return the bytes that a stage needs with ``samples`` samples in flight and ``versions`` of its weights."""
+    ``state_values`` are those that the optimizer keeps for each parameter.
+    """
     copies = versions + 1 + state_values
     entering = model.cut_bytes(units.start) if units else 0
     return float(copies * model.weight_bytes(units) + samples * (model.activation_bytes(units) + entering))

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -32,7 +32,7 @@ from controller.shaping.plan import FRAME
 from controller.shaping.shaper import Shaping
 from controller.shaping.tolerance import RATE_HIGHEST, RATE_LOWEST, binomial_interval, delay_tolerance
 from testbed.common.errors import HostError
-from testbed.network.impairments import burst_lengths, chain, expected_loss
+from testbed.network.impairments import chain, expected_loss
 from testbed.network.link import GilbertElliott, Link, Pair
 from tools.bench.bare import Network
 from tools.bench.figure import Measurement
@@ -170,7 +170,7 @@ def bursts(lab: NamespaceLab, packets: int = 2 * PACKETS) -> Iterator[Measuremen
         fates = found[pair].fates
         share, length = 100 * states.loss, 1 / states.r
         bounds = (1 - BURSTS_FRACTION, 1 + BURSTS_FRACTION)
-        lost, mean = 100 * sum(fates) / packets, fmean(burst_lengths(fates))
+        lost, mean = 100 * sum(fates) / packets, fmean(len([*run]) for gone, run in groupby(fates) if gone)
         yield Measurement(f"{name}: loss", lost, "%", between=(share * bounds[0], share * bounds[1]))
         yield Measurement(f"{name}: mean burst", mean, "packets", between=(length * bounds[0], length * bounds[1]))
 

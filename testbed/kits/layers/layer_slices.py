@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from testbed.device import Cost, Span
 from testbed.kits.layers.collectives import Group
-from testbed.kits.layers.shard import State
 from testbed.method import Job, Problem
 from testbed.models.chain import forward_of
 from testbed.models.graph import GraphLayer
@@ -63,19 +62,14 @@ async def load_slices(group: Group, job: Job, held: Sequence[LayerSlices]) -> li
 
     ``held`` is what each member of the group holds. Loading takes the device an operation for each value.
     """
-    from testbed.models.sliced import SlicedLayer, cut, draw
+    from testbed.models.sliced import SlicedLayer, cut_copies, draw
 
     problem, own = job.problem, held[group.rank]
     if problem.workload.model.weights is None:
         make = partial(draw, problem.model, own, problem.seed)
     else:
         given = job.weights
-        sent = None if given is None else [_joined(cut(*each, given) for each in slices) for slices in held]
+        sent = None if given is None else [cut_copies(slices, given) for slices in held]
         make = partial(dict, await group.scatter(sent, job.plan.lead))
     state = await group.device.compute(make, Cost(parameters(own)), Span("load"))
     return [SlicedLayer(layer, part, state) for layer, part in own]
-
-
-def _joined(states: Iterable[State]) -> State:
-    # Copies, so that the whole weights need not be kept for the sake of their parts.
-    return {name: tensor.clone() for state in states for name, tensor in state.items()}

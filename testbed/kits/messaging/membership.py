@@ -95,16 +95,8 @@ class Presence:
         self._mailbox.post(self._coordinator, self._say(status, probe.configuration, probe.question))
 
     def _say(self, status: Status, configuration: int, question: int) -> Alive:
-        return Alive(
-            configuration=configuration,
-            question=question,
-            holds=status.holds,
-            incarnation=self.incarnation,
-            actions=status.actions,
-            computing=status.computing,
-            overdue=self._mailbox.sends.overdue(),
-            held=status.held,
-        )
+        overdue = self._mailbox.sends.overdue()
+        return Alive(configuration, question, incarnation=self.incarnation, overdue=overdue, **vars(status))
 
 
 class Membership:

@@ -95,8 +95,7 @@ def _configure(job: DistributedJob, supervisor: Supervisor, part: Piece, state: 
 
 
 def _slices(problem: Problem[DistributedOptions], decided: DistributedPlan, device: str, state: State) -> State:
-    """Return copies of a member's slices of a state, so that the whole may go."""
-    from testbed.models.sliced import cut
+    """Return a member's slices of a state."""
+    from testbed.models.sliced import cut_copies
 
-    held = layers_stored(flow_of(problem, decided), decided.devices.index(device))
-    return {name: tensor.clone() for one in held for name, tensor in cut(*one, state).items()}
+    return cut_copies(layers_stored(flow_of(problem, decided), decided.devices.index(device)), state)

@@ -134,14 +134,12 @@ def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSetting
     Raises:
         InputError: for layers, grids and pairs that cannot be.
     """
-    names = [device.name for device in devices]
-    if settings.options.scheme == "single":
-        return Candidate.of(dataflow(graph, alone(settings.options.scheme, graph, names, settings.source), settings))
-    if settings.options.scheme == "sequential":
-        capacities = [device.memory for device in devices]
-        return Candidate.of(
-            dataflow(graph, in_a_row(settings.options.scheme, graph, names, settings.source, capacities), settings)
-        )
+    names, scheme = [device.name for device in devices], settings.options.scheme
+    if scheme == "single":
+        return Candidate.of(dataflow(graph, alone(scheme, graph, names, settings.source), settings))
+    if scheme == "sequential":
+        plan = in_a_row(scheme, graph, names, settings.source, [device.memory for device in devices])
+        return Candidate.of(dataflow(graph, plan, settings))
     early = early_layers(graph) if settings.options.early is None else settings.options.early
     check_early(graph, early)
     candidates: list[Candidate] = []

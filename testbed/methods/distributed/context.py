@@ -62,6 +62,7 @@ class MemberContext:
         self.computing = False
         self.flow = flow
         self.configuration = mailbox.configuration
+        self.device = mailbox.device
         self.index = flow.plan.devices.index(mailbox.device.name)
         """Index of the device in the plan."""
         self.layers: dict[int, SlicedLayer | SlicedShape] = {}
@@ -74,14 +75,6 @@ class MemberContext:
         self._mailbox = mailbox
         self._coordinator = coordinator
         self._tasks: set[asyncio.Task[Any]] = set()
-
-    def now(self) -> float:
-        """Return the seconds since the workload started."""
-        return self._mailbox.device.now()
-
-    def record(self, event: str, **fields: Any) -> None:
-        """Write an event to the run's log."""
-        self._mailbox.device.record(event, **fields)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task until `cancel`."""
@@ -109,7 +102,7 @@ class MemberContext:
 
         self.computing = True
         try:
-            return await self._mailbox.device.compute(without_gradients, cost, span)
+            return await self.device.compute(without_gradients, cost, span)
         finally:
             self.computing = False
             self.actions += 1

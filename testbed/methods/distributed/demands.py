@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import accumulate, islice
 
 from testbed.device import Cost
+from testbed.kits.layers import layer_slices
 from testbed.methods.distributed import tiles
 from testbed.methods.distributed.dataflow import Dataflow, by_chunks, layers_stored, stored
 from testbed.methods.distributed.deepthings import Overlap
@@ -35,10 +36,7 @@ def divided_weights(flow: Dataflow, device: int) -> int:
 
 def parameters(flow: Dataflow, device: int) -> int:
     """Return all values that a device stores: its weights, and what belongs to the channels it finishes."""
-    return sum(
-        layer.share(layer.weights, part) + layer.channel_values * len(part.channels)
-        for layer, part in layers_stored(flow, device)
-    )
+    return layer_slices.parameters(layers_stored(flow, device))
 
 
 def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:

@@ -158,7 +158,7 @@ class TileWork:
     def _hand_out(self, queue: TileQueue) -> None:
         """Give every idle device a tile, with what it takes of others."""
         for device in self._flow.devices:
-            if (found := queue.take(device, self._member.now())) is None:
+            if (found := queue.take(device, self._member.device.now())) is None:
                 continue
             request, number = found
             if device != self._member.index:
@@ -168,7 +168,7 @@ class TileWork:
                     self._member.post(device, message)
             self._give(request, number, device)
             names, owner = self._flow.plan.devices, self._flow.plan.tiles[number].device
-            self._member.record("tile", request=request, tile=number, owner=names[owner], by=names[device])
+            self._member.device.record("tile", request=request, tile=number, owner=names[owner], by=names[device])
 
     def take_input(self, request: int, number: int, inputs: torch.Tensor) -> None:
         """Take in what a tile needs of the image, (samples, channels, height, width)."""
@@ -222,7 +222,7 @@ class TileWork:
     def place(self, request: int, number: int, outputs: torch.Tensor, device: str) -> None:
         """Collect tiles, (samples, channels, height, width), on the source; spread the map when all are there."""
         if self._queue is not None:
-            self._queue.done(self._flow.plan.devices.index(device), self._member.now())
+            self._queue.done(self._flow.plan.devices.index(device), self._member.device.now())
             self._hand_out(self._queue)
         tiles, ledger = self._flow.plan.tiles, self._member.ledger
         if request not in self._maps:

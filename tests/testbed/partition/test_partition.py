@@ -174,9 +174,9 @@ def test_training_memory_is_weights_gradients_momentum_and_what_is_in_flight() -
     units, within = CNN.units[3:5], range(3, 5)
     parameters = sum(unit.parameters for unit in units)
     kept = units[0].input_bytes + sum(unit.activation_bytes for unit in units)
-    assert training_bytes(CNN, within, 7, momentum=True) == 12 * parameters + 7 * kept
-    assert training_bytes(CNN, within, 7, momentum=False) == 8 * parameters + 7 * kept
-    assert training_bytes(CNN, range(0), 7, momentum=True) == 0
+    assert training_bytes(CNN, within, 7, state_values=1.0) == 12 * parameters + 7 * kept
+    assert training_bytes(CNN, within, 7, state_values=0.0) == 8 * parameters + 7 * kept
+    assert training_bytes(CNN, range(0), 7, state_values=1.0) == 0
     assert inference_bytes(CNN, within, 7) == 4 * parameters + 7 * (units[0].input_bytes + units[0].activation_bytes)
 
 
@@ -184,7 +184,7 @@ def test_memory_counts_the_micro_batches_that_the_schedule_keeps() -> None:
     # 10 samples in 4 micro-batches are 3, 3, 2, 2; of three stages the first keeps three of them under 1F1B.
     kept = {
         name: [
-            (found.memory(stage, 2, 3) - training_bytes(CNN, range(2, 3), 0, momentum=False))
+            (found.memory(stage, 2, 3) - training_bytes(CNN, range(2, 3), 0, state_values=0.0))
             / (CNN.units[2].input_bytes + CNN.units[2].activation_bytes)
             for stage in range(3)
         ]
@@ -195,7 +195,7 @@ def test_memory_counts_the_micro_batches_that_the_schedule_keeps() -> None:
 
 
 def test_step_time_of_one_device_is_its_work() -> None:
-    found = pipeline(1e6, momentum=True, update_flops=4.0)
+    found = pipeline(1e6, state_values=1.0, update_flops=4.0)
     work = 16 * 3 * CNN.forward_flops + 4 * CNN.parameters
     assert found.step_time((0, 6)) == pytest.approx(work / 1e6)
 

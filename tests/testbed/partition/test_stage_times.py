@@ -19,7 +19,6 @@ from testbed.models.layers import Linear
 from testbed.network.link import Link
 from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities, divisible_limit, measured
 from testbed.partition.cuts import Cuts
-from testbed.partition.memory import asynchronous_bytes, training_bytes
 from testbed.schedule import Action, orders
 from testbed.schedule.generators import one_forward_one_backward
 from testbed.schedule.versions import aggregates, in_flight, kept, used
@@ -50,7 +49,7 @@ def row_of(model: Model, speeds: tuple[float, ...], rate: float | None = None, *
     links = {(one.name, two.name): Link(rate) for one in devices for two in devices if one != two}
     profile = UnitTimes.by_formula(model.units, batch, devices[0], update_flops=6)
     return AsynchronousPipeline(
-        model, devices, links, batch, profile, capacities(devices, model.units, batch), momentum=True, **other
+        model, devices, links, batch, profile, capacities(devices, model.units, batch), state_values=1.0, **other
     )
 
 
@@ -202,7 +201,6 @@ def test_memory_counts_versions_and_batches_in_flight() -> None:
         flying = (3 - stage) * 8 * activations
         assert found.memory(stage, 4, 9) == (3 + 2) * weights + flying
         assert replace(found, vertical_sync=False).memory(stage, 4, 9) == (3 - stage + 2) * weights + flying
-    assert asynchronous_bytes(MOBILENET, range(4, 9), 16, 1, True) == training_bytes(MOBILENET, range(4, 9), 16, True)
 
 
 def test_the_order_is_1f1b_and_one_batch_at_a_time_where_the_window_is_one() -> None:
