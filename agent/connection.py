@@ -31,7 +31,7 @@ UNSENT_BYTES = 128 << 10
 _TCP_NOTSENT_LOWAT = 25
 _ANSWER_LIMIT = 1 << 16
 _MOST_PIECES = 256
-"""Of one system call; the kernel takes up to 1024."""
+"""Pieces in one system call; the kernel takes up to 1024."""
 
 Answer = tuple[int, bytes]
 """Status and text."""

@@ -173,7 +173,10 @@ class Processors:
         self._queue.put(_PacedWork(work, charge, begin, end, time.monotonic() if ready is None else ready))
 
     def between_works(self, call: Callable[[], T]) -> T:
-        """Call something in a processor's thread, or here once those have ended; blocks until it is done."""
+        """Call something in a processor's thread, or here once those have ended.
+
+        Blocks until it is done, and raises what that raises.
+        """
         if self._stop.is_set():
             for thread in self._threads:
                 thread.join()

@@ -97,7 +97,7 @@ class DataApplication:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.inbox: Inbox | None = None
-        """Of the program that runs; without one, senders are asked to try again later."""
+        """Inbox of the program that runs; without one, senders are asked to try again later."""
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Answer one request."""

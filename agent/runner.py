@@ -51,11 +51,11 @@ class Runner:
         self.settings = settings
         self.log = EventLog(settings.event_limit)
         self.pace = Pace()
-        """Of the device's processors, from its boot on, whatever program runs."""
+        """Pace of the device's processors, from its boot on, whatever program runs."""
         self.state = "idle"
         self.error: str | None = None
         self.device: RealDevice | None = None
-        """Of the program that runs or ran last."""
+        """Device of the program that runs or ran last."""
         self._booted = time.monotonic()
         self._data = data
         self._make_room = make_room
@@ -87,7 +87,7 @@ class Runner:
             self.state = "ready"
 
     def put_data(self, body: bytearray) -> None:
-        """Keep the data set for the program, which is the lead's."""
+        """Keep the data set for the program, which is the lead's; raises `Refused` for what is none."""
         from testbed.data.packing import unpack
 
         try:
@@ -99,7 +99,7 @@ class Runner:
             self._dataset = dataset
 
     def put_shard(self, body: bytearray) -> None:
-        """Keep weights for the program to begin with."""
+        """Keep weights for the program to begin with; raises `Refused` for what is none."""
         try:
             weights = tensors.to_torch(tensors.read(body)[0])
         except tensors.TensorError as error:
@@ -109,7 +109,10 @@ class Runner:
             self._weights = weights
 
     def set_message_loss(self, body: bytearray) -> None:
-        """Lose another fraction of some devices' casts, from now on: JSON such as ``{"message_loss": {"a": 0.2}}``."""
+        """Lose another fraction of some devices' casts, from now on: JSON such as ``{"message_loss": {"a": 0.2}}``.
+
+        Raises `Refused` before a deployment.
+        """
         with self._lock:
             if self._deployment is None:
                 raise Refused(409, "links come after a deployment")
@@ -128,7 +131,7 @@ class Runner:
         return hears
 
     def weights(self) -> bytes:
-        """Return what the program exposes, as it is between two pieces of work."""
+        """Return what the program exposes, as it is between two pieces of work; raises `Refused` without such."""
         device = self.device
         if device is None or device.exposed is None:
             raise Refused(409, "this device's program exposes no weights")
@@ -145,7 +148,7 @@ class Runner:
             threading.Thread(target=self._run, args=(self._deployment, origin), name="program", daemon=True).start()
 
     def stop(self) -> None:
-        """Cancel the program if it runs, and wait until it is over."""
+        """Cancel the program and wait until it is over; raises `Refused` where none runs or it ignores that."""
         with self._lock:
             if self.state in ("idle", "ready"):
                 raise Refused(409, f"no program runs: this device is {self.state}")
@@ -162,7 +165,7 @@ class Runner:
                 self.device.leaving = True
 
     def needs_ready(self, what: str) -> None:
-        """Refuse what may only come between a deployment and the start."""
+        """Raise `Refused` unless there was a deployment and no start yet; ``what`` is asked for."""
         if self.state != "ready":
             raise Refused(409, f"{what} comes after a deployment and before the start; this device is {self.state}")
 

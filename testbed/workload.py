@@ -13,7 +13,7 @@ from testbed.common.part import Part
 from testbed.training.schema import TrainingPart
 
 MOST_SAMPLES = 2_000_000
-"""Of a data set, and of a batch."""
+"""Samples of a data set, and of a batch, at most."""
 MOST_STEPS = 10**9
 
 

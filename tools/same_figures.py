@@ -49,7 +49,7 @@ def shortened(scenario: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures(checkout: Path, file: Path, folder: Path) -> dict[str, Any]:
-    """Return the figures of each run of a scenario, simulated by the code in ``checkout``; what went wrong instead."""
+    """Return the figures of each run of a scenario, simulated by the code in ``checkout``; raises RuntimeError."""
     yaml = YAML(typ="safe")
     yaml.default_flow_style = None
     given, short = file, folder / file.name

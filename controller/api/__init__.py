@@ -145,14 +145,14 @@ def live(run: str | None = None) -> Live:
 
 def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scenario:
     """Return a scenario from its file, or by its name in ``scenarios/``, with some dotted keys changed."""
-    usercode.forget()
+    usercode.clear_cache()
     overrides = [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()]
     return loading.load(scenario, overrides)
 
 
 def build(**keys: Any) -> Scenario:
     """Return a scenario of keys as a file has them; files that it names are relative to the working directory."""
-    usercode.forget()
+    usercode.clear_cache()
     return loading.validate(keys, Source("scenario"))
 
 
@@ -186,6 +186,7 @@ def sweep(
 
     ``together`` takes the first values of all keys, then the second ones, and so on. ``cluster`` is a
     `dask.distributed.Client`, or the address of its scheduler, on whose workers the runs are simulated.
+    Raises `InputError` for runs in containers there.
     """
     if values is not None:
         lists = {key: list(each) for key, each in values.items()}

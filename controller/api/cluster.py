@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario
 
 SECONDS = 10
-"""For a scheduler to answer."""
+"""Seconds for a scheduler to answer."""
 DEATHS = 3
-"""Of workers that had the same trial, after which that trial is given up."""
+"""Workers that died while they had the same trial, after which that trial is given up."""
 _PIECES = ("testbed", "controller")
 _ONE_AT_A_TIME = threading.Lock()
 
 Files = dict[str, bytes]
-"""Of a folder, by their names within it."""
+"""Files of a folder, by their names within it."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from testbed.common.errors import InputError
 from testbed.kits.layers import costs
 
 CLASSES_SHOWN = 4
-"""Of a device, those with most samples; all of them are in the JSON."""
+"""Classes shown of a device, those with most samples; all of them are in the JSON."""
 COLUMNS = 44
 """Letters of a map's width."""
 

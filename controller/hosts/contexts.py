@@ -33,7 +33,7 @@ class Host:
     """An engine that answers, and what its swarm says of it."""
 
     name: str
-    """Of its docker context."""
+    """Name of its docker context."""
     client: docker.DockerClient
     socket: str
     """Where the engine listens on its own host."""

@@ -30,7 +30,10 @@ def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network]) -> Ite
 
 
 def device_addresses(subnet: IPv4Network, names: Sequence[str]) -> dict[str, IPv4Address]:
-    """Return each device's address, in the order of the scenario, from the third of the subnet on."""
+    """Return each device's address, in the order of the scenario, from the third of the subnet on.
+
+    Raises `HostError` where the subnet has no room.
+    """
     first = int(subnet.network_address) + 2
     if first + len(names) > int(subnet.broadcast_address):
         raise HostError(f"{subnet} has no room for {len(names)} devices")

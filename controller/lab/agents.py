@@ -62,7 +62,7 @@ class Agent:
         self.url = url.rstrip("/")
         self._clock = clock
         self._origin = 0.0, 0.0
-        """Of the run, by the clock here and by that of the device."""
+        """Origin of the run's time, by the clock here and by that of the device."""
         self._name = name or self.url
         self._client = Client(url, token)
 

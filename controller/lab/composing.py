@@ -20,7 +20,7 @@ from testbed.scenario.trial import Trial
 from testbed.wire.ports import CONTROL_PORT
 
 FIRST_PORT = 8710
-"""Of the host, for the shaper; the devices' follow."""
+"""Port of the host for the shaper; the devices' follow."""
 IMAGE = "${{TESTBED_{}_IMAGE:?run 'testbed images --env > .env' first}}"
 TOKEN = "${TESTBED_TOKEN:?}"
 

@@ -235,7 +235,10 @@ def make_container(
     address: str | None,
     url: ControlUrl = control_url,
 ) -> DeviceContainer:
-    """Create, connect and start a container. Its name is fixed: a request that is retried meets its first try."""
+    """Create, connect and start a container. Its name is fixed: a request that is retried meets its first try.
+
+    Raises `HostError` where the engine refuses.
+    """
     title = container_name(run, name)
     try:
         client.api.create_container(name=title, **settings)

@@ -33,7 +33,7 @@ from controller.lab.paths import BUILD, RECIPES, ROOT
 from testbed.common.errors import HostError
 
 PYTHON = "3.11"
-"""Of every image, whichever the controller runs on: that of Debian 12."""
+"""Python of every image, whichever the controller runs on: that of Debian 12."""
 REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
 PULL_PATIENCE = 60.0
 LABEL = "testbed.image"
@@ -217,6 +217,7 @@ def requirements(kind: str) -> dict[str, str]:
     """Return name -> version of an image's Python packages and all that they need, as installed here.
 
     The host's environment is made from ``requirements.lock``, so host and devices compute with the same versions.
+    Raises `HostError` where one is not installed here.
     """
     from packaging.requirements import Requirement
 
@@ -335,7 +336,10 @@ def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str) 
 
 
 def fetch_wheels(versions: Mapping[str, str]) -> list[Path]:
-    """Return a wheel of each package and of pip itself from the cache, fetched by the host's pip where missing."""
+    """Return a wheel of each package and of pip itself from the cache, fetched by the host's pip where missing.
+
+    Raises `HostError` where pip cannot fetch them.
+    """
     folder = BUILD / "wheels"
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {**versions, "pip": pip_version()}
@@ -397,7 +401,7 @@ def build(
     labels: dict[str, str],
     network: str | None = "none",
 ) -> None:
-    """Build one image from a context made here; without a network unless asked for one."""
+    """Build one image from a context made here, without a network unless asked for one; raises `HostError`."""
     with tempfile.TemporaryFile() as context:
         with tarfile.open(fileobj=context, mode="w") as archive:
             for name, content in {"Dockerfile": recipe, **files}.items():

@@ -225,7 +225,7 @@ class Lab:
         return Shaper(self._shaper_url, self._state.token_of(SHAPER))
 
     def agent(self, name: str) -> Agent:
-        """Return the client of a device's agent at the port that it has now."""
+        """Return the client of a device's agent at its present port; raises `TestbedError` where the device is off."""
         url = self._device(name).control_url
         if not url:
             raise TestbedError(f"{name} is {self.devices[name].state}: nothing answers for it")
@@ -251,7 +251,7 @@ class Lab:
         self._look(device)
 
     def start(self, name: str) -> None:
-        """Switch the device on again; it has no links before `admit`."""
+        """Switch the device on again; it has no links before `admit`. Raises `TestbedError` where that fails."""
         device = self._device(name)
         try:
             self._client.api.start(device.id)

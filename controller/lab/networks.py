@@ -17,7 +17,7 @@ CLOSED = {
     "com.docker.network.bridge.enable_icc": "false",
     "com.docker.network.bridge.enable_ip_masquerade": "false",
 }
-"""Of the control network: nobody but the controller is to be reached over it, and nothing beyond it."""
+"""Options of the control network: nobody but the controller is to be reached over it, and nothing beyond it."""
 
 
 def network_name(run: str, kind: str) -> str:

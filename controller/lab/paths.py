@@ -25,7 +25,7 @@ def state_path() -> Path:
 
 
 def state_folder() -> Path:
-    """Return the folder of state files and logs, made with access for its owner only."""
+    """Return the folder of state files and logs, made with access for its owner only; raises `HostError`."""
     folder = state_path()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -44,7 +44,7 @@ def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) ->
 
 
 def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:
-    """Do as `remove_run` does, on this engine of several, and leave the state file."""
+    """Do as `remove_run` does, on this engine of several, and leave the state file; raises `HostError` likewise."""
     label = {"label": f"{RUN}={run}"}
     count = 0
     deadline = time.monotonic() + _PATIENCE

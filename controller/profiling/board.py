@@ -30,7 +30,7 @@ PINGS = 20
 SENT = 4 << 20
 """Bytes by which a link is measured."""
 _BYTES = 4
-"""Of a value."""
+"""Bytes of a value."""
 _LEAST = 1e-9
 """Seconds that any layer takes."""
 
@@ -46,7 +46,7 @@ class Measured(NamedTuple):
     weights: float
     """Bytes of weights, read twice, and of their gradients."""
     seconds: float
-    """Of the processor."""
+    """Seconds of the processor."""
 
 
 @contextlib.contextmanager
@@ -61,7 +61,10 @@ def one_thread() -> Iterator[None]:
 
 
 def seconds(module: nn.Module, inputs: torch.Tensor) -> float:
-    """Return the processor time of forward and backward: the least of several, as all else only adds to it."""
+    """Return the seconds of the processor for forward and backward: the least of several, as all else only adds to it.
+
+    ``inputs`` are (samples, ...), of the shape that the module takes.
+    """
     forwards, backwards = [], []
     for _ in range(REPETITIONS):
         entering = inputs.detach().requires_grad_()
@@ -196,7 +199,7 @@ def link(peer: str, port: int = PORT) -> tuple[float, float]:
 
 
 def profile(peer: str | None = None) -> str:
-    """Return the profile of this machine as a YAML text."""
+    """Return the profile of this machine as a YAML text; raises ValueError where other work disturbs it."""
     found = measure()
     speed, memory_rate = fitted([(each.flops, each.accessed, each.seconds) for each in found])
     if speed is None:

@@ -21,7 +21,7 @@ class LayerTime:
     cost: Cost
     """What it is charged."""
     seconds: float
-    """Of the processor."""
+    """Seconds of the processor."""
 
 
 def measure(model: Model, batch_size: int) -> list[LayerTime]:

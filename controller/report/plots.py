@@ -45,7 +45,7 @@ and Ito (Color Universal Design, 2008): colour-blind readers can distinguish the
 SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
 """Colours of the series of a plot, in this order."""
 MARKS = ("o", "s", "^", "D", "v", "P")
-"""Of the series, in the same order: they can be distinguished without colours, too."""
+"""Marks of the series, in the same order: they can be distinguished without colours, too."""
 Dash = Literal["solid", "dashed", "dotted"]
 HATCHES: dict[Dash, str] = {"solid": "", "dashed": "////", "dotted": "...."}
 STYLES: tuple[tuple[str, Dash], ...] = tuple((colour, dash) for dash, colour in product(HATCHES, SERIES))
@@ -111,7 +111,7 @@ class Line:
     printed: bool = False
     """As a publication has it: drawn paler and dashed, and not in the legend."""
     half_widths: Sequence[float | None] = ()
-    """Of the intervals around the values, one a point: error bars where there are marks, else a band."""
+    """Half widths of the intervals around the values, one a point: error bars where there are marks, else a band."""
 
     @property
     def marked(self) -> bool:
@@ -127,7 +127,7 @@ class Bars:
     values: Sequence[float | None]
     colour: str
     half_widths: Sequence[float | None] = ()
-    """Of the intervals around the values."""
+    """Half widths of the intervals around the values."""
     dash: Dash = "solid"
     """Says how the bars are hatched."""
     printed: bool = False

@@ -18,9 +18,9 @@ MOST_DEVICES = 48
 AROUND = 1.0
 """Seconds shown before and after a fault."""
 MOST_PAUSES = 3
-"""That get a view of their own."""
+"""Pauses that get a view of their own."""
 FINEST = 1 / 3000
-"""Of the duration: bars closer together than that look like one when the whole run is on the screen."""
+"""Share of the duration: bars closer together look like one when the whole run is on the screen."""
 
 
 def timeline(run: Run) -> dict[str, Any]:

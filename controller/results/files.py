@@ -34,7 +34,7 @@ from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
 
 ALWAYS = {"status", "trusted", "duration", "series", "devices", "recovery_list", "verdict"}
-"""Of the figures of every run, those that pages of several runs take for granted; an older run may lack some."""
+"""Figures of every run that pages of several runs take for granted; an older run may lack some."""
 
 
 def begun(folder: Path) -> Trial:

@@ -30,10 +30,10 @@ class ReproducedRow:
     ours: float | None
     """Mean over the runs; None where none of them gave the figure."""
     half_width: float | None
-    """Of the 95 % confidence interval of ``ours``; None for fewer than two runs."""
+    """Half width of the 95 % confidence interval of ``ours``; None for fewer than two runs."""
     runs: int
     untrusted: int
-    """Of the runs, those whose verdict is against them."""
+    """Runs whose verdict is against them."""
     condition: str | None
     holds: bool | None
     """Whether ``ours`` fulfils the condition; None without one."""

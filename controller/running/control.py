@@ -123,7 +123,7 @@ class LinkFigures:
 
     @staticmethod
     def parsed(given: Mapping[str, Any], links: Iterable[Pair]) -> LinkFigures:
-        """Read a request's ``set``, which is about some of these links."""
+        """Read a request's ``set``, which is about some of these links; raises `InputError` for what cannot be."""
         part = parse(LinkPart, given["part"])
         if part.preset is not None and part.preset not in PRESETS:
             raise InputError(f"there is no preset '{part.preset}': use one of {', '.join(PRESETS)}")

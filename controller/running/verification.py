@@ -15,7 +15,7 @@ from testbed.trace.outcome import LinkMeasurement
 from testbed.trace.verdict import STOLEN_SHARE
 
 _MARGIN = 0.95
-"""Of the rate that a link was measured to carry: what is advised instead, since measurements of one host differ."""
+"""Share of the rate that a link was measured to carry that is advised, since measurements of one host differ."""
 _PAUSE = 1.0
 """Seconds between two measurements of links that were outside their tolerance."""
 

@@ -51,7 +51,7 @@ class Capability:
     packet_cost: float | None
     """Processor seconds for a full packet from socket to socket."""
     devices: int | None
-    """That may each send `DEVICE_RATE` at once, by that cost: an estimate, without their own computing."""
+    """Devices that may each send `DEVICE_RATE` at once, by that cost: an estimate, without their own computing."""
 
 
 def measure(backend: str = "auto") -> Capability:

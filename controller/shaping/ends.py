@@ -42,7 +42,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Ends:
-    """Of one device."""
+    """The ends of the probes on one device."""
 
     sender: socket.socket
     receiver: socket.socket
@@ -58,7 +58,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class FarEnds:
-    """Of a device on another host."""
+    """The ends of the probes on a device on another host."""
 
     target: tuple[str, int]
     frame: int = FRAME

@@ -41,7 +41,10 @@ def prioritise() -> str:
 
 
 def give_up_capabilities() -> None:
-    """Keep nothing of root's but what verdicts on packets need: these processes read what devices send."""
+    """Keep nothing of root's but what verdicts on packets need: these processes read what devices send.
+
+    Raises OSError where the kernel refuses.
+    """
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     kept = 1 << _CAP_NET_ADMIN
     # Effective, permitted and inheritable, of the lower 32 capabilities and then of the upper.

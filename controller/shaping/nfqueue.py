@@ -48,7 +48,7 @@ IDENTITY = 4
 
 
 def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
-    """Open a socket to the netfilter subsystem of the calling thread's network namespace."""
+    """Open a socket to the netfilter subsystem of the calling thread's network namespace; raises `HostError`."""
     try:
         opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER)
         opened.bind((0, 0))

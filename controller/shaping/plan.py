@@ -38,7 +38,7 @@ class Endpoint:
     """A process in the device's network namespace, as the shaper's process namespace numbers it; 0 of a device on
     another host, of which only the address is known here."""
     address: str
-    """Of the interface that carries the data network."""
+    """Address of the interface that carries the data network."""
     uplink: float | None = None
     """bit/s that it sends to all others together, None without a limit."""
     downlink: float | None = None

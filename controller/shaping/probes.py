@@ -31,7 +31,7 @@ from testbed.trace.outcome import LinkMeasurement
 _DELAY_PACKETS = 30
 _FEWEST_PACKETS = 10
 _PACKETS_PER_SECOND = 2500
-"""Of all links together: more would make the measurement a load on the host of its own."""
+"""Packets on all links together: more would make the measurement a load on the host of its own."""
 _MOST_SECONDS = 1.0
 _ATTEMPTS = 3
 _BETWEEN = 0.1

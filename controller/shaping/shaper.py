@@ -68,7 +68,7 @@ class Shaping:
         Raises HostError when there is none.
         """
         self.seed = seed
-        """Of the choices which packets are lost."""
+        """Seed of the choices which packets are lost."""
         self._backend, self._refused = choose(links, lambda: self.seed)
         self._lock = threading.RLock()
         self._devices: dict[str, Attached] = {}
@@ -110,7 +110,7 @@ class Shaping:
         """Shape the interfaces of these devices, and adapt those of the others to them.
 
         A device that is attached already in the same namespace is only changed; one that restarted is built again.
-        ``cells`` replace those there are.
+        ``cells`` replace those there are. Raises `InputError` for links of devices that are not attached.
         """
         with self._lock:
             _refuse(links)
@@ -138,7 +138,7 @@ class Shaping:
             self._change(self._devices, links)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
-        """Change these links and nothing else."""
+        """Change these links and nothing else; raises `InputError` for a device that is not attached."""
         with self._lock:
             for pair in links:
                 for name in pair:

@@ -18,11 +18,11 @@ class Shown:
     """What the kernel holds in the calling thread's namespace."""
 
     classes: str
-    """Of the interfaces asked for, as ``tc class show`` prints them."""
+    """Classes of the interfaces asked for, as ``tc class show`` prints them."""
     qdiscs: Entries
-    """Of all interfaces."""
+    """Queueing disciplines of all interfaces."""
     filters: Sequence[Entries]
-    """Of the (interface, parent) asked for, in that order."""
+    """Filters of the (interface, parent) asked for, in that order."""
 
 
 def run(

@@ -11,7 +11,7 @@ DELAY_SECONDS = 0.3e-3
 DELAY_FRACTION = 0.02
 """The median one-way delay may be off by the larger of the two."""
 RATE_LOWEST, RATE_HIGHEST = 0.96, 1.01
-"""Of the requested rate on the wire."""
+"""Bounds of a measured rate, as shares of the requested rate on the wire."""
 LOSS_CONFIDENCE = 0.99
 """The packets lost must lie in the central binomial interval of this probability."""
 

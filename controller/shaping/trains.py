@@ -28,7 +28,7 @@ from testbed.network.link import Link, Pair
 
 _TRAIN_SECONDS = 0.12
 _MOST_SECONDS = 1.0
-"""Of the fewest frames over a slow link: they are smaller there."""
+"""Seconds of the fewest frames over a slow link, at most: they are smaller there."""
 _FEWEST_FRAMES = 24
 _SO_SNDBUFFORCE, _UDP_SEGMENT = 32, 103
 
@@ -39,7 +39,7 @@ class _Train:
 
     pair: Pair
     link: Link
-    """Of the lowest rate on the way."""
+    """The link with the lowest rate on the way."""
     late: bool
     """Whether that is the downlink's: packets meet it after the kernel has noted their arrival."""
     frame: int

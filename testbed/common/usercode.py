@@ -92,8 +92,8 @@ def _text(file: Path, named: str, key: Key) -> tuple[str, str]:
     return module, text
 
 
-def forget() -> None:
-    """Read files again when they are next asked for: whoever works in one process for long has edited them."""
+def clear_cache() -> None:
+    """Read files again when they are next asked for, so that edits are seen."""
     _text.cache_clear()
 
 

@@ -29,7 +29,7 @@ DIGITS = ("digits", LARGE_DIGITS)
 DIGITS_TRAIN = 1438
 """Training samples of the embedded set, known without importing what holds it."""
 TEST_SHARE = 0.2
-"""Of a set that comes without a test part of its own."""
+"""Share of a set without a test part of its own that is for tests."""
 
 
 @dataclass(frozen=True)

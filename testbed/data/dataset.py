@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 Images = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 Labels = npt.NDArray[Any]
-"""Of int64, or of float32."""
+"""Values of int64 or of float32."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ SIZE = (608, 608)
 BORDER = 128
 """Grey level of what a picture of another shape leaves free."""
 MOST_PIXELS = 10_000
-"""Of a side of the input; more is a slip of the pen."""
+"""Pixels of a side of the input, at most; more is a slip of the pen."""
 _NAME = re.compile(r"(?P<kind>photos|image)(?:-(?P<height>\d+)x(?P<width>\d+))?\Z")
 _KIND = re.compile(r"(photos|image)(-|\Z)")
 

@@ -32,7 +32,7 @@ _SPEEDS = ("speed", "slowdown")
 _LINK = re.compile(r"link\s+([\w-]*[\w])\s*(<?->)\s*([\w-]+)\s+(\w+)")
 _DEVICE = re.compile(r"device\s+([\w-]+)\s+(\w+)")
 _NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
-_TOLD = 10
+_MOST_PROBLEMS = 10
 """Problems named; a trace that is wrong is often wrong in every line."""
 
 M = TypeVar("M", bound=BaseModel)
@@ -125,9 +125,9 @@ def _unknown(
 
 
 def _first(problems: list[Diagnostic]) -> list[Diagnostic]:
-    if len(problems) <= _TOLD:
+    if len(problems) <= _MOST_PROBLEMS:
         return problems
-    last = problems[_TOLD - 1]
+    last = problems[_MOST_PROBLEMS - 1]
     key: Key = last.key
-    more = f"{last.text}; and {len(problems) - _TOLD} more like these"
-    return [*problems[: _TOLD - 1], Diagnostic(key, more)]
+    more = f"{last.text}; and {len(problems) - _MOST_PROBLEMS} more like these"
+    return [*problems[: _MOST_PROBLEMS - 1], Diagnostic(key, more)]

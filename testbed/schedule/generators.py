@@ -49,7 +49,7 @@ def in_flight(actions: Iterable[Action]) -> int:
 
 
 def orders(schedule: Schedule, stages: int, micro_batches: int) -> list[Sequence[Action]]:
-    """Return what every stage does in one step."""
+    """Return what every stage does in one step; raises ValueError for less than one stage or micro-batch."""
     if stages < 1 or micro_batches < 1:
         raise ValueError(f"no schedule for {stages} stages and {micro_batches} micro-batches")
     return [tuple(schedule(stages, stage, micro_batches)) for stage in range(stages)]

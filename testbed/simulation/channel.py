@@ -57,7 +57,7 @@ class Parcel:
     begun: float = -1.0
     """When its first byte left for the first time; negative before."""
     start: float = -1.0
-    """Of the present transmission, as are ``end`` and ``due``."""
+    """Start of the present transmission, as ``end`` and ``due`` are its end and arrival."""
     end: float = -1.0
     due: float = -1.0
     """When it arrives; negative while that is not known."""
@@ -74,7 +74,7 @@ class Cast:
     """Bytes before the values."""
     bytes: int
     number: int
-    """Of the sender's casts since it booted."""
+    """Number among the sender's casts since it booted."""
     start: float
     """When its first datagram had left."""
 

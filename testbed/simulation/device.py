@@ -69,7 +69,7 @@ class SimulatedDevice:
         self.alive = True
         self.leaving = False
         self.tasks: dict[asyncio.Task[Any], None] = {}
-        """Of the program and all that it started, in that order."""
+        """Tasks of the program and all that it started, in that order."""
         self.started = 0
         """How many tasks that was until now."""
         self.running = True

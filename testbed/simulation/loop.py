@@ -202,7 +202,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
     def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
-        """Run until a future is done, and return its result."""
+        """Run until a future is done, and return its result; raises RuntimeError where the loop is stopped before."""
         made = not asyncio.isfuture(future)
         awaited: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
         awaited.add_done_callback(self._stop_after)
@@ -235,7 +235,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._closed
 
     def close(self) -> None:
-        """Forget what is scheduled; the loop cannot run again."""
+        """Forget what is scheduled; the loop cannot run again. Raises RuntimeError while it runs."""
         if self._running:
             raise RuntimeError("a running loop cannot be closed")
         self._closed = True

@@ -41,7 +41,7 @@ class SharedTransfer:
     channel, for it then holds the channel longer."""
     ended: Callable[[], None]
     bits: float = field(init=False)
-    """That had not left at ``since``."""
+    """Bits that had not left at ``since``."""
     rate: float = 0.0
     since: float = 0.0
     ends: float = -1.0

@@ -34,7 +34,7 @@ class EventType:
     name: str
     meaning: str
     keys: tuple[str, ...] | None = ()
-    """Of ``batch`` and ``micro``, those that a fault's ``when`` can match, an event's ``step`` or ``request`` being its
+    """Those of ``batch`` and ``micro`` that a fault's ``when`` can match, an event's ``step`` or ``request`` being its
     batch; None: no fault can wait for it."""
     fields: tuple[str, ...] = ()
     """Those that it may have."""
@@ -100,7 +100,7 @@ def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
 
 
 DIGITS = 9
-"""Of an event's seconds in a file."""
+"""Decimal places of an event's seconds in a file."""
 _LINES = json.JSONEncoder(check_circular=False)
 _NONE: Mapping[str, Any] = {}
 

@@ -19,13 +19,13 @@ class HostTime:
     """What the host added to the undisturbed steps or requests; all in seconds."""
 
     seconds: float
-    """That they took together."""
+    """Seconds that they took together."""
     computing: float
     messaging: float
 
     @property
     def share(self) -> float:
-        """Of their time."""
+        """Share of their time."""
         return (self.computing + self.messaging) / self.seconds if self.seconds > 0 else 0.0
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 Interval = tuple[float, float]
 """(start, end) in seconds; empty unless start < end."""
 Intervals = npt.NDArray[np.float64]
-"""Of shape (n, 2)."""
+"""Intervals as an array of shape (n, 2)."""
 
 
 def intervals(found: Intervals | Iterable[Interval]) -> Intervals:
@@ -79,7 +79,7 @@ def length(found: Intervals) -> float:
 
 
 def within(found: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Return of each moment whether it is in one of disjoint ordered intervals: after its start, until its end."""
+    """Return of each moment, (moments,), whether it is in one of disjoint ordered intervals: after start, until end."""
     place = np.searchsorted(found[:, 0], moments, side="left") - 1
     return (place >= 0) & (moments <= np.append(found[:, 1], -np.inf)[place])
 
@@ -90,7 +90,7 @@ def overlaps(interval: Interval, others: Iterable[Interval]) -> bool:
 
 
 def lanes(found: Intervals | Iterable[Interval]) -> npt.NDArray[np.int64]:
-    """Return the row of each interval, given in the order of their starts: as few rows as possible without overlap."""
+    """Return the row of each interval, (n,), given in the order of starts: as few rows as possible without overlap."""
     made = intervals(found)
     rows = np.zeros(len(made), dtype=np.int64)
     free: list[tuple[float, int]] = []

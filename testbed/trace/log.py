@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 Form = tuple[str, tuple[str, ...]]
 """Name of an event, and the names of its fields."""
 Columns = Sequence[Sequence[Any]]
-"""Of events of one form: their places in a chunk, times, devices, and the values of each field."""
+"""Events of one form: their places in a chunk, times, devices, and the values of each field."""
 Items = Callable[[Form, Columns], Iterable[Item]]
 """What is made of the events of one form."""
 CHUNK = 4096
@@ -53,7 +53,7 @@ class _Store:
         self.chunks: list[_Chunk] = []
         self.recent: list[Event] = []
         self.devices: set[str] = set()
-        """Of the events in chunks."""
+        """Devices of the events in chunks."""
         self._last: _Chunk | None = None
         """The recent events as a chunk, until there are more."""
         self._file: Any = None

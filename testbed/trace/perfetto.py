@@ -21,7 +21,7 @@ from testbed.trace.log import EventLog
 TRACKS = {"compute": 1, "send": 100, "receive": 200, "down": 300}
 """First track number of each kind; activity that overlaps with itself takes further ones."""
 MOST_BARS = 200_000
-"""Of a longer run the trace has the first ones: as much as a browser opens."""
+"""Bars in a trace, at most; a longer run's trace has the first ones: as much as a browser opens."""
 MOST_COUNTED = 100_000
 """Losses and accuracies in the trace; of more there is every n-th."""
 CLOCK_SLACK = 0.005

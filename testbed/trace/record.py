@@ -56,7 +56,7 @@ class Standstill:
     """A stretch in which work stood still without a fault."""
 
     name: str
-    """Of the event that ended it."""
+    """Name of the event that ended it."""
     start: float
     end: float
 

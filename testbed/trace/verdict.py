@@ -23,7 +23,7 @@ from testbed.trace.record import Record
 from testbed.trace.recovery import recovery_list
 
 HOST_SHARE = 0.03
-"""Of the undisturbed steps' (requests') time that the host may add to it: beyond, the host and not the scenario set the
+"""Share of the undisturbed steps' (requests') time that the host may add: beyond, the host and not the scenario set the
 pace.
 
 What counts is the damage: lateness of computations and messages that lies on the steps' critical paths
@@ -33,15 +33,15 @@ the others, and the pacing hides a little lateness for good (``agent.pacing``: `
 The host's load only explains.
 """
 RECOVERY_DEFICIT_SHARE = 0.1
-"""Of a recovery: the same for what the devices compute between the strike and the resumption."""
+"""The same for what the devices compute between the strike of a fault and the resumption."""
 STOLEN_SHARE = 0.03
-"""Of the processors' time that a hypervisor may take from the host: nothing here can show whom it hit."""
+"""Share of the processors' time that a hypervisor may take from the host: nothing here can show whom it hit."""
 FAULT_LATENESS = 0.5
 """Seconds after its intended instant within which a fault must strike."""
 CHANGE_LATENESS = 0.05
 """The same of what is to happen at every one of many instants: changes of a trace, links that flap."""
 FLAP_LATENESS_SHARE = 0.5
-"""Of the shorter phase of a flap, where that is less: beyond, an outage might as well not have been."""
+"""Share of the shorter phase of a flap, where that is less: beyond, an outage might as well not have been."""
 QUEUE_OVERFLOWS = 0
 """Packets that the emulation itself may drop. What overflows the queue before a rate is lost by the link, as asked."""
 DELAY_LATENESS = 1e-3

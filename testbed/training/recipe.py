@@ -25,7 +25,7 @@ _OPTIMIZER, _LOSS = ("training", "optimizer"), ("training", "loss")
 _WITHOUT = ("LBFGS", "SparseAdam", "Muon")
 """Optimizers that want a closure, sparse gradients, or no weights but matrices."""
 _PROBE = (64, 64)
-"""Of the weight on which it is measured what an optimizer does."""
+"""Shape of the weight on which it is measured what an optimizer does."""
 _MEASURED: dict[tuple[str, tuple[int, ...]], Measured] = {}
 """By an optimizer, as JSON, and the shape of a weight."""
 
@@ -38,7 +38,7 @@ class Recipe:
     codes: Mapping[str, Code] = field(default_factory=dict)
     """The text of the user's files, by `NamedPart.title`."""
     steps: int | None = None
-    """Of the workload, where they are known."""
+    """Training steps of the workload, where they are known."""
     classes: int = 0
     """Outputs of the model for a sample, or for a token of it."""
 

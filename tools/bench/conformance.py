@@ -52,7 +52,7 @@ RATES = (250e3, 1e6, 10e6, 100e6, 1e9)
 RATE_DELAYS = (0.0, 0.02, 0.1)
 PACKETS = 20_000
 _SECONDS_TO_FILL = 0.35
-"""Of a link's rate, that a train of datagrams lasts."""
+"""Seconds that a train of datagrams lasts at a link's rate."""
 
 
 _DOWN = Link(up=False)

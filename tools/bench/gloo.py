@@ -29,7 +29,7 @@ from tools.bench.figure import Measurement
 SCHEDULES = ("1f1b", "gpipe")
 DEVICES = 4
 INPUTS, CLASSES = 64, 10
-"""Of the data set digits."""
+"""Sizes of the data set digits."""
 HIDDEN = (8, 512, 8, 512, 8, 512, 8)
 """512 values a sample cross each cut, as in a perceptron of seven times 512. Layers of 8 between them make computing
 so light that no host of few cores is late, which would be the host's time and not the transport's."""
@@ -39,11 +39,11 @@ WARM_UP = 3
 """Steps left out at the beginning: connections are made and their windows open."""
 STEPS = 10
 SHARE = 0.8
-"""Of the time of gloo that ours may take."""
+"""Share of gloo's time that ours may take."""
 AWAY = 0.05
 """Share of the plan by which ours may differ from it."""
 INTERFACE = "eth1"
-"""Of a device, on the data network."""
+"""Interface of a device on the data network."""
 PORT = 29500
 _TAIL = 2000
 """Characters of a failed program's output that are shown."""

@@ -82,7 +82,7 @@ class Way:
 
     by: Attack
     shown: Callable[[int, str], bytes]
-    """Of a seed and a kind of violation."""
+    """Makes bytes of a seed and a kind of violation."""
 
 
 WAYS = {

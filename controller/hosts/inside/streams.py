@@ -18,7 +18,7 @@ OPEN, DATA, TAKEN, END, CLOCK = range(5)
 """Kinds of frames: a connection, with what it leads to as JSON; bytes; how many were passed on; no more; times."""
 HEAD = struct.Struct(">BII")
 TIMES = struct.Struct(">ddd")
-"""Of a frame `CLOCK`: seconds when it was sent, arrived, and was sent back."""
+"""Seconds when a frame `CLOCK` was sent, arrived, and was sent back."""
 PIECE = 1 << 16
 WINDOW = 1 << 20
 

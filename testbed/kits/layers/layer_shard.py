@@ -165,7 +165,10 @@ class LayerShard:
         return self._back("forward", key, gradient)
 
     def learn(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Add to the gradients as `backward` does, where nobody wants that of the inputs: those of the network."""
+        """Add to the gradients as `backward` does, where nobody wants that of the inputs: those of the network.
+
+        ``gradient`` is that of the outputs, (samples, elements of the rows).
+        """
         self.add_gradients(self._steps.pop(("forward", key)).learn(gradient))
 
     def sums(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
@@ -184,11 +187,14 @@ class LayerShard:
         return self._run("finish", key, sums, self._layer.finish)
 
     def finish_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
-        """Add to the gradients of what belongs to the channels; return that of the sums, for `sums_backward`."""
+        """Add to the gradients of what belongs to the channels; return that of the sums, for `sums_backward`.
+
+        Both are (samples, elements of the channels).
+        """
         return self._back("finish", key, gradient)
 
     def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
-        """Return the outputs as `forward` does, in evaluation mode and keeping nothing."""
+        """Return the outputs, (samples, elements), as `forward` does, in evaluation mode and keeping nothing."""
         if self._dense and columns is None:
             return dense.forward(inputs, *self._weights(), self._rectified)
         layer = SlicedLayer(self.layer, self.part, self._tensors)

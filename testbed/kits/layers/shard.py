@@ -88,7 +88,7 @@ class Shard:
         return outputs.detach()
 
     def forward_lightly(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, keeping nothing but the inputs: `backward` computes them again (GPipe).
+        """Return the outputs, (samples, ...), keeping nothing but the inputs: `backward` computes them again (GPipe).
 
         The second time draws what the first one drew and leaves the running statistics alone.
         """
@@ -144,7 +144,7 @@ class Shard:
                 change(name, weight.detach(), weight.grad)
 
     def norms(self) -> torch.Tensor:
-        """Return the norms of the gradients added up, (trained tensors that have one,)."""
+        """Return the norms of the gradients added up, as a vector: one for each trained tensor that has one."""
         return self._training.norms([each.grad for each in self.versions.latest.values() if each.grad is not None])
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:

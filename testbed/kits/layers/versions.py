@@ -90,6 +90,7 @@ def mean(versions: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
 
     Only trained weights have versions. Momentum and the running statistics of batch normalisation are one for all and
     follow every batch, so there is nothing to average in them. See `testbed.schedule.versions.aggregates` for when.
+    Raises ValueError for versions of different units.
     """
     import torch
 

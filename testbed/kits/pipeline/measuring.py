@@ -97,7 +97,7 @@ class LinkWatch:
     def __init__(self, measurement: MeasuredLink) -> None:
         self._measurement = measurement
         self._ratios: deque[float] = deque(maxlen=RECENT)
-        """Of the last messages: seconds that each took over those that it should have taken."""
+        """For the last messages, the seconds that each took over those that it should have taken."""
         self._usual = 1.0
         """The least ratio there was at first: below 1 where the link was shared while it was measured."""
         self._seen = 0

@@ -70,7 +70,7 @@ class Activation(Typed, kind="activation", key=("work", "batch", "micro")):
     micros: int
     """Micro-batches of the batch."""
     samples: int
-    """Of the whole batch."""
+    """Samples of the whole batch."""
     tensor: torch.Tensor
     """(samples of the micro-batch, ...)"""
     first: bool | None = None
@@ -96,9 +96,9 @@ class Gradient(Typed, kind="gradient", key=("batch", "micro")):
     tensor: torch.Tensor
     """(samples of the micro-batch, ...)"""
     times: Times | None = None
-    """Of the sender's stage and those after it."""
+    """Times of the sender's stage and those after it."""
     loss: Fixed | None = None
-    """Of the batch."""
+    """Loss of the batch."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ class Updated(Typed, kind="updated", key=("batch",)):
     configuration: int
     batch: int
     times: Times | None = None
-    """Of all stages, in asynchronous training."""
+    """Times of all stages, in asynchronous training."""
     loss: Fixed | None = None
-    """Of the batch, in asynchronous training."""
+    """Loss of the batch, in asynchronous training."""
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class AsynchronousDetails(Details):
     in_flight: int
     """Batches in the pipeline at once."""
     bottleneck: float
-    """Of the slowest stage or link."""
+    """Seconds of the slowest stage or link."""
     slowest_stage: float
     least_bottleneck: float
     """The best that any partition could reach."""

@@ -78,7 +78,7 @@ class PipelineDetails(Details):
     model_config = ConfigDict(extra="forbid")
     schedule: str
     micro_batches: int
-    """Of a batch."""
+    """Micro-batches of a batch."""
     partition: str
     """How the cuts were chosen."""
     bottleneck: float

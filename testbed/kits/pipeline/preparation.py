@@ -43,7 +43,7 @@ class Preparation:
         self._awaited: set[int] = set()
         """Units that are still to come."""
         self._watches: dict[str, LinkWatch] = {}
-        """Of the links that this device has measured, by their targets."""
+        """Watches of the links that this device has measured, by their targets."""
         mailbox.sends.acknowledged = self._acknowledged
         mailbox.on_open(self._give_up)
         mailbox.on(Prepare, self._prepare)

@@ -165,11 +165,11 @@ class Passage:
     batch: int
     micro: int
     samples: int
-    """Of the micro-batch."""
+    """Samples of the micro-batch."""
     loss: float
     """Its part of the batch's loss; 0 on all stages but the last."""
     seconds: float
-    """That its forward took."""
+    """Seconds that its forward took."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -155,7 +155,7 @@ class AsynchronousUpdates:
         """The batch after its last."""
         self._under_way: set[int] = set()
         self._last: tuple[float, Times, float]
-        """Of the batch done backward last: seconds of forward and backward, times of the later stages, its loss."""
+        """The batch done backward last: seconds of forward and backward, times of the later stages, its loss."""
         self._spent: deque[float] = deque(maxlen=RECENT)
         """Seconds of each of the last batches."""
         self._kept = 0

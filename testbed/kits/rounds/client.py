@@ -19,7 +19,7 @@ class LocalRound:
     """What a device has to train in a round: its layers hold the weights of ``start``."""
 
     number: int
-    """Of the round, from 0."""
+    """Number of the round, from 0."""
     steps: range
     """Its iterations, counted through all rounds."""
     layers: Layers

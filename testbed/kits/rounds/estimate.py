@@ -22,7 +22,7 @@ from testbed.wire.message import size_around
 
 BYTES_PER_LABEL = 8
 AGGREGATION_FLOPS = 2.0
-"""That an average is charged for each parameter of each model in it: a multiply and an add."""
+"""FLOPs that an average is charged for each parameter of each model in it: a multiply and an add."""
 
 
 def mini_batch(batch_size: int, parallel: int) -> int:
@@ -55,7 +55,7 @@ class LayerTimes:
     backward: float
     update: float
     forward_weights: float = 0.0
-    """Of a mini-batch of any size, beside its samples: reading the weights."""
+    """Seconds of a mini-batch of any size, beside its samples: reading the weights."""
     backward_weights: float = 0.0
     """The same, and writing their gradients."""
 

@@ -47,21 +47,27 @@ class Layers:
         await self._device.compute(load, costs.copy(self._units, self.training), Span("load", number))
 
     async def forward(self, step: int, micro: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Forward a mini-batch."""
+        """Return the outputs of a mini-batch, (samples, ...), like its inputs."""
         work = partial(self._shard.forward, (step, micro), inputs)
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
 
     async def forward_loss(
         self, step: int, micro: int, inputs: torch.Tensor, labels: torch.Tensor, samples: int
     ) -> float:
-        """Forward a mini-batch through the model's end; return its part of the mean loss of ``samples`` samples."""
+        """Forward a mini-batch through the model's end; return its part of the mean loss of ``samples`` samples.
+
+        ``inputs`` are (samples, ...), ``labels`` (samples,).
+        """
         work = partial(self._shard.forward_loss, (step, micro), inputs, labels, samples)
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
 
     async def backward(
         self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Go back through the layers with a mini-batch of this many samples; return the gradient of its inputs."""
+        """Go back through the layers with a mini-batch of this many samples; return the gradient of its inputs.
+
+        Both gradients are (samples, ...).
+        """
         work = partial(self._shard.backward, (step, micro), gradient)
         return await self._device.compute(work, costs.backward(self._units, samples), Span("backward", step, micro))
 
@@ -79,6 +85,6 @@ class Layers:
         await self._device.compute(work, costs.update(self._units, self.training), Span("update", step))
 
     async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs for a batch of an evaluation."""
+        """Return the outputs for a batch of an evaluation, (samples, ...), like its inputs."""
         work = partial(self._shard.infer, inputs)
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("evaluate", index))

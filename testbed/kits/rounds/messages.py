@@ -55,7 +55,7 @@ class DeviceActivation(Typed, kind="activation", key=("sender", "iteration", "mi
     micro: int
     """The mini-batch, from 0 to N - 1."""
     samples: int
-    """Of the whole iteration."""
+    """Samples of the whole iteration."""
     tensor: torch.Tensor
     """(samples of the mini-batch, ...)"""
     labels: torch.Tensor
@@ -78,7 +78,7 @@ class Update(Typed, kind="update", key=("sender",)):
 
     configuration: int
     samples: int
-    """That it trained on in this round."""
+    """Samples that it trained on in this round."""
     loss: Fixed | None
     """Their mean; None where the server has computed it."""
     state: State

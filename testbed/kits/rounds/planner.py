@@ -34,7 +34,7 @@ class ClientPlan(BaseModel):
     exchange_time: float
     """Predicted seconds that its layers take to the server and back."""
     iterations: int
-    """Of a round."""
+    """Iterations of a round."""
     epoch: int
     """Iterations of an epoch."""
 
@@ -75,7 +75,7 @@ class Participants:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the devices with data."""
+        """Names of the devices with data."""
         return tuple(device.name for device in self.devices)
 
     @cached_property

@@ -64,7 +64,7 @@ class Rounds:
         self._absent: set[str] = set()
         """Devices that were late and have not been heard of since."""
         self._incarnations: dict[str, float] = {}
-        """Of the programs that began the present round."""
+        """Incarnations of the programs that began the present round."""
         self._restarted: set[str] = set()
         """Devices that began the present round and have started again since."""
         self._updates: dict[str, Update] = {}

@@ -34,9 +34,9 @@ class Trained:
 
     device: str
     samples: int
-    """That it has trained on."""
+    """Samples that it has trained on."""
     state: State
-    """Of the whole model, the server's layers included; or what else the device sends."""
+    """State of the whole model, the server's layers included; or what else the device sends."""
     loss: float
     """Mean of its iterations."""
 
@@ -60,7 +60,7 @@ class EvaluationSchedule:
     every: int
     """Rounds from one evaluation to the next."""
     rounds: int
-    """Of the whole workload; after the last there is always one."""
+    """Rounds of the whole workload; after the last there is always an evaluation."""
 
     def due(self, done: int) -> bool:
         """Say whether it is time after so many rounds."""
@@ -82,7 +82,7 @@ class GlobalModel:
         """``weights`` to begin with; None: those of ``layers``, which are all of the model's."""
         kept = device.saved(GLOBAL)
         self.rounds = 0 if kept is None else int(kept["rounds"])
-        """That are in it."""
+        """Rounds that are in the global model."""
         self._report: dict[str, Any] = {} if kept is None else kept["report"]
         """What there is to record of the last of them."""
         self.state: State = layers.weights()

@@ -23,7 +23,7 @@ class Length:
 
     @property
     def rounds(self) -> int:
-        """Of the whole workload."""
+        """Rounds of the whole workload."""
         return -(-self.total // self.each)
 
     def iterations(self, number: int, per_epoch: int) -> range:

@@ -149,7 +149,7 @@ class Tally:
 
     due: int = 0
     came: float = 0
-    """Of one that has arrived in part, the share."""
+    """Share that has arrived, of one that has arrived in part."""
 
 
 class CastExchange:

@@ -57,7 +57,7 @@ def _timeslots(record: Record) -> float | None:
 
 
 def _time_to_good(record: Record) -> float | None:
-    """Of the steps until then without the tests between them: as if the pipeline had never drained."""
+    """Seconds of the steps until then, without the tests between them: as if the pipeline had never drained."""
     details = details_of(record)
     reached = (event.fields["step"] for event in record.of("evaluate") if event.fields["accuracy"] >= GOOD)
     step = next(reached, None)

@@ -41,15 +41,15 @@ class Arrived:
     """What a device has of one layer's outputs, or of the losses that a layer sends back, for one batch."""
 
     layer: int
-    """Of the senders."""
+    """Index of the senders' layer."""
     batch: int
     samples: int
     neurons: int
-    """Of the whole layer."""
+    """Neurons of the whole layer."""
     parts: tuple[SenderPart, ...]
-    """Of all devices with neurons of the layer, in their order."""
+    """Parts of all devices with neurons of the layer, in their order."""
     values: int = 1
-    """Of each neuron for a sample: the pixels of a filter's map."""
+    """Values of each neuron for a sample: the pixels of a filter's map."""
 
     @property
     def complete(self) -> bool:
@@ -106,7 +106,7 @@ class Arrived:
 
 
 def share_without(missing: torch.Tensor | None) -> float:
-    """Return how much is there of values of which some are missing; None: none is."""
+    """Return the share that is there of values of which some are missing, a mask of any shape; None: none is."""
     return 1 if missing is None else 1 - float(missing.float().mean())
 
 
@@ -114,7 +114,7 @@ class Usable(NamedTuple):
     """What a device makes of the losses, or of the shared results, of one batch."""
 
     values: torch.Tensor | None
-    """Of losses the gradient of the own outputs, (samples, own values); of results all of them, (samples, classes).
+    """For losses the gradient of the own outputs, (samples, own values); for results all of them, (samples, classes).
 
     None: there is nothing to compute with.
     """
@@ -141,7 +141,7 @@ class OnMissing(Protocol):
         """
 
     def tested(self, arrived: Arrived) -> torch.Tensor | None:
-        """Make the inputs of a layer, or of shared results the result, in tests."""
+        """Return a layer's inputs in tests, (samples, neurons), or of shared results the result; None: no further."""
 
     async def results(self, arrived: Arrived) -> Usable:
         """Say what the shared results of a batch are good for."""
@@ -163,7 +163,7 @@ class OnMissing(Protocol):
 
 
 def back(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Add to the gradients; return that of the inputs, or None: the first layer's are the samples."""
+    """Add to the gradients; return that of the inputs, (samples, values); None: the first layer's are the samples."""
     if layer > 1:
         return shard.backward(batch, gradient)
     shard.learn(batch, gradient)

@@ -53,6 +53,8 @@ class Neurons:
     ) -> torch.Tensor | None:
         """Learn from the gradient of the own outputs; return that of the inputs, or None: nothing is to be cast.
 
+        Gradients are (samples, values).
+
         Where there is no gradient, what is learnt all the same is charged as an update.
         """
         if (layer, batch) not in self._forwarded:

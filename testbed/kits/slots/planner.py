@@ -71,7 +71,7 @@ class SlotDetails(Details):
     devices: tuple[str, ...]
     """By super neuron, group after group."""
     coordinator: str
-    """Of the highest closeness centrality on expected transmissions; it would plan."""
+    """The device with the highest closeness centrality on expected transmissions; it would plan."""
     score: float
     """Sum of the Hadamard product of connectivity and reception ratios."""
     reception: float

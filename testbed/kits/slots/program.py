@@ -106,7 +106,7 @@ class SlotProgram:
             mailbox, lambda: arranging.now, transmit, self._under_way, neuron_values(problem), notes
         )
         self._losses: list[float] = []
-        """Of the micro-batches of the present step."""
+        """Losses of the micro-batches of the present step."""
         self._evaluated = 0
         """Steps that were trained before the last evaluation."""
 

@@ -29,7 +29,7 @@ from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.partition.cuts import Costs, best
 
 
-def shared(
+def divided_plan(
     name: str,
     graph: Graph,
     devices: Sequence[str],
@@ -68,12 +68,12 @@ def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range
     return tuple(Range(first * factor, last * factor) for first, last in divide(channels, shares))
 
 
-def alone(name: str, graph: Graph, devices: Sequence[str], source: int) -> DistributedPlan:
+def single_plan(name: str, graph: Graph, devices: Sequence[str], source: int) -> DistributedPlan:
     """Return the plan in which the source computes everything: equation (6)."""
     return _owned(name, devices, source, [source] * len(graph.layers))
 
 
-def in_a_row(
+def sequential_plan(
     name: str, graph: Graph, devices: Sequence[str], source: int, capacities: Sequence[float]
 ) -> DistributedPlan:
     """Return sequential layer mapping, DL: layers in a row over the devices, the source first.
@@ -136,9 +136,9 @@ def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSetting
     """
     names, scheme = [device.name for device in devices], settings.options.scheme
     if scheme == "single":
-        return Candidate.of(dataflow(graph, alone(scheme, graph, names, settings.source), settings))
+        return Candidate.of(dataflow(graph, single_plan(scheme, graph, names, settings.source), settings))
     if scheme == "sequential":
-        plan = in_a_row(scheme, graph, names, settings.source, [device.memory for device in devices])
+        plan = sequential_plan(scheme, graph, names, settings.source, [device.memory for device in devices])
         return Candidate.of(dataflow(graph, plan, settings))
     early = early_layers(graph) if settings.options.early is None else settings.options.early
     check_early(graph, early)
@@ -159,7 +159,7 @@ def _bounded(
     while True:
         shares = _shares(devices, settings, caps)
         schemes = _schemes(graph, shares, early, settings)
-        plan = shared(settings.options.scheme, graph, names, settings.source, shares, schemes, tiling)
+        plan = divided_plan(settings.options.scheme, graph, names, settings.source, shares, schemes, tiling)
         found = Candidate.of(dataflow(graph, plan, settings))
         excess = found.excess(devices)
         if not excess or any(shares[index] == 0 for index in excess):

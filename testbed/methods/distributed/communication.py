@@ -20,7 +20,7 @@ from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.dataflow import Dataflow
 from testbed.methods.distributed.deepthings import is_late
 from testbed.methods.distributed.demands import costs
-from testbed.methods.distributed.parts import Pieces, Range, common
+from testbed.methods.distributed.parts import Pieces, Range, intersection
 from testbed.methods.distributed.tiles import costs as tile_costs
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.network.link import Link, Pair
@@ -108,7 +108,7 @@ def _cut(pieces: Pieces, part: Range) -> tuple[int, ...]:
     """Return the sizes of what is in each of the pieces of a part."""
     if part.first <= pieces[0].first and pieces[-1].last <= part.last:
         return tuple(piece.size for piece in pieces)
-    return tuple(size for piece in pieces if (size := common(piece, part).size))
+    return tuple(size for piece in pieces if (size := intersection(piece, part).size))
 
 
 def _of_sums(flow: Dataflow) -> Iterator[Transfer]:

@@ -20,15 +20,15 @@ from testbed.methods.distributed.parts import (
     NOTHING,
     Pieces,
     Range,
-    both,
-    common,
+    difference,
     divide,
     evenly,
     hull,
+    intersection,
     proportional,
     scaled,
     shifted,
-    without,
+    union,
 )
 from testbed.methods.distributed.plan import DistributedPlan, Region
 from testbed.models.graph import Graph, GraphLayer
@@ -188,7 +188,7 @@ class Dataflow:
         at = 0
         for source in self.graph.layers[index].sources:
             there = Range(at, at + self.graph.outputs_of(source))
-            part = common(there, taken)
+            part = intersection(there, taken)
             if part.size and source != INPUT and is_alias(self.graph.layers[source], self.way):
                 for origin in self.origins(source, shifted(part, -at)):
                     yield origin._replace(at=origin.at + at)
@@ -236,7 +236,7 @@ class Dataflow:
         if self.way != "source" or device == source:
             yield from self.forwarded(value, device, made)
         else:
-            wanted = common(made, self._for_source(value, device))
+            wanted = intersection(made, self._for_source(value, device))
             if wanted.size:
                 yield source, wanted
 
@@ -246,13 +246,13 @@ class Dataflow:
             if self.way == "source" and receiver == self.plan.source != origin:
                 continue
             for piece in pieces:
-                part = common(piece, made)
+                part = intersection(piece, made)
                 if part.size:
                     yield receiver, part
 
     def lacks(self, value: int, device: int) -> Pieces:
         """Return what a device wants of a value and others make."""
-        return without(self.wants[value][device], self.homes[value][device])
+        return difference(self.wants[value][device], self.homes[value][device])
 
     def _for_source(self, value: int, maker: int) -> Range:
         """Return what the source collects of what another device has made, for itself and for the others."""
@@ -286,7 +286,7 @@ def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dat
 
     def want(origins: Sequence[Origin], device: int, reader: int) -> None:
         for value, part, _ in origins:
-            wants[value][device] = both(wants[value][device], (part,))
+            wants[value][device] = union(wants[value][device], (part,))
             last[value][device] = max(last[value][device], reader)
 
     want(draft.result(), plan.source, len(graph.layers))

@@ -14,7 +14,7 @@ from testbed.kits.layers import layer_slices
 from testbed.methods.distributed import tiles
 from testbed.methods.distributed.dataflow import Dataflow, by_chunks, layers_stored, stored
 from testbed.methods.distributed.deepthings import Overlap
-from testbed.methods.distributed.parts import Range, common, size
+from testbed.methods.distributed.parts import Range, intersection, size
 from testbed.models.chain import forward_of
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 
@@ -168,7 +168,7 @@ def _waits(flow: Dataflow, device: int, index: int, takes: Range, begins: dict[i
     found = []
     for value, part, _ in flow.origins(index, takes):
         whole = part.size == flow.graph.outputs_of(value)
-        needed = common(flow.homes[value][device], part).size or (whole and _has_sent_all(flow, device, value))
+        needed = intersection(flow.homes[value][device], part).size or (whole and _has_sent_all(flow, device, value))
         found.append(value + 1 if needed else begins[value])
     return max(found)
 
@@ -200,9 +200,9 @@ def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:
         piece
         for value, part, _ in flow.origins(index, taken)
         for maker, home in enumerate(flow.homes[value])
-        if common(home, part).size
+        if intersection(home, part).size
         for piece in (flow.pieces(value, maker) if maker != device else (home,))
-        if common(piece, part).size
+        if intersection(piece, part).size
     )
     return len([*islice(pieces, 2)]) > 1
 

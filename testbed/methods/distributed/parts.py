@@ -35,13 +35,13 @@ def shifted(part: Range, by: int) -> Range:
     return Range(part.first + by, part.last + by)
 
 
-def common(one: Range, other: Range) -> Range:
+def intersection(one: Range, other: Range) -> Range:
     """Return what two ranges share; of size 0 where that is nothing."""
     first = max(one.first, other.first)
     return Range(first, max(first, min(one.last, other.last)))
 
 
-def both(one: Pieces, other: Pieces) -> Pieces:
+def union(one: Pieces, other: Pieces) -> Pieces:
     """Return what is in either."""
     found: list[Range] = []
     for piece in sorted(piece for piece in (*one, *other) if piece.size):
@@ -52,7 +52,7 @@ def both(one: Pieces, other: Pieces) -> Pieces:
     return tuple(found)
 
 
-def without(pieces: Pieces, gone: Range) -> Pieces:
+def difference(pieces: Pieces, gone: Range) -> Pieces:
     """Return what is left when a range is taken out."""
     if not gone.size:
         return pieces

@@ -17,7 +17,7 @@ from testbed.kits.pipeline.messages import Output
 from testbed.methods.distributed.context import Ledger, MemberContext
 from testbed.methods.distributed.dataflow import LayerTask, Origin, as_range
 from testbed.methods.distributed.messages import OutputPiece, PartialSums
-from testbed.methods.distributed.parts import Range, common
+from testbed.methods.distributed.parts import Range, intersection
 from testbed.models.chain import forward_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Store:
         found: list[Block] = []
         for origin in origins:
             for part, tensor in self._pieces.get(origin.value, ()):
-                here = common(part, origin.part)
+                here = intersection(part, origin.part)
                 if here.size:
                     at = origin.at - origin.part.first
                     taken = tensor[:, here.first - part.first : here.last - part.first]

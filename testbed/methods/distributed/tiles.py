@@ -109,7 +109,7 @@ def padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
     return (*beyond(out.left, out.right, width), *beyond(out.top, out.bottom, height))
 
 
-class _Line(NamedTuple):
+class _AxisTiles(NamedTuple):
     """A row or a column of tiles along its axis."""
 
     needed: list[Range]
@@ -129,19 +129,19 @@ class _Grid:
     """Whether neighbours' data are reused."""
 
     @cached_property
-    def _down(self) -> list[tuple[_Line, _Line]]:
+    def _down(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
         """For each row, the line of its tiles that wait for no neighbour and that of those that do."""
         return self._lines(self.rows, 1)
 
     @cached_property
-    def _across(self) -> list[tuple[_Line, _Line]]:
+    def _across(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
         return self._lines(self.columns, 2)
 
-    def _lines(self, count: int, axis: int) -> list[tuple[_Line, _Line]]:
+    def _lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
         whole = [_traced(self.layers, out, axis) for out in evenly(self.layers[-1].output[axis], count)]
         found = []
         for index, each in enumerate(whole):
-            early = _Line(each, each[1:])
+            early = _AxisTiles(each, each[1:])
             before = whole[index - 1] if index else None
             after = whole[index + 1] if index + 1 < count else None
             late = _between(self.layers, each[-1], axis, before, after) if self.reuse else early
@@ -260,7 +260,7 @@ def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
 
 def _between(
     layers: Sequence[GraphLayer], out: Range, axis: int, before: list[Range] | None, after: list[Range] | None
-) -> _Line:
+) -> _AxisTiles:
     """Return what is needed and computed along one axis where the neighbours' data are there."""
     needs, makes = [out], [out]
     for index in range(len(layers) - 1, -1, -1):
@@ -268,7 +268,7 @@ def _between(
         if index:
             sides = (None if each is None else each[index] for each in (before, after))
             makes.append(between(needs[-1], *sides))
-    return _Line(needs[::-1], makes[::-1])
+    return _AxisTiles(needs[::-1], makes[::-1])
 
 
 def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> list[int]:

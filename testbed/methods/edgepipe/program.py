@@ -31,7 +31,7 @@ class TreatedAsNull:
         self._micro_batches = micro_batches
 
     def inputs(self, arrived: Arrived) -> torch.Tensor:
-        """Return the outputs of the layer before, with zeros for what is missing."""
+        """Return the outputs of the layer before, (samples, values), with zeros for what is missing."""
         return arrived.together()
 
     tested = inputs
@@ -47,7 +47,7 @@ class TreatedAsNull:
     def learn(
         self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
     ) -> Work | None:
-        """Update with each gradient as it comes; without one nothing is learnt, here and in all layers before."""
+        """Update with each gradient, (samples, values), as it comes; without one no layer up to this one learns."""
         last = (batch + 1) % self._micro_batches == 0
         if gradient is None and not (last and shard.gradients()):
             return None

@@ -88,7 +88,7 @@ class SavedGradients:
         self._used = 0
 
     def learn(self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Update with new gradients and save them; return the gradient of the inputs, as `missing.back` does."""
+        """Update with new gradients and save them; return that of the inputs, (samples, values), as `missing.back`."""
         before = back(shard, layer, batch, gradient)
         self._gradients, self._used = shard.gradients(), 0
         shard.update()
@@ -106,7 +106,7 @@ class SavedGradients:
 
 
 def pass_on(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of the inputs (equation 2), if anyone wants it, and learn nothing from it."""
+    """Return the gradient of the inputs, (samples, values), by equation 2 if anyone wants it, and learn nothing."""
     if layer == 1:
         return None
     before = shard.backward(batch, gradient)
@@ -147,7 +147,7 @@ class Maintenance:
         self._counts.clear()
 
     def inputs(self, arrived: Arrived) -> torch.Tensor | None:
-        """Return zeros for missing values (equation 1), if the batch meets the forward criterion."""
+        """Return inputs, (samples, values), zeros for missing ones (equation 1), if the forward criterion is met."""
         layer, rates = arrived.layer + 1, (*_heard_rates(arrived, arrived.layer), arrived.rate)
         for part in arrived.parts:
             self._counts[layer]["due"] += len(part.neurons)
@@ -158,7 +158,7 @@ class Maintenance:
         return arrived.together()
 
     def tested(self, arrived: Arrived) -> torch.Tensor | None:
-        """Return zeros for missing values; without substitution a batch with anything missing goes no further."""
+        """Return inputs, (samples, values), with zeros for missing ones; without substitution None for such a batch."""
         return arrived.together() if self._options.substitution or arrived.complete else None
 
     def _goes_on(self, layer: int, arrived: Arrived, rates: Rates) -> bool:
@@ -194,7 +194,7 @@ class Maintenance:
     def learn(
         self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
     ) -> Work | None:
-        """Learn from new gradients, or from saved ones while gradReuse_bw allows it; pass losses on in both cases."""
+        """Learn from new gradients, (samples, values), or saved ones while gradReuse_bw allows it; pass losses on."""
         saved, counts = self._saved[layer], self._counts[layer]
         if usable.learns == "nothing":
             return None

@@ -13,7 +13,7 @@ from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.candidates import candidate
 from testbed.methods.distributed.communication import elements, of_tiles, transfers
 from testbed.methods.distributed.context import Ledger
-from testbed.methods.distributed.parts import Range, both, common, divide, size, without
+from testbed.methods.distributed.parts import Range, difference, divide, intersection, size, union
 from testbed.methods.distributed.tile_work import compute_tile
 from testbed.models.chain import chain
 from testbed.models.graph import graph_of
@@ -99,7 +99,7 @@ def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(graph, s
 def without_all(piece, parts):
     left = (piece,)
     for part in parts:
-        left = without(left, part)
+        left = difference(left, part)
     return left
 
 
@@ -108,12 +108,12 @@ RANGES = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda ends: Rang
 
 @given(st.lists(RANGES, max_size=6), RANGES)
 def test_pieces_are_sets_of_numbers(ranges, gone):
-    pieces = both((), tuple(ranges))
+    pieces = union((), tuple(ranges))
     numbers = {number for each in ranges for number in range(*each)}
     assert {number for piece in pieces for number in range(*piece)} == numbers
     assert size(pieces) == len(numbers)
-    assert {number for piece in without(pieces, gone) for number in range(*piece)} == numbers - {*range(*gone)}
-    assert all({*range(*common(each, gone))} == {*range(*each)} & {*range(*gone)} for each in ranges)
+    assert {number for piece in difference(pieces, gone) for number in range(*piece)} == numbers - {*range(*gone)}
+    assert all({*range(*intersection(each, gone))} == {*range(*each)} & {*range(*gone)} for each in ranges)
 
 
 @settings(deadline=None, max_examples=60)
