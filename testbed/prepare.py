@@ -107,7 +107,10 @@ def prepare(trial: Trial) -> Prepared:
         problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
         plan = method.plan(problem)
     except InputError as error:
-        raise scenario.source.error([_locate(error, trial)]) from None
+        found = _locate(error, trial)
+        if error.key[-1:] == ("stages",) and problem.model.held:
+            found = replace(found, text=f"{found.text}; {problem.model.held[0]}")
+        raise scenario.source.error([found]) from None
     try:
         pretraining = _pretraining(scenario, problem.model)
     except InputError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.markup import escape
 
 from controller.cli.options import as_json
 from controller.cli.printing import dump, make_console, options, print_catalogue, print_section
@@ -162,6 +163,8 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
     ]
     columns = [Column(""), Column("unit"), Column("output"), *tables.figures("parameters", "FLOP", "bytes across")]
     print_section(console, columns, rows)
+    for reason in figures["held"]:
+        console.print(f"[dim]{escape(reason)}[/dim]", soft_wrap=True)
 
 
 def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json: bool) -> None:
@@ -284,7 +287,6 @@ def _delay(preset: LinkPreset) -> str:
 
 def _print_sourced(console: Console, rows: Sequence[tuple[str, str, str, str, str]]) -> None:
     """Print rows of four figures, each with its source in the lines below."""
-    from rich.markup import escape
     from rich.padding import Padding
 
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

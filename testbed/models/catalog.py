@@ -116,6 +116,7 @@ def describe(model: Model) -> dict[str, Any]:
         "parameters": model.parameters,
         "weights": model.weights,
         "forward_flops": model.forward_flops,
+        "held": list(model.held),
         "units": [
             {
                 "index": index,

@@ -143,6 +143,12 @@ class Model:
             )
 
     @property
+    def held(self) -> tuple[str, ...]:
+        """Why units of a network of one's own are no two, with the lines."""
+        reasons = (getattr(layer, "held", "") for unit in self.units for layer in unit.layers)
+        return tuple(dict.fromkeys(filter(None, reasons)))
+
+    @property
     def output(self) -> Shape:
         """Shape that leaves the model."""
         return self.made(len(self.units) - 1)

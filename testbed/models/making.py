@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from testbed.common import usercode
@@ -52,6 +52,8 @@ class CountedUnit(Layer):
     """Values of all outputs made within it for a sample."""
     charged: Cost
     """FLOPs, and bytes that its operations read and write, for a sample, by kind of layer; bytes of weights."""
+    held: str = field(default="", compare=False)
+    """Why it is no two units, with the line; empty where it is one piece of work."""
 
     division = "no"  # what is within is not described
 

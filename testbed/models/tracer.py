@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn import functional
+from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,8 +38,12 @@ _IN_PLACE = {
     operator.itruediv: operator.truediv,
 }
 """What changes its input, and the same as a new value: a unit must leave alone what other units may read."""
+STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+"""Modules of torch.nn that are looked into: their layers are units."""
+_RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _MAKING = (torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.arange)
 """Functions that make tensors of sizes, the number of samples among them: torch does not show a tracer these."""
+_UNLIKE = "does something else in evaluation than in training"
 _REMEDY = "write it without that, or put it into a module of its own and name that in `units`"
 
 
@@ -73,12 +80,26 @@ def trace(maker: Maker, shape: Shape, whole: Sequence[str] | None, integers: boo
     Samples are of float32, or of int64 where they are ``integers``.
 
     First without values, so that large networks are described at once; where the user's code does not allow that, with
-    random ones, the modules ``whole`` not looked into.
+    random ones, the modules ``whole`` not looked into. Modules without weights are looked into only where they do the
+    same in training and in evaluation.
     """
-    try:
-        return _trace(maker, shape, "meta", (), integers)
-    except InputError:
-        return _trace(maker, shape, "cpu", tuple(whole or ()), integers)
+    refused: list[InputError] = []
+    for device, given in (("meta", ()), ("cpu", tuple(whole or ()))):
+        for names in (given, (*given, *_bare(maker))):
+            try:
+                return _trace(maker, shape, device, names, integers)
+            except InputError as error:
+                refused.append(error)
+                if _UNLIKE not in error.text:
+                    break
+    raise refused[-1]
+
+
+def _bare(maker: Maker) -> list[str]:
+    """Return the modules without weights or modules within: they may act in training alone, as DropPath does."""
+    with torch.device("meta"):
+        modules = dict(_made(maker).named_modules())
+    return [name for name, each in modules.items() if name and not each.state_dict() and not [*each.children()]]
 
 
 def seeded(maker: Maker, seed: int) -> nn.Module:
@@ -161,18 +182,29 @@ def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
     for at, node in enumerate(ours):
         other = theirs[at] if at < len(theirs) else None
         if other is not None and (node.op, str(node.target)) == (other.op, str(other.target)):
-            found = _followed((node.args, node.kwargs), (other.args, other.kwargs), mode)
+            with graph.inserting_before(node):
+                found = _followed((node.args, node.kwargs), (other.args, other.kwargs), mode)
             if found is not None:
+                for each in graph.nodes:
+                    if each.target is by_mode:
+                        for runs in tracer.runs:
+                            runs.setdefault(each.name, Measure(each.args[1]))
                 node.args, node.kwargs = found
                 continue
-        text = "does something else in evaluation than in training: write this as a module of torch.nn that does so"
-        raise InputError(f"{line(node, maker)}: {text}", KEY)
+        raise InputError(f"{line(node, maker)}: {_UNLIKE}: write this as a module of its own that does so", KEY)
+
+
+def by_mode(training: bool, first: float, second: float) -> float:
+    """Return the first number in training, the second in evaluation."""
+    return first if training else second
 
 
 def _followed(ours: Any, theirs: Any, mode: fx.Node) -> Any:
-    """Return arguments with the mode for what is True in training and False in evaluation; None: they differ."""
+    """Return arguments that follow the mode where numbers differ; None: something else differs."""
     if ours is True and theirs is False:
         return mode
+    if isinstance(ours, int | float) and isinstance(theirs, int | float) and ours != theirs:
+        return mode.graph.call_function(by_mode, (mode, ours, theirs))
     pairs: list[tuple[Any, Any]] = []
     if isinstance(ours, tuple | list) and isinstance(theirs, tuple | list) and len(ours) == len(theirs):
         pairs = list(zip(ours, theirs, strict=True))
@@ -189,13 +221,14 @@ def _followed(ours: Any, theirs: Any, mode: fx.Node) -> Any:
 class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what operations cost: values of new tensors, those read to make them, FLOPs; views cost nothing."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, weights: Collection[int]) -> None:
+        """Begin; ``weights`` are `storages` of the network."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = 0
         self.cost = Cost()
         self.counter = FlopCounterMode(display=False)
         """To be entered first: it counts what this one lets through."""
-        self._weights = {each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers())}
+        self._weights = weights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.counter.get_total_flops()
@@ -228,6 +261,49 @@ def _kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
     return "pooling" if "pool" in name or "mean" in name else "activation"
 
 
+def single(found: Any) -> Any:
+    """Return what `forward` returns, or of a dictionary its `logits` or only value; raises `InputError` for others."""
+    if not isinstance(found, Mapping):
+        return found
+    made = {name: value for name, value in found.items() if isinstance(value, torch.Tensor | fx.Proxy)}
+    if "logits" not in made and len(made) != 1:
+        raise InputError(f"forward returns {', '.join(made)}: it has to return one tensor, or one named 'logits'")
+    return made.get("logits", next(iter(made.values())))
+
+
+def samples_of(shape: Shape, size: int, integers: bool) -> torch.Tensor:
+    """Return some samples to run a network with, (size, ...) of float32; of int64 zeros, which every embedding has."""
+    samples = torch.rand(size, *shape, generator=torch.Generator().manual_seed(size))
+    return samples.long() if integers else samples
+
+
+def storages(root: nn.Module) -> frozenset[int]:
+    """Return what identifies the memory of a network's weights and buffers."""
+    return frozenset(each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers()))
+
+
+def measured(
+    root: nn.Module, node: fx.Node, runs: Mapping[str, Measure], weights: Collection[int], device: str = "cpu"
+) -> Measure:
+    """Run one step of a network on what the steps before it made, by their names; ``weights`` are its `storages`."""
+    if node.op == "get_attr":
+        found = operator.attrgetter(str(node.target))(root)
+        return Measure(found.to(device) if isinstance(found, torch.Tensor) else found)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: runs[each.name].value)
+    work = _Work(weights)
+    with torch.device(device), work.counter, work:
+        value = _called(root, node, args, kwargs)
+    return Measure(value, work.cost, work.made)
+
+
+def _called(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 class _Value(fx.Proxy):
     """Something of which the tracer knows what it is for each size of a batch."""
 
@@ -250,6 +326,43 @@ class _Value(fx.Proxy):
         raise InputError("changes a tensor in place: make a new one, as torch.where and torch.cat do")
 
 
+class _States(_Value):
+    """The last states of all layers of a recurrent network, of which one of a layer is had without the others."""
+
+    def __init__(self, parts: Sequence[Any], whole: _Value) -> None:
+        super().__init__(whole.node, whole.tracer)
+        self._parts = parts
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, int):
+            return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
+        ways = len(self.tracer.values(self.node)[0]) // len(self._parts)  # type: ignore[attr-defined]
+        layer, way = divmod(range(ways * len(self._parts))[key], ways)
+        return self._parts[layer][way]
+
+
+def recurrent_layer(
+    values: torch.Tensor,
+    weights: list[torch.Tensor],
+    mode: str,
+    bias: bool,
+    ways: int,
+    sizes: tuple[int, int],
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return what a layer of `torch.nn.LSTM`, `GRU` or `RNN` makes of a batch, and its last states.
+
+    ``values`` is (samples, steps, features) where ``batch_first``, else (steps, samples, features); states, of
+    ``sizes``, are (ways, samples, size).
+    """
+    samples = values.shape[0 if batch_first else 1]
+    first = [values.new_zeros(ways, samples, size) for size in sizes]
+    state: Any = tuple(first) if mode == "LSTM" else first[0]
+    run = getattr(torch._VF, mode.lower())
+    found: tuple[torch.Tensor, ...] = run(values, state, weights, bias, 1, 0.0, False, ways == 2, batch_first)
+    return found
+
+
 class _Tracer(fx.Tracer):
     """Runs each step as it is traced, and hands its value to the user's code where that is the same for all samples."""
 
@@ -261,11 +374,12 @@ class _Tracer(fx.Tracer):
         self.record_stack_traces = True
         self.runs: tuple[dict[str, Measure], ...] = ({}, {})
         self._shape = shape
+        self._weights: Collection[int] = ()
         self._device = device
         self._integers = integers
         self._whole = [name for name in whole if not any(other.startswith(f"{name}.") for other in whole)]
         self._running = False
-        self._draws = torch.Generator().manual_seed(0)
+        self._in_layers: nn.Module | None = None
 
     def values(self, node: fx.Node) -> tuple[Any, Any]:
         """Return what a step made of each of the two batches."""
@@ -275,6 +389,7 @@ class _Tracer(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
         """Hand over the samples alone: other arguments are what the user's code has for them."""
+        self._weights = storages(self.root)
         required = [
             each.name
             for each in inspect.signature(root_fn).parameters.values()
@@ -283,15 +398,64 @@ class _Tracer(fx.Tracer):
         if len(required) > 2:
             names = ", ".join(required[1:])
             raise InputError(f"forward takes {names}: a network here takes one tensor, the samples", KEY)
-        return root_fn, [self.root, self.create_proxy("placeholder", "samples", (), {})]
+
+        def called(*given: Any) -> Any:
+            return single(root_fn(*given))
+
+        return called, [self.root, self.create_proxy("placeholder", "samples", (), {})]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Say whether a module is one step."""
-        return module_qualified_name in self._whole or super().is_leaf_module(m, module_qualified_name)
+        known = type(m) in STACKS or self._in_layers is m
+        return module_qualified_name in self._whole or (not known and super().is_leaf_module(m, module_qualified_name))
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace a call, or carry it out while a step is run."""
-        return forward(*args, **kwargs) if self._running else super().call_module(m, forward, args, kwargs)
+        """Trace a call, or carry it out while a step is run; of a stack of layers that of each layer."""
+        if self._running:
+            return forward(*args, **kwargs)
+        if type(m) in (nn.TransformerEncoder, nn.TransformerDecoder):
+            forward = partial(self._stack, m)
+        elif isinstance(m, nn.RNNBase) and type(m) in _RECURRENT and m.num_layers > 1 and len(args) == 1 and not kwargs:
+            forward = partial(self._recurrent, m)
+            self._in_layers = m
+        return super().call_module(m, forward, args, kwargs)
+
+    def _stack(self, stack: Any, values: Any, *memory: Any, is_causal: bool | None = None, **masks: Any) -> Any:
+        """Call the layers of an encoder or a decoder one after the other, as `forward` does where it learns."""
+        encodes = isinstance(stack, nn.TransformerEncoder)
+        if encodes and memory:
+            masks["mask"], memory = memory[0], memory[1:]
+        mask = masks.get("mask" if encodes else "tgt_mask")
+        known = self.values(mask.node)[0] if isinstance(mask, fx.Proxy) else mask
+        causal = masks.pop("tgt_is_causal", is_causal)
+        causal = _detect_is_causal_mask(known, causal, values.shape[1 if stack.layers[0].self_attn.batch_first else 0])
+        if encodes:
+            masks |= {"src_mask": masks.pop("mask", None), "is_causal": causal}
+        else:
+            masks["tgt_is_causal"] = causal
+        for layer in stack.layers:
+            values = layer(values, *memory, **masks)
+        return values if stack.norm is None else stack.norm(values)
+
+    def _recurrent(self, module: nn.RNNBase, values: Any) -> Any:
+        """Call the layers of a recurrent network one after the other, as it does by itself."""
+        ways = 2 if module.bidirectional else 1
+        size = module.proj_size or module.hidden_size
+        states: tuple[list[Any], ...] = ([], [])
+        for layer in range(module.num_layers):
+            names = [name for way in range(ways) for name in module._all_weights[layer * ways + way]]
+            weights = [getattr(module, name) for name in names]
+            how = (module.mode, module.bias, ways, (size, module.hidden_size), module.batch_first)
+            made = self.create_proxy("call_function", recurrent_layer, (values, weights, *how), {})
+            values = made[0]
+            for place, state in enumerate(states[: 2 if module.mode == "LSTM" else 1], 1):
+                state.append(made[place])
+            if module.dropout and layer + 1 < module.num_layers:
+                values = functional.dropout(values, module.dropout, module.training)
+        last = [
+            _States(parts, self.create_proxy("call_function", torch.cat, (parts,), {})) for parts in states if parts
+        ]
+        return values, last[0] if len(last) == 1 else tuple(last)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Return what stands for an attribute, or the attribute while a step is run."""
@@ -336,31 +500,12 @@ class _Tracer(fx.Tracer):
             self._running = True
             try:
                 for size, runs in zip(BATCHES, self.runs, strict=True):
-                    runs[node.name] = self._measured(node, size, runs)
+                    if node.op == "placeholder":
+                        runs[node.name] = Measure(samples_of(self._shape, size, self._integers).to(self._device))
+                    else:
+                        runs[node.name] = measured(self.root, node, runs, self._weights, self._device)
             except Exception as error:
                 raise InputError(first_line(error)) from error
             finally:
                 self._running = False
         return node
-
-    def _measured(self, node: fx.Node, size: int, runs: Mapping[str, Measure]) -> Measure:
-        if node.op == "placeholder":
-            samples = torch.rand(size, *self._shape, generator=self._draws).to(self._device)
-            if self._integers:
-                samples = samples.long()  # zeros, which every embedding has
-            return Measure(samples)
-        if node.op == "get_attr":
-            found = operator.attrgetter(str(node.target))(self.root)
-            return Measure(found.to(self._device) if isinstance(found, torch.Tensor) else found)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: runs[each.name].value)
-        work = _Work(self.root)
-        with torch.device(self._device), work.counter, work:
-            value = self._called(node, args, kwargs)
-        return Measure(value, work.cost, work.made)
-
-    def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.op == "call_module":
-            return self.root.get_submodule(str(node.target))(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]

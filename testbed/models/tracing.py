@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +23,9 @@ from testbed.device import Cost
 from testbed.models.chain import Model, Unit, joined
 from testbed.models.making import KEY, CountedUnit, Maker
 from testbed.models.shapes import INPUT, Shape
-from testbed.models.tracer import BATCHES, Measure, Traced, line, plain, seeded, trace
+from testbed.models.tracer import BATCHES, STACKS, Measure, Traced, by_mode, line, plain, seeded, trace
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, *STACKS)
 
 
 def traced(
@@ -35,13 +35,26 @@ def traced(
 
     ``integers``: it is given samples of int64 instead of float32.
     """
-    steps = _steps(maker, trace(maker, shape, units, integers))
+    steps = _steps(maker, _found(maker, shape, units, integers))
     cuts = _automatic(steps) if units is None else _by_hand(steps, units)
     pieces = [steps.nodes[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])]
     names = _unlike([_name(piece, steps) for piece in pieces])
     if units is not None:
         names[1:] = units[-len(cuts) :] if cuts else []
     return replace(_chain(maker, steps, dict(zip(names, pieces, strict=True)), shape, classes), integers=integers)
+
+
+def _found(maker: Maker, shape: Shape, units: Sequence[str] | None, integers: bool) -> Traced:
+    """Return what a network does, by torch.fx or, which takes longer, by torch.export."""
+    try:
+        return trace(maker, shape, units, integers)
+    except InputError as error:
+        from testbed.models.exported import exported
+
+        try:
+            return exported(maker, shape, integers)
+        except InputError as other:
+            raise InputError(f"{error.text}; {other.text}", KEY) from None
 
 
 @dataclass
@@ -71,7 +84,7 @@ class _Steps:
         return self.runs[0][node.name].value, self.runs[1][node.name].value
 
     def local(self, node: fx.Node) -> bool:
-        """Whether each unit makes it itself: it depends on no sample, or is no tensor but a size."""
+        """Whether each unit makes it itself: it depends on no sample, or is no tensor but a size, or a mask."""
         return node is not self.input and node not in self._made
 
     def __post_init__(self) -> None:
@@ -102,12 +115,17 @@ class _Steps:
         before = {self.input, *self.nodes[:cut]}
         return [node for node in self.reads(self.nodes[cut:]) if node in before]
 
+    def mixed(self, cut: int) -> bool:
+        """Whether several tensors cross, the samples left out where they do for masks alone."""
+        read = {each for node in self.nodes[cut:] for each in node.all_input_nodes}
+        return sum(node is not self.input or node in read for node in self.alive(cut)) > 1
+
     def travels(self, node: fx.Node) -> bool:
         """Whether what a node makes can cross a cut: a tensor of numbers with a row for each sample."""
         values = self.values(node)
         return all(
             isinstance(value, torch.Tensor)
-            and value.dtype == torch.float32
+            and (value.dtype == torch.float32 or node is self.input)
             and value.ndim > 1
             and value.shape[0] == size
             and value.shape[1:] == values[0].shape[1:]
@@ -128,13 +146,41 @@ def _steps(maker: Maker, traced: Traced) -> _Steps:
         called = node.op.startswith("call") and depends.intersection(node.all_input_nodes)
         if called and not plain(runs[0][node.name].value):
             depends.add(node)
-    nodes = [node for node in traced.graph.nodes if node in depends and node is not entering]
+    masks = _masks(traced, entering, depends)
+    nodes = [node for node in traced.graph.nodes if node in depends and node is not entering and node not in masks]
     if not nodes or output.args[0] is not nodes[-1]:
         where = line(nodes[-1], maker) if nodes else usercode.shown(maker.code.module)
         given = "several values" if isinstance(output.args[0], tuple | list | dict) else "what is made of no sample"
         text = f"forward returns {given}: it has to return one tensor, one value for each class"
         raise InputError(f"{where}: {text}", KEY)
     return _Steps(traced, nodes, entering, maker)
+
+
+def _masks(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> set[fx.Node]:
+    """Return what is made of samples without weights, and leads to no gradient: masks, positions, tokens as they enter.
+
+    Each unit makes these itself, of the samples.
+    """
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        read = [each for each in node.all_input_nodes if each in depends]
+        if (
+            not read
+            or node.op == "output"
+            or traced.runs[0][node.name].works
+            or not found.union([entering]).issuperset(read)
+        ):
+            continue
+        whole = [each for each in read if each in found or not _is_float(traced, each)]
+        bare = not _parameters(traced.root, [node, *node.all_input_nodes])
+        if bare and (len(whole) == len(read) or not _is_float(traced, node)):
+            found.add(node)
+    return found
+
+
+def _is_float(traced: Traced, node: fx.Node) -> bool:
+    value = traced.runs[0][node.name].value
+    return not isinstance(value, torch.Tensor) or value.is_floating_point()
 
 
 def _parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
@@ -168,6 +214,19 @@ def _automatic(steps: _Steps) -> list[int]:
     return cuts
 
 
+def _held(steps: _Steps, begin: int, end: int) -> str:
+    """Say why a unit of several pieces of work is no two; empty: it has one, or is cut by hand."""
+    for place in range(begin + 1, end):
+        if not steps.work[begin] <= steps.work[place - 1] < steps.work[end - 1]:
+            continue
+        where = line(steps.nodes[place], steps.maker)
+        if why := _why_not(steps, begin, place):
+            return f"{where}: no unit can begin here: {why}"
+        if _within(steps, place):
+            return f"{where}: several tensors cross here, inside a module that is kept whole: name it in `units`"
+    return ""
+
+
 def _crossing(steps: _Steps, cut: int) -> int:
     return sum(math.prod(steps.shape(node)) for node in steps.alive(cut))
 
@@ -188,7 +247,7 @@ def _why_not(steps: _Steps, begin: int, cut: int) -> str | None:
 
 def _within(steps: _Steps, cut: int) -> bool:
     """Say whether a cut where several tensors cross is inside a module that is to stay whole."""
-    if len(steps.alive(cut)) == 1:
+    if not steps.mixed(cut):
         return False
     before, after = (_callers(steps.nodes[place]) for place in (cut - 1, cut))
     common = [path for path, other in zip(before, after, strict=False) if path == other]
@@ -265,7 +324,9 @@ def _chain(maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], 
         places = tuple(made[node] for node in reads)
         entering = joined([steps.shape(node) for node in reads], whole=False)
         one = places if places != (index - 1,) else ()
-        units.append(Unit(name, (_measured(steps, piece, result),), entering, one, joins=False))
+        begin = steps.nodes.index(piece[0])
+        counted = replace(_measured(steps, piece, result), held=_held(steps, begin, begin + len(piece)))
+        units.append(Unit(name, (counted,), entering, one, joins=False))
         graphs.append(_unit_graph(steps, piece, reads, result))
     try:
         file = usercode.shown(maker.code.module).rpartition("/")[2]
@@ -306,6 +367,8 @@ def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"read{place}") for place, node in enumerate(reads)}
     first = copies[reads[0]]
+    if (kind := steps.values(steps.input)[0].dtype) != torch.float32 and steps.input in copies:
+        copies[steps.input] = graph.call_method("to", (copies[steps.input], kind))  # across a cut it goes as float32
 
     def sized(values: tuple[Any, Any], node: fx.Node) -> Any:
         """Write a number or size again: as it is, or as so many times the samples that enter."""
@@ -322,8 +385,8 @@ def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node
 
     def copied(node: fx.Node) -> Any:
         if node not in copies:
-            local = node.op == "get_attr"  # the mode of the unit, training or evaluation
-            copies[node] = graph.node_copy(node) if local else sized(steps.values(node), node)
+            local = node.op == "get_attr" or node.target is by_mode  # the mode of the unit, training or evaluation
+            copies[node] = graph.node_copy(node, copied) if local else sized(steps.values(node), node)
         return copies[node]
 
     for node in steps.all_of(piece):
