@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -67,13 +67,13 @@ class DeviceSpec:
         Plans, estimates, pacing and the simulator all take it from here. Normalisation, activation and pooling have no
         FLOPs; a convolution has all that is charged.
         """
-        return sum(rates.seconds(cost.of(kinds)) for kinds, rates in self._rates)
+        return sum(rates.seconds(cost.of(kinds)) for kinds, rates in self.rates)
 
     @cached_property
-    def _rates(self) -> list[tuple[Sequence[Kind], Rates]]:
-        """Kinds that have rates together, with these; each kind once."""
-        others = [kind for kind in KINDS if kind not in self.kinds]
-        return [(others, Rates(self.speed, self.memory_rate)), *(((kind,), each) for kind, each in self.kinds.items())]
+    def rates(self) -> tuple[tuple[tuple[Kind, ...], Rates], ...]:
+        """Kinds that have rates together, with these; each kind once. Devices with equal ones take the same time."""
+        others = tuple(kind for kind in KINDS if kind not in self.kinds)
+        return (others, Rates(self.speed, self.memory_rate)), *(((kind,), each) for kind, each in self.kinds.items())
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Plan(BaseModel, Generic[PlanDetails]):
     # Without details the type's own default holds, which mypy does not follow.
     details: SerializeAsAny[PlanDetails] = Field(default_factory=Details)  # type: ignore[assignment]
 
-    @property
+    @cached_property
     def devices(self) -> tuple[str, ...]:
         """The devices that hold a piece, each once, in the order of the pieces."""
         return tuple(dict.fromkeys(piece.device for piece in self.pieces))

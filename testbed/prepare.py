@@ -284,8 +284,9 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
 
 
 def _memory_problems(trial: Trial, plan: Plan) -> Iterator[Diagnostic]:
+    devices = {device.name: device for device in trial.experiment.devices}
     for name in plan.devices:
-        device = next(device for device in trial.experiment.devices if device.name == name)
+        device = devices[name]
         if plan.memory(name) > device.memory:
             yield Diagnostic(
                 _device_key(name, trial.scenario),

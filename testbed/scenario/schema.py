@@ -81,7 +81,7 @@ class DevicePart(Part):
     count: int | None = Field(
         None,
         ge=1,
-        le=1000,
+        le=10_000,
         description="make this number of alike devices, named <name>1 to <name>N; more under further names",
     )
     speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed, and that of its `kinds`")

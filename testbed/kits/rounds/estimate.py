@@ -129,33 +129,29 @@ def transfer(link: Link, content: float) -> float:
     return link.transmission_time(size_around(content)) + link.delay
 
 
-def profile(
-    model: Model,
-    training: Recipe,
-    device: DeviceSpec,
-    server: DeviceSpec,
-    up: Link,
-    down: Link,
-    at_once: float = 1.0,
-) -> PairProfile:
-    """Return the profile of a device and the server by formula.
+def layer_times(model: Model, training: Recipe, device: DeviceSpec, at_once: float = 1.0) -> tuple[LayerTimes, ...]:
+    """Return by formula what each layer takes a device.
 
-    ``at_once`` devices share one of the server's processors: each finds it as many times slower.
+    ``at_once`` others share one of its processors: each finds it as many times slower.
     """
 
-    def layers(spec: DeviceSpec, times: float = 1.0) -> tuple[LayerTimes, ...]:
-        def of(unit: Unit) -> LayerTimes:
-            forward, backward = forward_of(unit.cost, 1), backward_of(unit.cost, 1)
-            works = [each.scaled(flops=1, accessed=1, weights=0) for each in (forward, backward)]
-            works.append(costs.update((unit,), training))
-            works += [each.scaled(flops=0, accessed=0, weights=1) for each in (forward, backward)]
-            return LayerTimes(*(times * spec.seconds(work) for work in works))
+    def of(unit: Unit) -> LayerTimes:
+        forward, backward = forward_of(unit.cost, 1), backward_of(unit.cost, 1)
+        works = [each.scaled(flops=1, accessed=1, weights=0) for each in (forward, backward)]
+        works.append(costs.update((unit,), training))
+        works += [each.scaled(flops=0, accessed=0, weights=1) for each in (forward, backward)]
+        return LayerTimes(*(at_once * device.seconds(work) for work in works))
 
-        return tuple(of(unit) for unit in model.units)
+    return tuple(of(unit) for unit in model.units)
 
+
+def profile(
+    model: Model, device: tuple[LayerTimes, ...], server: tuple[LayerTimes, ...], up: Link, down: Link
+) -> PairProfile:
+    """Return the profile of a device and the server from what the layers take them, see `layer_times`."""
     return PairProfile(
-        device=layers(device),
-        server=layers(server, at_once),
+        device=device,
+        server=server,
         volumes=tuple(model.cut_bytes(index + 1) for index in range(len(model.units))),
         states=tuple(BYTES_PER_VALUE * unit.parameters for unit in model.units),
         up=up,

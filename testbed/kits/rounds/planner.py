@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Self
@@ -12,7 +12,16 @@ from pydantic import BaseModel, ConfigDict
 from testbed.common.errors import InputError, Key
 from testbed.hardware import DeviceSpec
 from testbed.kits.layers import costs
-from testbed.kits.rounds.estimate import Choice, PairProfile, aggregation_time, iterations, profile, shortest_epoch
+from testbed.kits.rounds.estimate import (
+    Choice,
+    LayerTimes,
+    PairProfile,
+    aggregation_time,
+    iterations,
+    layer_times,
+    profile,
+    shortest_epoch,
+)
 from testbed.kits.rounds.options import RoundOptions, SplitPoints
 from testbed.kits.rounds.share import Length
 from testbed.method import Problem
@@ -122,7 +131,18 @@ class Participants:
             up = down = Link()
         else:
             up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
-        return profile(problem.model, problem.training, device, server, up, down, share)
+        return profile(problem.model, self._layer_times(device), self._layer_times(server, share), up, down)
+
+    def _layer_times(self, device: DeviceSpec, at_once: float = 1.0) -> tuple[LayerTimes, ...]:
+        key = (device.rates, at_once)
+        if key not in self._known:
+            self._known[key] = layer_times(self.problem.model, self.problem.training, device, at_once)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[Hashable, tuple[LayerTimes, ...]]:
+        """What layers take devices of some rates: most of thousands of devices are alike."""
+        return {}
 
     def given(self, key: Key, value: SplitPoints, lowest: int, highest: int) -> dict[str, int]:
         """Return a number that a scenario gives for each device, or for all; empty where it is to be the best.

@@ -13,6 +13,7 @@ from testbed.kits.rounds.estimate import (
     aggregation_time,
     epoch,
     iterations,
+    layer_times,
     mini_batch,
     profile,
     shortest_epoch,
@@ -58,7 +59,8 @@ def cell(name: str, network: str) -> PairProfile:
     model = create(name, {}, (3, 32, 32), 10)
     spec = DeviceSpec("device", 1e9, 1e9)
     preset = PRESETS[network]
-    plain = profile(model, sgd(), spec, spec, Link(rate=preset.up), Link(rate=preset.down))
+    times = layer_times(model, sgd(), spec)
+    plain = profile(model, times, times, Link(rate=preset.up), Link(rate=preset.down))
     sample = EPOCH[name] / SAMPLES
 
     def layers(speed: float) -> tuple[LayerTimes, ...]:
@@ -187,9 +189,11 @@ def test_methods_rank_as_in_figure_4(name: str, network: str) -> None:
 @given(st.integers(1, 8))
 def test_devices_that_share_the_servers_processor_find_it_slower(at_once: int) -> None:
     model = create("vgg5", {}, (3, 32, 32), 10)
-    device, server = DeviceSpec("device", 1e9, 1e9), DeviceSpec("server", 1e10, 1e9)
+    server = DeviceSpec("server", 1e10, 1e9)
+    device = layer_times(model, sgd(), DeviceSpec("device", 1e9, 1e9))
     alone, shared = (
-        profile(model, sgd(), device, server, Link(), Link(), share).durations(1, 10) for share in (1, at_once)
+        profile(model, device, layer_times(model, sgd(), server, share), Link(), Link()).durations(1, 10)
+        for share in (1, at_once)
     )
     assert math.isclose(shared["server forward"], at_once * alone["server forward"])
     assert shared["forward"] == alone["forward"]
