@@ -117,3 +117,19 @@ def test_program_error_keeps_its_cause():
     assert isinstance(caught.value.__cause__, KeyError)
     failed = [event["error"] for event in events(run, "state", "b") if event["state"] == "failed"]
     assert failed == ["KeyError: 'lost'"]
+
+
+def test_tasks_of_many_devices_hash_apart_and_alike_in_each_run() -> None:
+    def hashes() -> list[int]:
+        found: list[int] = []
+
+        async def program(device) -> None:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(3):
+                    found.append(hash(group.create_task(device.sleep(1.0))))
+
+        world({f"device{number}": program for number in range(50)}).run()
+        return found
+
+    assert len(set(hashes())) == 150
+    assert hashes() == hashes()
