@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import wraps
 from typing import Any
@@ -66,6 +67,40 @@ def partition(groups: tuple[str, ...], run_id: str | None) -> None:
     Devices that are not named form one more group. Packets vanish silently, in both directions.
     """
     _apply(run_id, {"partition": [group.split(",") for group in groups]})
+
+
+def _devices_of(run: str, host: str) -> list[str]:
+    """Return the devices on a host of a run; raise InputError where it has none there."""
+    hosts = runstate.hosts_of(run)
+    if not hosts.get(host):
+        known = ", ".join(name for name, devices in hosts.items() if devices) or "it is on one engine"
+        raise InputError(f"the run '{run}' has no devices on a host '{host}' (hosts: {known})")
+    return hosts[host]
+
+
+def _host_command(name: str, action: str, text: str) -> None:
+    @fault.command(name, help=text)
+    @click.argument("host")
+    @run_option
+    def command(host: str, run_id: str | None) -> None:
+        run = runstate.choose(run_id)
+        devices = _devices_of(run, host)
+        with ThreadPoolExecutor(len(devices)) as pool:
+            for said in pool.map(lambda device: control.strike(run, {action: device}), devices):
+                click.echo(said)
+
+
+_host_command("kill-host", "kill", "End all devices of a run on HOST at once, as a power cut there would.")
+_host_command("restart-host", "restart", "Boot all devices of a run on HOST again.")
+
+
+@fault.command("partition-hosts")
+@click.argument("hosts", nargs=-1, required=True)
+@run_option
+def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
+    """Cut HOSTS off from each other and from all others: of a run over several, the links between their devices."""
+    run = runstate.choose(run_id)
+    _apply(run, {"partition": [_devices_of(run, host) for host in hosts]})
 
 
 def _on_links(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controller.cli.options import as_json, in_results, overrides
+from controller.cli.options import as_json, hosts, in_results, overrides, place
 from controller.cli.printing import dump, make_console, print_section
 from testbed.common import formats
 from testbed.common.errors import InputError
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("scenario")
 @overrides
+@hosts
+@place
 @as_json
-def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
+def plan(scenario: str, overrides: tuple[str, ...], hosts: list[str], place: dict[str, str], as_json: bool) -> None:
     """Show who holds which part of the model, and what that costs, without running anything.
 
     For each device of the plan: its units, parameters, memory against what it has, and the FLOPs it computes in
@@ -60,7 +62,11 @@ def plan(scenario: str, overrides: tuple[str, ...], as_json: bool) -> None:
     if in_results(loaded):
         raise InputError(f"{scenario}: its Python files lie among results, and only 'testbed run' executes those")
     points = [each for each in trials(loaded) if each.repetition == 0]
-    plans = [_describe_plan(prepare(each)) for each in points]
+    prepared = [prepare(each) for each in points]
+    plans = [_describe_plan(each) for each in prepared]
+    if hosts:
+        for described, each in zip(plans, _describe_hosts(prepared, hosts, place), strict=True):
+            described["hosts"] = each
     if as_json:
         dump(plans)
         return
@@ -93,6 +99,19 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "alternatives": [asdict(each) for each in prepared.method.alternatives(problem)],
         "details": chosen.details.model_dump(mode="json"),
     }
+
+
+def _describe_hosts(
+    prepared: Sequence[Prepared], hosts: Sequence[str], given: Mapping[str, str]
+) -> list[list[dict[str, Any]]]:
+    """Return for each plan what `controller.hosts.placement.described` does."""
+    from controller.hosts.contexts import reach_all
+    from controller.hosts.lab import capacities, placement
+    from controller.hosts.placement import described
+
+    there = capacities(reach_all(hosts))
+    runs = [each.experiment for each in prepared]
+    return [described(placement(run, there, given), run.devices, run.links, there) for run in runs]
 
 
 def _programs(problem: Problem) -> dict[str, ProgramPart]:
@@ -159,6 +178,28 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
     }
 
 
+def _print_hosts(console: Console, hosts: Sequence[Mapping[str, Any]]) -> None:
+    """Print where devices would run."""
+    if not hosts:
+        return
+    from controller.report.tables import Column, figures
+
+    rows = [
+        (
+            each["host"],
+            ", ".join(each["devices"]) or "-",
+            f"{each['busy']:.2g} of {each['cores']}",
+            f"{formats.size(each['memory'])} of {formats.size(each['of'])}",
+            str(each["leaving"]),
+        )
+        for each in hosts
+    ]
+    console.print()
+    print_section(
+        console, [Column("host"), Column("devices"), *figures("cores busy", "memory", "links that leave")], rows
+    )
+
+
 def _print_plan(console: Console, described: dict[str, Any]) -> None:
     from controller.report.tables import Column, figures
 
@@ -170,6 +211,7 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
             for name, program in described["programs"].items()
         ]
         print_section(console, [Column("device"), Column("command"), Column("")], commands)
+        _print_hosts(console, described.get("hosts", ()))
         return
     unit = "step" if described["task"] == "train" else "request"
     console.print(
@@ -201,6 +243,7 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     console.print(f"\n[dim]* {lead}; of: the device's memory; FLOP, time: per {unit}[/dim]")
     if described["step_time"] is not None:
         console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]")
+    _print_hosts(console, described.get("hosts", ()))
     if described["data"]:
         console.print()
         _print_data(console, described["data"])

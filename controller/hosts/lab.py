@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
+import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,9 @@ from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 
 T = TypeVar("T")
+
+GOSSIP_SECONDS = 6.0
+"""Within which the hosts of a swarm have heard from each other of new containers."""
 
 
 class HostsLab:
@@ -99,8 +103,7 @@ class HostsLab:
         check_devices(trial.experiment)
         reached = reach_all(hosts)
         managing = manager(reached)
-        capacities = {name: Capacity(host.cores, host.memory) for name, host in reached.items()}
-        placed = placement(trial.experiment, capacities, given)
+        placed = placement(trial.experiment, capacities(reached), given)
         here, scenario = ensure_engine(say), trial.scenario
         images = ensure_images(here, say)
         devices = device_images(here, scenario.workload, trial.experiment, images, say)
@@ -257,10 +260,14 @@ class HostsLab:
 
     def _subtract_ways(self) -> None:
         """Have links across hosts delay by so much less as the ways between the hosts do."""
-        try:
-            ways = self.shaper.measured_ways()
-        except NothingPasses as error:
-            raise HostError(self._closed(*error.ends)) from None
+        deadline = time.monotonic() + GOSSIP_SECONDS
+        while True:
+            try:
+                ways = self.shaper.measured_ways()
+                break
+            except NothingPasses as error:
+                if time.monotonic() > deadline:
+                    raise HostError(self._closed(*error.ends)) from None
         self._state = replace(self._state, ways=ways)
         runstate.write(self._state)
         del self.shaper
@@ -293,6 +300,11 @@ class HostsLab:
         """Do something on all hosts at once; return what came of it, in the order of the hosts."""
         with ThreadPoolExecutor(len(self.parts)) as pool:
             return list(pool.map(act, self.parts.values()))
+
+
+def capacities(hosts: Mapping[str, Host]) -> dict[str, Capacity]:
+    """Return what each host has for devices."""
+    return {name: Capacity(host.cores, host.memory) for name, host in hosts.items()}
 
 
 def placement(experiment: Experiment, hosts: Mapping[str, Capacity], given: Mapping[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from testbed.common.errors import InputError
 from testbed.common.quantities import format_size
@@ -14,6 +15,8 @@ CORE_SPEED = 2e9
 """FLOP/s that a core is taken to give, where nobody has measured it."""
 RESERVED = 1 << 30
 """Bytes of a host's memory that are left to its engine and shaper."""
+AGENT = 256 << 20
+"""Bytes that a device takes at least, unless it is held to less: its agent with torch. Limits are seldom reached."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Load:
     cores: float
     """Cores that are busy while all of its devices compute."""
     memory: float
-    """Bytes of all its devices' limits."""
+    """Bytes that its devices take at least."""
 
 
 def place(
@@ -99,7 +102,7 @@ def loads(placed: Mapping[str, str], specs: Mapping[str, DeviceSpec], hosts: Map
     for host, capacity in hosts.items():
         here = tuple(name for name, where in placed.items() if where == host)
         cores = sum(specs[name].speed * specs[name].processors for name in here) / capacity.speed
-        found[host] = Load(here, cores, sum(specs[name].memory for name in here))
+        found[host] = Load(here, cores, sum(min(specs[name].memory, AGENT) for name in here))
     return found
 
 
@@ -107,7 +110,29 @@ def _check_memory(placed: Mapping[str, str], specs: Mapping[str, DeviceSpec], ho
     for host, load in loads(placed, specs, hosts).items():
         if load.memory > hosts[host].memory - RESERVED:
             raise InputError(
-                f"{host} has {format_size(hosts[host].memory)} of memory, its devices {', '.join(load.devices)} may "
-                f"take {format_size(load.memory)}, and {format_size(RESERVED)} is kept for its engine: place some "
-                "elsewhere, give them less memory, or add a host"
+                f"{host} has {format_size(hosts[host].memory)} of memory, its {len(load.devices)} devices take at "
+                f"least {format_size(load.memory)}, and {format_size(RESERVED)} is kept for its engine: place some "
+                "elsewhere, or add a host"
             )
+
+
+def described(
+    placed: Mapping[str, str],
+    devices: Sequence[DeviceSpec],
+    links: Mapping[Pair, Link],
+    hosts: Mapping[str, Capacity],
+) -> list[dict[str, Any]]:
+    """Return of each host its devices, how many of its cores and bytes they ask for, and how many links leave it."""
+    found = loads(placed, {device.name: device for device in devices}, hosts)
+    return [
+        {
+            "host": host,
+            "devices": list(load.devices),
+            "busy": load.cores,
+            "cores": hosts[host].cores,
+            "memory": load.memory,
+            "of": hosts[host].memory,
+            "leaving": sum(placed[a] == host != placed[b] for a, b in links),
+        }
+        for host, load in found.items()
+    ]

@@ -142,8 +142,20 @@ class Shapers:
         }
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
-        """Return drops at queues and bytes sent by device, and of what is one figure a host, the largest."""
-        return merged(self._each(lambda _host, shaper: shaper.statistics(reset)))
+        """Return drops at queues and bytes sent by device, and of what is one figure a host, the largest.
+
+        Also ``hosts``, the devices of each; ``ways``, the delay beneath the links from one to another in seconds; and
+        ``clocks``, by how many seconds each may be off.
+        """
+        hosts: dict[str, list[str]] = {}
+        for name, host in self._host.items():
+            hosts.setdefault(host, []).append(name)
+        return {
+            **merged(self._each(lambda _host, shaper: shaper.statistics(reset))),
+            "hosts": hosts,
+            "ways": [[*way, delay] for way, delay in self._ways.items()],
+            "clocks": {host: channel.clock().offset.uncertainty for host, channel in self._channels.items()},
+        }
 
     def _is_at(self, pair: Pair, host: str) -> bool:
         return host in (self._host[pair[0]], self._host[pair[1]])

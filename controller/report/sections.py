@@ -83,7 +83,7 @@ def _units(piece: Piece) -> str:
 def _links(run: Run) -> Section:
     emulated = run.outcome.runtime == "emulate"
     backend = run.outcome.fidelity.get("backend") if emulated else None
-    shaped = f"; shaped by {backend}" if backend else ""
+    shaped = (f"; shaped by {backend}" if backend else "") + _across(run)
     rows = []
     for group in group_links(run.metrics["links"]):
         measured = Cell(group.measured, group.problem or "", "no" if group.problem else "")
@@ -97,6 +97,20 @@ def _links(run: Run) -> Section:
     columns = (Column("Link", "name"), Column("Requested"), *([Column("Measured")] if emulated else []))
     columns += (*figures("Carried"), *figures("Used", where="wide"))
     return Section("Links", note, f"rate, one-way delay{shaped}", columns, rows)
+
+
+def _across(run: Run) -> str:
+    """Say which devices were on which host, and what lay beneath the links between them; nothing of one host."""
+    fidelity = run.outcome.fidelity
+    hosts: dict[str, list[str]] = fidelity.get("hosts", {})
+    if len(hosts) < 2:
+        return ""
+    at = {name: host for host, names in hosts.items() for name in names}
+    links = run.trial.experiment.links
+    crossing = sum(at[a] != at[b] for a, b in links)
+    where = ", ".join(f"{', '.join(names) or 'none'} on {host}" for host, names in hosts.items())
+    ways = ", ".join(f"{a} to {b} {formats.seconds(delay)}" for a, b, delay in fidelity.get("ways", ()))
+    return f"; {crossing} of {len(links)} cross hosts ({where}), whose own delay is part of what was measured ({ways})"
 
 
 def directions(run: Run) -> Section | None:

@@ -49,6 +49,8 @@ DELAY_LATENESS_SHARE = 0.5
 """A delay line may let one packet in a hundred go later than due by the larger of a millisecond and this share of the
 shortest delay in the scenario. Single late packets do little to a step, and what they do counts above; but a tail
 beyond this is no link of the kind that was asked for, whatever it carries."""
+CLOCKS = 1e-3
+"""Seconds by which clocks of several hosts may be off."""
 LOST_EVENTS = 0.01
 """Share of the messages sent whose reception may be missing from the log without a fault to explain it."""
 
@@ -67,7 +69,8 @@ def verdict(record: Record) -> dict[str, Any]:
 
     Of ``outcome.fidelity`` these figures are understood, each optional: ``host_load``, ``host_saturated`` and
     ``host_stolen`` (shares of the run), ``queues`` (per device, packets dropped by kind) and ``lateness`` (of the delay
-    lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``).
+    lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``), and ``clocks`` (of several hosts, by how many
+    seconds each may be off).
     """
     outcome, experiment = record.outcome, record.experiment
     checks = [
@@ -85,6 +88,7 @@ def verdict(record: Record) -> dict[str, Any]:
             *_stolen(outcome.fidelity),
             *_queues(outcome.fidelity),
             *_delays(outcome.fidelity, experiment),
+            *_clocks(outcome.fidelity),
         ]
     else:
         checks += _left_out(experiment)
@@ -103,6 +107,16 @@ def verdict(record: Record) -> dict[str, Any]:
         "reasons": reasons,
         "checks": [asdict(check) for check in checks],
     }
+
+
+def _clocks(fidelity: Mapping[str, Any]) -> list[Check]:
+    """Judge by how much the clocks of several hosts may differ: every time between two devices may be off by that."""
+    clocks: Mapping[str, float] = fidelity.get("clocks", {})
+    if not clocks:
+        return []
+    worst = max(clocks, key=lambda host: clocks[host])
+    detail = f"the clocks of {len(clocks)} hosts are known to {clocks[worst] * 1e3:.2f} ms"
+    return [_bounded("clocks", clocks[worst], CLOCKS, f"{detail}, that of {worst} the least", f"{CLOCKS * 1e3:g} ms")]
 
 
 def _bounded(name: str, value: float, most: float, detail: str, limit: str) -> Check:

@@ -81,3 +81,32 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: str) -> Non
     error = call(*arguments).exception
     assert isinstance(error, InputError)
     assert said in str(error)
+
+
+def test_a_host_is_killed_restarted_and_cut_off_by_its_devices(
+    lab: RememberedLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = {"east": ["a"], "west": ["b", "c"], "idle": []}
+    # Asked as a run over several hosts, and found as the lab that only remembers.
+    monkeypatch.setattr(command, "runstate", _State(placed))
+    assert call("kill-host", "west").output == "kill: b\nkill: c\n"
+    assert lab.states() == {"a": "running", "b": "exited", "c": "exited"}
+    assert call("restart-host", "west").output == "restart: b\nrestart: c\n"
+    assert "4 directed links changed" in call("partition-hosts", "east").output
+    assert not lab.shaped["a", "b"].up
+    assert not lab.shaped["c", "a"].up
+    assert lab.shaped["b", "c"].up
+    for host in ("idle", "north"):
+        with pytest.raises(InputError, match=rf"no devices on a host '{host}' \(hosts: east, west\)"):
+            CliRunner().invoke(command.fault, ["kill-host", host], catch_exceptions=False)
+
+
+class _State:
+    def __init__(self, hosts: dict[str, list[str]]) -> None:
+        self._hosts = hosts
+
+    def choose(self, run: str | None) -> str:
+        return run or "run-1"
+
+    def hosts_of(self, _run: str) -> dict[str, list[str]]:
+        return self._hosts

@@ -428,3 +428,15 @@ def test_two_faults_at_one_instant_were_both_outlived() -> None:
         Event(17, "a", "recovery", {"phase": "resumed", "step": 4}),
     ]
     assert [strike.recovered for strike in strikes(events)] == [17, 17, None], "nobody recovers from a throttle"
+
+
+def test_clocks_of_several_hosts_that_are_not_known_well_make_a_run_untrusted() -> None:
+    near = calm(fidelity={"clocks": {"a": 1e-4, "b": 9e-4}})
+    assert {
+        "name": "clocks",
+        "ok": True,
+        "detail": "the clocks of 2 hosts are known to 0.90 ms, that of b the least",
+    } in near["verdict"]["checks"]
+    far = calm(fidelity={"clocks": {"a": 1e-4, "b": 4e-3}})
+    assert "known to 4.00 ms, that of b the least (at most 1 ms)" in far["verdict"]["summary"]
+    assert "clocks" not in [check["name"] for check in calm()["verdict"]["checks"]]
