@@ -297,9 +297,19 @@ class HostsLab:
         raise InputError(f"there is no device '{device}' in {self.run_id}: {known}")
 
     def _each(self, act: Callable[[Lab], T]) -> list[T]:
-        """Do something on all hosts at once; return what came of it, in the order of the hosts."""
+        """Do something on all hosts at once; return what came of it, in the order of the hosts.
+
+        Raises HostError naming the host where it fails.
+        """
+
+        def attempt(host: str) -> T:
+            try:
+                return act(self.parts[host])
+            except HostError as error:
+                raise HostError(f"on {host}: {error}") from error
+
         with ThreadPoolExecutor(len(self.parts)) as pool:
-            return list(pool.map(act, self.parts.values()))
+            return list(pool.map(attempt, self.parts))
 
 
 def capacities(hosts: Mapping[str, Host]) -> dict[str, Capacity]:

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.hosts import contexts
+from controller.hosts.contexts import Host, known, manager, reach, reach_all
+from testbed.common.errors import HostError, InputError
+
+
+def host(name: str, **changes: Any) -> Host:
+    found = Host(
+        name=name,
+        client=None,  # type: ignore[arg-type]
+        socket="/var/run/docker.sock",
+        engine=f"id-{name}",
+        node=name,
+        address="10.0.0.1",
+        manages=name == "a",
+        swarm="",
+        managers=("10.0.0.1:2377",),
+        cores=2,
+        memory=8 << 30,
+        version="20.10",
+        kernel="6.1",
+    )
+    return replace(found, **changes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    return tmp_path
+
+
+def context(folder: Path, name: str, url: str) -> None:
+    """Write a context as docker does."""
+    place = folder / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest()
+    place.mkdir(parents=True)
+    written = {"Name": name, "Metadata": {}, "Endpoints": {"docker": {"Host": url, "SkipTLSVerify": False}}}
+    (place / "meta.json").write_text(json.dumps(written))
+
+
+def test_contexts_are_found_without_a_configuration_beside_them(folder: Path) -> None:
+    context(folder, "b", "unix:///b")
+    context(folder, "a", "unix:///a")
+    assert known() == ["default", "a", "b"]
+
+
+def test_a_context_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
+    context(folder, "a", "unix:///a")
+    with pytest.raises(InputError, match=r"no docker context 'x' \(contexts: default, a\): .*docker context create x"):
+        reach("x")
+
+
+def test_an_engine_that_does_not_answer_is_named_with_how_to_try_it(folder: Path) -> None:
+    context(folder, "a", "unix:///nowhere/sock")
+    with pytest.raises(HostError, match=r"a: no engine answers at unix:///nowhere/sock .*docker --context a info"):
+        reach("a")
+
+
+def test_a_host_that_ssh_does_not_reach_is_named_with_how_to_try_it(folder: Path) -> None:
+    context(folder, "a", "ssh://me@127.0.0.1:9")
+    with pytest.raises(HostError, match=r"a: ssh://me@127.0.0.1:9 is not reached by ssh .*'ssh -p 9 me@127.0.0.1'"):
+        reach("a")
+
+
+def test_an_engine_that_is_open_to_everybody_on_the_way_is_refused(folder: Path) -> None:
+    context(folder, "a", "tcp://10.0.0.7:2375")
+    with pytest.raises(InputError, match=r"tcp://10.0.0.7:2375 is open to everybody .* certificates, or use ssh://"):
+        reach("a")
+
+
+def test_two_contexts_of_one_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "reach", lambda name: host(name, engine="one"))
+    with pytest.raises(InputError, match="the contexts a and b lead to one engine"):
+        reach_all(["a", "b"])
+
+
+def test_hosts_have_to_be_of_one_swarm_with_a_manager_among_them() -> None:
+    a, b = host("a"), host("b", address="10.0.0.2")
+    assert manager({"b": b, "a": a}) is a
+    with pytest.raises(HostError, match=r"b is in no swarm: .*swarm init"):
+        manager({"a": a, "b": replace(b, address="")})
+    with pytest.raises(HostError, match=r"no manager of the swarm is among b: add the context of one of 10.0.0.1:2377"):
+        manager({"b": b})
+    with pytest.raises(HostError, match=r"a and b are in two swarms: 'docker --context b swarm leave'"):
+        manager({"a": a, "b": replace(b, managers=("10.0.0.9:2377",))})
