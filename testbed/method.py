@@ -177,6 +177,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """Whether its program on the lead begins with `Job.weights`; else a scenario that names weights is refused."""
     samples_everywhere: ClassVar[bool] = False
     """Whether every device of the plan is given all samples, since it reads a part of each; else see `data_owners`."""
+    judges: ClassVar[bool] = False
+    """Whether it follows ``until``, ``patience`` and ``best`` of the training, by an option ``evaluate_every``."""
     refuses: ClassVar[Mapping[str, str]] = {}
     """Keys of ``workload.training`` that it does not follow, such as ``ema`` or ``clip.norm``, with the reason."""
     replans: ClassVar[bool] = False

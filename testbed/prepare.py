@@ -134,7 +134,14 @@ def _check_training(method: Method, problem: Problem) -> None:
     if problem.workload.task != "train":
         return
     problem.training.check()
-    given = problem.workload.training.given()
+    part = problem.workload.training
+    if part.judged and not method.judges:
+        text = f"'{method.name}' trains to its last step: leave 'until', 'patience' and 'best' out"
+        raise InputError(text, ("training",))
+    if part.judged and getattr(problem.options, "evaluate_every", None) is None:
+        text = "'until', 'patience' and 'best' look at evaluations: write how often there is one, evaluate_every"
+        raise InputError(text, ("method",))
+    given = part.given()
     for key, reason in method.refuses.items():
         if key in given:
             text = f"'{method.name}' does not do this ({reason}): leave it out, or take another method"

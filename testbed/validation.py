@@ -12,6 +12,7 @@ from ipaddress import IPv4Network
 from pydantic import ValidationError
 
 from testbed import methods
+from testbed.common.conditions import parse_condition
 from testbed.common.errors import Diagnostic, InputError, Key
 from testbed.data import catalog as data
 from testbed.data.pictures import is_picture
@@ -21,7 +22,6 @@ from testbed.models import CATALOG
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.scenario import paper
 from testbed.scenario.expand import no_such_devices
-from testbed.scenario.expect import parse_condition
 from testbed.scenario.files import data_folder
 from testbed.scenario.loading import explain, nearest
 from testbed.scenario.schema import Scenario

@@ -19,6 +19,9 @@ from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
+WEIGHTS = "weights.safetensors"
+"""What a run leaves in its results."""
+
 if TYPE_CHECKING:
     from controller.lab.lab import LinkBackend
     from controller.results.run import Run
@@ -61,9 +64,11 @@ if TYPE_CHECKING:
 @place
 @click.option(
     "--weights",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Begin with these weights: safetensors as a run leaves them, Darknet's for yolov2, or a scenario's, which is "
-    "simulated first.",
+    "--from",
+    "weights",
+    type=click.Path(path_type=Path, exists=True),
+    help="Begin with these weights: the results of another run, safetensors as it leaves them, Darknet's for yolov2, "
+    "or a scenario's, which is simulated first.",
 )
 @click.option(
     "--stream",
@@ -156,6 +161,11 @@ def _show_all(runs: list[Run], loaded: Scenario, console: Console, *, as_json: b
 def _changes(seed: int | None, repetitions: int | None, weights: Path | None) -> list[str]:
     """Return what options of their own change of the scenario, as --set has it."""
     given: dict[str, object] = {"seed": seed, "repetitions": repetitions}
+    if weights is not None and weights.is_dir():
+        weights = weights / WEIGHTS
+        if not weights.is_file():
+            runs = ", ".join(str(each.parent) for each in sorted(weights.parent.glob(f"*/{WEIGHTS}"))) or "none here"
+            raise InputError(f"--from: {weights.parent} holds no {WEIGHTS}: name the results of one run ({runs})")
     if weights is not None:
         # In quotes: whatever the path holds is text.
         given["workload.model.weights"] = json.dumps(str(weights.absolute()))

@@ -10,8 +10,9 @@ from statistics import fmean
 
 from controller.results.run import Run, point_text
 from controller.results.summary import CONFIDENCE, all_figures, interval, is_number
+from testbed.common.conditions import parse_condition
 from testbed.common.formats import FigureKind
-from testbed.scenario.expect import look_up, parse_condition
+from testbed.scenario.expect import look_up
 from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
 from testbed.scenario.schema import PaperPart, PaperRow
 from testbed.trace.figures import Figure

@@ -25,6 +25,11 @@ def steps_per_epoch(samples: int, batch_size: int) -> int:
     return max(1, samples // batch_size)
 
 
+def is_due(done: int, every: int | None) -> bool:
+    """Say whether what is done every so many steps is due after ``done`` of them; None and 0 are never."""
+    return bool(every) and done > 0 and done % (every or 1) == 0
+
+
 @lru_cache(maxsize=4)
 def _order(samples: int, seed: int, epoch: int) -> Indices:
     order = np.random.default_rng(derive(seed, "batches", epoch)).permutation(samples)

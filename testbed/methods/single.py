@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from testbed.common.errors import InputError
+from testbed.data.batches import is_due
 from testbed.data.dataset import Dataset
 from testbed.device import Device, Span
 from testbed.kits.layers import costs
@@ -20,6 +21,7 @@ from testbed.kits.layers.shard import Shard, result_of
 from testbed.method import Job, Method, Options, Problem
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.plan import Piece, Plan
+from testbed.training.stopping import Stopping
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,7 @@ class SingleOptions(Options):
     """Options of `Single`."""
 
     device: str | None = Field(None, description="which one; default: the first of the scenario")
+    evaluate_every: int | None = Field(None, ge=1, description="in steps; default: at the end only")
 
 
 class Single(Method[SingleOptions]):
@@ -40,6 +43,7 @@ class Single(Method[SingleOptions]):
     Options = SingleOptions
     timing_only = True
     takes_weights = True
+    judges = True
 
     def plan(self, problem: Problem[SingleOptions]) -> Plan:
         """Give everything to one device. Raises `InputError` where it is unknown or too small."""
@@ -76,9 +80,10 @@ class Single(Method[SingleOptions]):
         shard = make(problem, 0, len(problem.model.units))
         if job.weights is not None:
             shard.load(job.weights)
-        device.expose(lambda: result_of(shard.state()))
+        stopping = Stopping(problem.training)
+        device.expose(lambda: stopping.result(result_of(shard.state())))
         if problem.workload.task == "train":
-            await _train(device, problem, job.dataset, shard)
+            await _train(device, problem, job.dataset, shard, stopping)
         else:
             await _infer(device, problem, job.dataset, shard)
 
@@ -87,9 +92,12 @@ class Single(Method[SingleOptions]):
         return frozenset({"forward", "backward", "update", "evaluate"} if device == plan.lead else ())
 
 
-async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard) -> None:
+async def _train(
+    device: Device, problem: Problem[SingleOptions], dataset: Dataset, shard: Shard | ShapeShard, stopping: Stopping
+) -> None:
     units = problem.model.units
     training = Training(dataset, problem.workload, problem.seed)
+    requests = Requests(dataset, problem.workload.batch_size)
     for step in range(training.steps):
         images, labels = training.batch(step)
         samples = len(labels)
@@ -100,12 +108,15 @@ async def _train(device: Device, problem: Problem, dataset: Dataset, shard: Shar
         update = partial(shard.update, step)
         await device.compute(update, costs.update(units, problem.training), Span("update", step))
         device.record("step", step=step, samples=samples, **loss_fields(loss))
-
-    score = Score(problem.training)
-    requests = Requests(dataset, problem.workload.batch_size)
-    for index in range(len(requests)):
-        score.add(await _answer(device, problem, shard, requests, index, "evaluate"), requests.labels(index))
-    device.record("evaluate", step=training.steps, **score.fields())
+        done = step + 1
+        if done == training.steps or is_due(done, problem.options.evaluate_every):
+            score = Score(problem.training)
+            for index in range(len(requests)):
+                score.add(await _answer(device, problem, shard, requests, index, "evaluate"), requests.labels(index))
+            device.record("evaluate", step=done, **score.fields())
+            stopping.judge(done, score.fields(), lambda: result_of(shard.state()))
+            if stopping.reason:
+                break
 
 
 async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from testbed.common.conditions import parse_condition, parse_target
 from testbed.common.errors import Diagnostic, Key
 from testbed.common.formats import FigureKind
-from testbed.scenario.expect import parse_condition, parse_target
 from testbed.scenario.loading import nearest
 from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries
 from testbed.trace.figures import Figure

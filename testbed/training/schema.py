@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from testbed.common.conditions import Condition, parse_condition
 from testbed.common.part import Part
 
 FILE = "Python file that defines it, relative to the scenario file; it is sent to the devices"
@@ -147,6 +148,26 @@ class TrainingPart(Part):
         "before each update is kept",
     )
 
+    @property
+    def judged(self) -> bool:
+        """Whether evaluations decide when training ends, or what it leaves."""
+        return bool(self.until or self.patience or self.best)
+
+    @model_validator(mode="after")
+    def _figures_of_evaluations(self) -> Self:
+        known = ["accuracy", "test_loss", *(f"metrics.{name}" for name in self.metrics)]
+        if unknown := [name for name in (*self.until, *filter(None, [self.best])) if name not in known]:
+            raise ValueError(f"an evaluation has no '{unknown[0]}': there are {', '.join(known)}")
+        self.conditions()
+        return self
+
+    def conditions(self) -> dict[str, Condition]:
+        """Return what has to hold for training to end; raises ValueError for what is no condition."""
+        return {
+            name: parse_condition(text, "share" if name == "accuracy" else "number")
+            for name, text in self.until.items()
+        }
+
     def given(self) -> set[str]:
         """Return the keys that ask for more than plain descent on cross-entropy, such as ``clip.norm``."""
         asked = {
@@ -160,6 +181,21 @@ class TrainingPart(Part):
         }
         return {key for key, value in asked.items() if value}
 
+    until: dict[str, str] = Field(
+        default_factory=dict,
+        description="training ends with the first evaluation of which all this holds, before its steps or epochs are "
+        "over: conditions on accuracy, test_loss and metrics.<name>, such as '>= 0.95'",
+    )
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="training ends after so many evaluations in a row, none of them better than the best before",
+    )
+    best: str | None = Field(
+        None,
+        description="accuracy, test_loss or metrics.<name>: the run leaves the weights of its best evaluation by that, "
+        "and not its last; what `patience` looks at, which is test_loss by default",
+    )
     metrics: dict[str, MetricPart] = Field(
         default_factory=dict,
         description="of the test data beside accuracy and loss, by a name of your own or that of the metric: figures "

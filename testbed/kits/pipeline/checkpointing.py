@@ -20,6 +20,8 @@ from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.pipeline.messages import UnitState
 from testbed.plan import Piece
+from testbed.training.recipe import Recipe
+from testbed.training.stopping import Stopping
 
 if TYPE_CHECKING:
     import torch
@@ -74,8 +76,12 @@ class FromCheckpoint:
         partitioner: Partitioner,
         units: int,
         weights: State | None,
+        stopping: Stopping | None = None,
     ) -> None:
-        """``units`` are the model's; ``weights`` it begins with; None: the seed's."""
+        """``units`` are the model's; ``weights`` it begins with; None: the seed's.
+
+        ``stopping`` says whether other weights than the newest are what the run leaves.
+        """
         self.checkpoint = Checkpoint(0, weights)
         self._mailbox = mailbox = supervisor.mailbox
         self._device = mailbox.device
@@ -84,9 +90,14 @@ class FromCheckpoint:
         self._configure = configure
         self._partitioner = partitioner
         self._collector = Collector(units)
-        self._device.expose(lambda: result_of(self.checkpoint.state or {}))
+        self.stopping = stopping or Stopping(Recipe())
+        self._device.expose(lambda: self.stopping.result(self.weights()))
         mailbox.on(UnitState, self._collect)
         mailbox.on_open(self._collector.clear)
+
+    def weights(self) -> State:
+        """Return those of the last checkpoint; none before there is one."""
+        return result_of(self.checkpoint.state or {})
 
     def _collect(self, part: UnitState) -> None:
         self.checkpoint = self._collector.add(part.step, part.unit, part.state) or self.checkpoint

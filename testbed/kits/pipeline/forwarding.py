@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from testbed.kits.layers.answers import Answers
 from testbed.kits.layers.feed import Requests
@@ -46,13 +46,18 @@ async def forward_all(
         yield output.batch, output.tensor
 
 
-async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training: Recipe) -> None:
-    """Send the test part through the stages, enough batches at once to keep them all busy; record the score."""
+async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training: Recipe) -> dict[str, Any]:
+    """Send the test part through the stages, enough batches at once to keep them all busy.
+
+    Record the score, and return its fields.
+    """
     score = Score(training)
     window = 2 * len(supervisor.layout)
     async for index, output in forward_all(supervisor, "evaluate", range(len(tests)), window, tests.images):
         score.add(output, tests.labels(index))
-    supervisor.device.record("evaluate", step=step, **score.fields())
+    fields = score.fields()
+    supervisor.device.record("evaluate", step=step, **fields)
+    return fields
 
 
 class Serving:

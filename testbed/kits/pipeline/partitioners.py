@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 from typing_extensions import TypeVar
 
 from testbed.common.quantities import Duration
+from testbed.data.batches import is_due
 from testbed.kits.layers import costs
 from testbed.kits.pipeline.planning import StagesOptions, all_devices, stage_pieces
 from testbed.method import Problem
@@ -52,11 +53,6 @@ class AsynchronousOptions(StagesOptions):
         """Return the stages that a stage's chain replica goes to; where fewer follow, the coordinator's is one."""
         following = list(range(stage + 1, min(stages, stage + 1 + self.copies)))
         return following if len(following) == self.copies or stage == 0 else [*following, 0]
-
-
-def is_due(done: int, every: int) -> bool:
-    """Return whether ``done`` batches are a multiple of ``every`` of them; 0 is never."""
-    return every > 0 and done > 0 and done % every == 0
 
 
 Known = TypeVar("Known", bound=AsynchronousOptions, default=AsynchronousOptions)

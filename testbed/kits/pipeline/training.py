@@ -6,7 +6,7 @@ that contains it can leave that device, so that nothing is gone on from that was
 
 from __future__ import annotations
 
-from testbed.data.batches import micro_batches
+from testbed.data.batches import is_due, micro_batches
 from testbed.kits.layers.feed import Requests, Training
 from testbed.kits.layers.score import loss_fields
 from testbed.kits.messaging.supervision import Lost, Supervisor
@@ -51,10 +51,18 @@ class SynchronousTrainer:
             if self._supervisor.membership.joiners and self._options.checkpoints(done, steps):
                 await self._kept(done)
                 await self._recovery.let_join()
-            if every is not None and done % every == 0 and done < steps:
-                await evaluate(self._supervisor, done, self._tests, self._recipe)
-        await self._kept(steps)
-        await evaluate(self._supervisor, steps, self._tests, self._recipe)
+            if done < steps and is_due(done, every):
+                await self._evaluate(done)
+                if self._recovery.stopping.reason:
+                    return
+        await self._evaluate(steps)
+
+    async def _evaluate(self, step: int) -> None:
+        """Evaluate after a step; wait for its checkpoint first where that is the last or may be."""
+        if step == self._training.steps or self._recipe.part.judged:
+            await self._kept(step)
+        fields = await evaluate(self._supervisor, step, self._tests, self._recipe)
+        self._recovery.stopping.judge(step, fields, self._recovery.weights)
 
     async def _kept(self, step: int) -> None:
         """Wait until the checkpoint of this step is complete."""
@@ -128,12 +136,20 @@ class AsynchronousTrainer:
             step, wanted = await self._stretch(step)
             if self._evaluates(step):
                 self._evaluated = step
-                await evaluate(self._supervisor, step, self._tests, self._recipe)
+                await self._evaluate(step)
+                if self._recovery.stopping.reason:
+                    return
             if step < self._steps and wanted is not None:
                 await self._change(step, wanted)
                 step = self.start
-        await self._supervisor.until(lambda: self._recovery.points.has_all(self._steps))
-        await evaluate(self._supervisor, self._steps, self._tests, self._recipe)
+        await self._evaluate(self._steps)
+
+    async def _evaluate(self, step: int) -> None:
+        """Evaluate after a step; wait for all units as they are after it where it is the last or may be."""
+        if step == self._steps or self._recipe.part.judged:
+            await self._supervisor.until(lambda: self._recovery.points.has_all(step))
+        fields = await evaluate(self._supervisor, step, self._tests, self._recipe)
+        self._recovery.stopping.judge(step, fields, self._recovery.points.weights)
 
     async def _stretch(self, first: int) -> tuple[int, StagePartition | None]:
         """Train from a batch on until all are done or something else is to be done.

@@ -9,6 +9,7 @@ from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from testbed.data.batches import is_due
 from testbed.device import Cost, Span
 from testbed.kits.layers import costs
 from testbed.kits.layers.shard import State, restrict
@@ -83,7 +84,8 @@ class SynchronousUpdates:
         cost = costs.update(stage.units, stage.problem.training)
         update = partial(stage.shard.update, batch, await self._norms(batch))
         await stage.compute(update, cost, Span("update", batch))
-        if self._options.checkpoints(batch + 1, position.steps):
+        judged = stage.problem.workload.training.judged and is_due(batch + 1, self._options.evaluate_every)
+        if judged or self._options.checkpoints(batch + 1, position.steps):
             await self._checkpoint(batch)
         if position.before is None:
             stage.post(position.coordinator, Updated(position.configuration, batch))
@@ -236,7 +238,8 @@ class AsynchronousUpdates:
         if options.chain_due(done):
             next_ones = options.keepers(position.index, len(position.stages))
             keepers |= {self._stage.device.name, *(position.stages[stage][0] for stage in next_ones)}
-        if options.global_due(done) or done == position.steps:
+        judged = self._stage.problem.workload.training.judged and is_due(done, options.evaluate_every)
+        if judged or options.global_due(done) or done == position.steps:
             keepers |= {self._stage.device.name, position.coordinator}
         return keepers
 

@@ -60,6 +60,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     declared = DECLARED
     timing_only = True
     takes_weights = True
+    judges = True
     refuses: ClassVar[Mapping[str, str]] = {"ema": "the server averages the weights of the devices, not of their steps"}
 
     @abstractmethod
@@ -131,7 +132,7 @@ def global_model(device: Device, job: Job[O, RoundDetails], merge: Merge = mean)
     layers = Layers(device, problem, 0, len(problem.model.units))
     model = GlobalModel(device, layers, job.weights, tests, schedule, merge)
     if model.numbers:
-        device.expose(lambda: model.state)
+        device.expose(lambda: model.stopping.result(model.state))
     return model
 
 

@@ -17,6 +17,7 @@ from testbed.kits.rounds.estimate import AGGREGATION_FLOPS
 from testbed.kits.rounds.layers import Layers
 from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Update
 from testbed.kits.rounds.rounds import Rounds
+from testbed.training.stopping import Stopping
 from testbed.wire.message import Message
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class GlobalModel:
             self._memory = {name: tensor for name, tensor in kept.tensors.items() if name not in self.state}
         elif weights is not None:
             self.state = {**self.state, **weights}
+        self.stopping = Stopping(layers.training)
         self._device = device
         self._layers = layers
         self._merge = merge
@@ -100,8 +102,8 @@ class GlobalModel:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds of the workload are in it."""
-        return self.rounds >= self._schedule.rounds
+        """Whether all rounds of the workload are in it, or no more are wanted."""
+        return bool(self.stopping.reason) or self.rounds >= self._schedule.rounds
 
     @property
     def numbers(self) -> bool:
@@ -141,7 +143,9 @@ class GlobalModel:
         self._device.record("step", step=made["round"], samples=sum(made["samples"].values()), **loss)
         if self._schedule.due(self.rounds):
             score = await evaluation(self._layers, self.state, self._tests, self.rounds)
-            self._device.record("evaluate", step=self.rounds, **score.fields())
+            fields = score.fields()
+            self._device.record("evaluate", step=self.rounds, **fields)
+            self.stopping.judge(self.rounds, fields, lambda: self.state)
         await self._device.save(REPORTED, Message(REPORTED, {"rounds": self.rounds}))
 
 

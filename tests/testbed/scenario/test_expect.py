@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testbed.common.conditions import parse_condition
 from testbed.methods import METHODS
-from testbed.scenario.expect import evaluate, parse_condition
+from testbed.scenario.expect import evaluate
 from testbed.trace.figures import Declared, Figure
 from testbed.trace.registry import COMMON, figures_of, kind_of
 
@@ -116,6 +117,6 @@ def test_a_method_adds_figures_under_names_of_their_own():
 def test_figures_of_all_methods_have_names_and_meanings():
     for method in METHODS.values():
         for name, figure in figures_of(method.declared).items():
-            assert re.fullmatch(r"((layer|device)s\.<\2>\.)?[a-z][a-z_0-9]*", name)
+            assert re.fullmatch(r"((layer|device)s\.<\2>\.)?[a-z][a-z_0-9]*|metrics\.<metric>", name)
             assert figure.meaning
             assert not figure.meaning.endswith(".")

@@ -1,0 +1,87 @@
+"""Conditions on values: comparisons (``>= 0.9``, ``== true``) and tolerances (``within 10% of 0.25s``).
+
+Times and sizes are compared with written units, shares with a number or per cent.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.common.formats import FigureKind
+from testbed.common.quantities import parse_duration, parse_fraction, parse_size
+
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+_COMPARISON = re.compile(r"(>=|<=|==|!=|>|<)\s*(\S.*)")
+_TOLERANCE = re.compile(r"within\s+(\S+)\s+of\s+(\S.*)")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What one figure has to fulfil."""
+
+    operator: str
+    """One of >= <= > < == != within."""
+    target: float | str | bool
+    """The value to compare with, in base units."""
+    tolerance: float = 0.0
+    """For ``within``, a fraction of the target."""
+
+    def holds(self, value: object) -> bool:
+        """Say whether a figure fulfils the condition; one that is absent or no number never does."""
+        if isinstance(self.target, str | bool):
+            return type(value) is type(self.target) and _COMPARE[self.operator](value, self.target)
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            return False
+        if self.operator == "within":
+            return abs(value - self.target) <= self.tolerance * abs(self.target)
+        return _COMPARE[self.operator](value, self.target)
+
+
+def parse_condition(text: str, kind: FigureKind) -> Condition:
+    """Read a condition on a figure of that kind; raise ValueError saying what would be right."""
+    if match := _TOLERANCE.fullmatch(text.strip()):
+        if kind in ("bool", "text"):
+            raise ValueError(f"'{text}' asks for a tolerance, which this figure cannot have: write '== ...'")
+        return Condition("within", parse_target(match[2], kind), parse_fraction(match[1]))
+    match = _COMPARISON.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"'{text}' is not a condition: write one such as '>= 0.9', '== 1', or 'within 10% of 0.25s'")
+    if kind in ("bool", "text") and match[1] not in ("==", "!="):
+        raise ValueError(f"'{text}' compares by size what has none: write '== ...'")
+    return Condition(match[1], parse_target(match[2], kind))
+
+
+def parse_target(text: str, kind: FigureKind) -> float | str | bool:
+    """Read a figure of that kind in base units; raise ValueError saying what would be right."""
+    text = text.strip()
+    if kind == "seconds":
+        return parse_duration(text)
+    if kind == "bytes":
+        return parse_size(text)
+    if kind == "bool":
+        if text not in ("true", "false"):
+            raise ValueError(f"'{text}' is neither true nor false")
+        return text == "true"
+    if kind == "text":
+        return text
+    if kind == "share" and text.endswith("%"):
+        return parse_fraction(text)
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"'{text}' is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"'{text}' is not a finite number")
+    return number
