@@ -5,13 +5,13 @@ from __future__ import annotations
 from pydantic import Field
 
 from testbed.kits.rounds.method import Hooks, SplitMethod
-from testbed.kits.rounds.options import SPLIT, RoundOptions, SplitPoints
+from testbed.kits.rounds.options import SPLIT, SplitPoints, TransferOptions
 from testbed.kits.rounds.planner import Participants, RoundDetails, split_plan
 from testbed.method import Problem
 from testbed.plan import Plan
 
 
-class SplitLearningOptions(RoundOptions):
+class SplitLearningOptions(TransferOptions):
     """Options of `SplitLearning`."""
 
     split: SplitPoints = Field("best", description=SPLIT)

@@ -42,6 +42,8 @@ class Chain:
     """Devices in the order of the stages."""
     links: Mapping[Pair, Link]
     batch_size: int
+    shares: tuple[float, float] = field(default=(1.0, 1.0), kw_only=True)
+    """Bytes that travel for each byte of activations and of their gradients."""
 
     def __post_init__(self) -> None:
         cutting.check_counts(len(self.units), len(self.devices))
@@ -79,7 +81,9 @@ class Chain:
     def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
         """Return the seconds a link is busy with what crosses a cut, and its delay; activation and gradient alike."""
         link = self.links[self.devices[source].name, self.devices[target].name]
-        return link.transmission_time(size_around(samples * self.model.cut_bytes(cut))), link.delay
+        return link.transmission_time(
+            size_around(samples * self.model.cut_bytes(cut) * self.shares[source > target])
+        ), link.delay
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""

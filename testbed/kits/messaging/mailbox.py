@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, overload
 
 from testbed.device import Device
 from testbed.kits.messaging.sends import MailboxFullError, Sends, Tasks
+from testbed.kits.messaging.transfer import Codec, packed, unpacked
 from testbed.kits.messaging.typed import Typed, decode, encode
 from testbed.network.link import Link, Pair
 from testbed.wire.message import WireError
@@ -50,8 +51,14 @@ class Mailbox:
     """
 
     def __init__(
-        self, device: Device, links: Mapping[Pair, Link], kinds: Iterable[type[Typed]], limit: int = LIMIT
+        self,
+        device: Device,
+        links: Mapping[Pair, Link],
+        kinds: Iterable[type[Typed]],
+        limit: int = LIMIT,
+        codecs: Mapping[str, Codec] = {},
     ) -> None:
+        """``codecs`` carry the tensors of messages to other devices, by their kinds."""
         self.configuration = 0
         self.arrived = 0
         """Messages of what was the present configuration when they came."""
@@ -59,6 +66,7 @@ class Mailbox:
         self.links = links
         self._kinds = {kind.kind: kind for kind in kinds}
         self._limit = limit
+        self._codecs = codecs
         self._tasks = Tasks()
         self.sends = Sends(device, links, self._tasks, limit)
         self._handlers: dict[str, Callable[[Any], None]] = {}
@@ -86,7 +94,8 @@ class Mailbox:
             kind = self._kinds.get(message.kind)
             if kind is None:
                 raise WireError(f"{message.sender} sent '{message.kind}', which this method does not know")
-            self._deliver(decode(kind, message))
+            codec = self._codecs.get(message.kind)
+            self._deliver(decode(kind, message if codec is None else unpacked(message, codec)))
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a task beside the program: its failure is the program's, the program's end is its own."""
@@ -126,7 +135,8 @@ class Mailbox:
         A message to the device itself is delivered at once. Raises `MailboxFullError`.
         """
         if peer != self.device.name:
-            return self.sends.post(peer, encode(message))
+            codec = self._codecs.get(message.kind)
+            return self.sends.post(peer, encode(message) if codec is None else packed(encode(message), codec))
         self._deliver(replace(message, sender=peer))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)

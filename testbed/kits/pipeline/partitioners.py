@@ -98,6 +98,7 @@ def pipeline_over(
         model=problem.model,
         devices=tuple(problem.device(name) for name in names),
         links=problem.links,
+        shares=options.shares,
         batch_size=workload.batch_size,
         profile=profile or UnitTimes.by_formula(units, workload.batch_size, problem.devices[0], update_flops),
         capacities=tuple(capacities or [1.0] * len(names)),

@@ -13,6 +13,7 @@ from testbed.common.errors import InputError
 from testbed.common.quantities import Duration
 from testbed.hardware import DeviceSpec
 from testbed.kits.layers import costs
+from testbed.kits.messaging.transfer import CrossingPart, share
 from testbed.method import Options, Problem
 from testbed.partition import Chain, Cuts, SynchronousPipeline
 from testbed.plan import Details, Piece, Plan
@@ -34,6 +35,12 @@ class StagesOptions(Options):
         description="without progress before devices are polled, and without a reply before they count as lost",
     )
     return_window: Duration = Field(15.0, description="how long a lost device may take to come back")
+    transfer: CrossingPart = Field(CrossingPart(), description="how what crosses between stages travels")
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Bytes that travel for each byte of activations and of their gradients."""
+        return share(self.transfer.activations), share(self.transfer.gradients)
 
 
 class SynchronousOptions(StagesOptions):
@@ -114,6 +121,7 @@ def _cut(problem: Problem[SynchronousOptions], devices: Sequence[DeviceSpec]) ->
         model=problem.model,
         devices=tuple(devices),
         links=problem.links,
+        shares=options.shares,
         batch_size=workload.batch_size,
         micro_batches=options.micro_batch_count,
         schedule=SCHEDULES[options.schedule],

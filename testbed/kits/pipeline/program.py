@@ -16,6 +16,7 @@ from testbed.kits.messaging.membership import Status
 from testbed.kits.messaging.recovery import RecoveryPolicy, ResumableWork, run_with_recovery
 from testbed.kits.messaging.roles import RoleHolder
 from testbed.kits.messaging.supervision import Supervisor, Timeouts
+from testbed.kits.messaging.transfer import codecs
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.pipeline.checkpointing import FromCheckpoint
 from testbed.kits.pipeline.forwarding import Serving
@@ -74,7 +75,8 @@ class PipelineHooks(Generic[OptionsT, M, R]):
 async def run_pipeline(device: Device, job: Job[OptionsT], hooks: PipelineHooks[OptionsT, M, R]) -> None:
     """Coordinate on the plan's lead; be a stage there and elsewhere."""
     problem, options = job.problem, job.problem.options
-    async with Mailbox(device, problem.links, hooks.kinds) as mailbox:
+    carried = codecs(activation=options.transfer.activations, gradient=options.transfer.gradients)
+    async with Mailbox(device, problem.links, hooks.kinds, codecs=carried) as mailbox:
         member = hooks.member(mailbox, job)
         if device.name != job.plan.lead:
             await member.holder.serve()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from testbed.kits.layers.shard import Adjust, State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Hello
+from testbed.kits.messaging.transfer import Codec
 from testbed.kits.rounds.layers import Layers
 from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Here, Ping, Update
 from testbed.kits.rounds.share import Length, Share
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,28 @@ def send_weights(start: State, trained: State) -> State:
 def send_difference(start: State, trained: State) -> State:
     """Send what training has changed."""
     return {name: tensor - start[name] for name, tensor in trained.items()}
+
+
+class Changes:
+    """A hook around another: sends what training has changed, and next time what a codec left out of it.
+
+    Where the other sends changes itself, those. Whole numbers, such as how many batches were seen, travel as they are.
+    """
+
+    def __init__(self, sent: Sent, by: Codec) -> None:
+        self._sent = sent
+        self._by = by
+        self._left: dict[str, torch.Tensor] = {}
+
+    def __call__(self, start: State, trained: State) -> State:
+        """Return what the server is to add."""
+        found = dict((send_difference if self._sent is send_weights else self._sent)(start, trained))
+        for name, change in found.items():
+            if change.is_floating_point() and not change.is_meta:
+                wanted = change + self._left.get(name, 0)
+                found[name] = self._by.unpack(self._by.pack(wanted))
+                self._left[name] = wanted - found[name]
+        return found
 
 
 def with_server(mailbox: Mailbox, server: str) -> TrainLocal:

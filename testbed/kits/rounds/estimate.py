@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.kits.layers import costs
+from testbed.kits.messaging.transfer import AS_IT_IS, RoundsPart, share
 from testbed.kits.rounds.stages import Kind, iteration_time
 from testbed.models.chain import Model, Unit, backward_of, forward_of
 from testbed.models.shapes import BYTES_PER_VALUE
@@ -73,6 +74,8 @@ class PairProfile:
     up: Link
     """From the device to the server."""
     down: Link
+    transfer: RoundsPart = AS_IT_IS
+    """How all that travels."""
 
     @property
     def depth(self) -> int:
@@ -82,8 +85,8 @@ class PairProfile:
     def durations(self, split: int, samples: int) -> dict[Kind, float]:
         """Return t(r) of each kind of stage for a mini-batch of this many samples: equations (5) to (10)."""
         mine, theirs = self.device[:split], self.server[split:]
-        activation = samples * (self.volumes[split - 1] + BYTES_PER_LABEL)
-        gradient = samples * self.volumes[split - 1]
+        activation = samples * (self.volumes[split - 1] * share(self.transfer.activations) + BYTES_PER_LABEL)
+        gradient = samples * self.volumes[split - 1] * share(self.transfer.gradients)
         return {
             "forward": _forward(mine, samples),  # (5)
             "server forward": _forward(theirs, samples),  # (6)
@@ -113,7 +116,8 @@ class PairProfile:
     def exchange(self, split: int) -> float:
         """Return the seconds that the device's layers take to the server and, averaged, back."""
         state = sum(self.states[:split])
-        return transfer(self.up, state) + transfer(self.down, state)
+        up, down = state * share(self.transfer.updates), state * share(self.transfer.weights)
+        return transfer(self.up, up) + transfer(self.down, down)
 
 
 def _forward(layers: Sequence[LayerTimes], samples: int) -> float:
@@ -146,7 +150,12 @@ def layer_times(model: Model, training: Recipe, device: DeviceSpec, at_once: flo
 
 
 def profile(
-    model: Model, device: tuple[LayerTimes, ...], server: tuple[LayerTimes, ...], up: Link, down: Link
+    model: Model,
+    device: tuple[LayerTimes, ...],
+    server: tuple[LayerTimes, ...],
+    up: Link,
+    down: Link,
+    how: RoundsPart = AS_IT_IS,
 ) -> PairProfile:
     """Return the profile of a device and the server from what the layers take them, see `layer_times`."""
     return PairProfile(
@@ -156,6 +165,7 @@ def profile(
         states=tuple(BYTES_PER_VALUE * unit.parameters for unit in model.units),
         up=up,
         down=down,
+        transfer=how,
     )
 
 

@@ -12,12 +12,22 @@ from typing_extensions import TypeVar
 from testbed.device import Device
 from testbed.kits.layers.feed import Requests
 from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.transfer import Codec, codec, codecs
 from testbed.kits.rounds import planner
-from testbed.kits.rounds.client import Client, LocalTraining, Sent, TrainLocal, send_weights, train_whole, with_server
+from testbed.kits.rounds.client import (
+    Changes,
+    Client,
+    LocalTraining,
+    Sent,
+    TrainLocal,
+    send_weights,
+    train_whole,
+    with_server,
+)
 from testbed.kits.rounds.figures import DECLARED
 from testbed.kits.rounds.layers import Layers
 from testbed.kits.rounds.messages import KINDS
-from testbed.kits.rounds.options import GroupOptions, RoundOptions
+from testbed.kits.rounds.options import GroupOptions, RoundOptions, transfer_of
 from testbed.kits.rounds.planner import Participants, RoundDetails
 from testbed.kits.rounds.rounds import Choose, RoundPolicy, Rounds, everyone
 from testbed.kits.rounds.server import EvaluationSchedule, GlobalModel, Merge, Server, ServerSide, mean
@@ -77,7 +87,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
 
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Be the server on the first device, a client on the others."""
-        async with Mailbox(device, job.problem.links, KINDS) as mailbox:
+        async with Mailbox(device, job.problem.links, KINDS, codecs=_codecs(job)) as mailbox:
             if device.name == job.plan.lead:
                 await self.serve(mailbox, job)
             else:
@@ -105,12 +115,18 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Hold rounds on the first device, train the first layers on the others."""
         hooks, server = self.hooks(job.problem.options), job.plan.lead
-        async with Mailbox(device, job.problem.links, KINDS) as mailbox:
+        async with Mailbox(device, job.problem.links, KINDS, codecs=_codecs(job)) as mailbox:
             if device.name == server:
                 await hold_rounds(mailbox, job, hooks, split=True, in_turn=self.in_turn)
             else:
                 training = local_training(device, job, replace(hooks, train_local=with_server(mailbox, server)))
                 await Client(mailbox, server, training).serve()
+
+
+def _codecs(job: Job[O, RoundDetails]) -> dict[str, Codec]:
+    """Return what carries the messages between devices and server."""
+    how = transfer_of(job.problem.options)
+    return codecs(activation=how.activations, gradient=how.gradients, begin=how.weights, update=how.updates)
 
 
 def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hooks()) -> LocalTraining:
@@ -120,7 +136,10 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
     seed = problem.seed if problem.workload.data.shuffle else None
     share = Share(job.dataset, problem.workload.batch_size, mine.parallel, seed)
     layers = Layers(device, problem, 0, mine.split)
-    return LocalTraining(share, Participants(problem).length, layers, hooks.train_local, hooks.sent)
+    sent = hooks.sent
+    if by := codec(transfer_of(problem.options).updates):
+        sent = Changes(sent, by)
+    return LocalTraining(share, Participants(problem).length, layers, hooks.train_local, sent)
 
 
 def global_model(device: Device, job: Job[O, RoundDetails], merge: Merge = mean) -> GlobalModel:
@@ -155,7 +174,8 @@ async def hold_rounds(
         side = ServerSide(mailbox, {name: client.parallel for name, client in clients.items()}, copies)
     deadline = options.round_deadline or LATE * max(client.round_time for client in clients.values())
     policy = RoundPolicy(0 if in_turn else hooks.min_updates, deadline, hooks.choose)
-    server = Server(mailbox, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn)
+    changes = hooks.sent is send_weights and codec(transfer_of(options).updates) is not None
+    server = Server(mailbox, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn, changes)
     size = problem.workload.batch_size
     if few := [name for name, there in problem.samples.items() if there < size]:
         text = f"{', '.join(few)}: fewer samples than a batch of {size}, which is all of them there"

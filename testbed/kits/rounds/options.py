@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from testbed.common.quantities import Duration, Fraction
+from testbed.kits.messaging.transfer import AS_IT_IS, RoundsPart
 from testbed.method import Options
 
 
@@ -27,7 +28,18 @@ class RoundOptions(Options):
     evaluate_every: int = Field(1, ge=1, description="rounds from one evaluation to the next")
 
 
-class GroupOptions(RoundOptions):
+class TransferOptions(RoundOptions):
+    """The same, and how what is sent travels."""
+
+    transfer: RoundsPart = Field(RoundsPart(), description="how what devices and server send each other travels")
+
+
+def transfer_of(options: RoundOptions) -> RoundsPart:
+    """Return how what is sent travels; as it is where a method has no options for that."""
+    return options.transfer if isinstance(options, TransferOptions) else AS_IT_IS
+
+
+class GroupOptions(TransferOptions):
     """Rounds of several devices at once."""
 
     fraction: Fraction = Field(

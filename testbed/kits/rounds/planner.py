@@ -22,7 +22,7 @@ from testbed.kits.rounds.estimate import (
     profile,
     shortest_epoch,
 )
-from testbed.kits.rounds.options import RoundOptions, SplitPoints
+from testbed.kits.rounds.options import RoundOptions, SplitPoints, transfer_of
 from testbed.kits.rounds.share import Length
 from testbed.method import Problem
 from testbed.network.link import Link
@@ -131,7 +131,8 @@ class Participants:
             up = down = Link()
         else:
             up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
-        return profile(problem.model, self._layer_times(device), self._layer_times(server, share), up, down)
+        mine, theirs = self._layer_times(device), self._layer_times(server, share)
+        return profile(problem.model, mine, theirs, up, down, transfer_of(problem.options))
 
     def _layer_times(self, device: DeviceSpec, at_once: float = 1.0) -> tuple[LayerTimes, ...]:
         key = (device.rates, at_once)

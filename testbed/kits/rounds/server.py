@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -203,10 +203,12 @@ class Server:
         splits: Mapping[str, int],
         side: ServerSide | None,
         in_turn: bool = False,
+        changes: bool = False,
     ) -> None:
         """``splits``: the first layer that is not a device's; ``side``: who trains the rest, None: there is none.
 
-        ``in_turn``: one device after the other goes on from what the one before it has made.
+        ``in_turn``: one device after the other goes on from what the one before it has made. ``changes``: what devices
+        send is to be added to the weights that they began with.
         """
         self._mailbox = mailbox
         self._device = mailbox.device
@@ -215,6 +217,7 @@ class Server:
         self._splits = splits
         self._side = side
         self._in_turn = in_turn
+        self._changes = changes
 
     async def run(self) -> None:
         """Hold the rounds that are left."""
@@ -241,6 +244,8 @@ class Server:
 
         serve = None if self._side is None else partial(self._side.serve, state, number)
         updates = await self._rounds.hold(number, devices, invite, serve)
+        if self._changes:
+            updates = [replace(each, state=_added(state, each.state)) for each in updates]
         trained = [Trained(update.sender, update.samples, *self._whole(update)) for update in updates]
         await self._model.merge(trained)
         return trained
@@ -250,3 +255,7 @@ class Server:
             return self._side.join(update)
         assert update.loss is not None
         return update.state, update.loss
+
+
+def _added(start: State, changes: State) -> State:
+    return {name: start[name] + change for name, change in changes.items()}

@@ -1,0 +1,162 @@
+"""How tensors travel that need not arrive to the last bit: fewer bits for each value, or the largest values alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pydantic import Field
+
+from testbed.common.part import Part
+from testbed.common.quantities import Fraction
+from testbed.wire.message import Message
+
+if TYPE_CHECKING:
+    import torch
+
+Precision = Literal["f32", "f16", "bf16", "int8"]
+HOW = "f32, f16, bf16, or int8 with one scale for each tensor"
+_SCALE, _INDEX, _SHAPE = "~scale", "~index", "~shape"
+
+
+class LargestPart(Part):
+    """The largest values alone."""
+
+    top_k: Fraction = Field(
+        gt=0,
+        le=1,
+        description="share of the values of each tensor that travels, the largest by amount; what is left out is added "
+        "to what travels next time (error feedback)",
+    )
+
+
+class CrossingPart(Part):
+    """How travels what crosses from one part of the model to another, and back."""
+
+    activations: Precision = Field("f32", description=HOW)
+    gradients: Precision = Field("f32", description=f"of activations: {HOW}")
+
+
+class RoundsPart(CrossingPart):
+    """How travels what devices and their server send each other."""
+
+    weights: Precision = Field("f32", description=f"from the server: {HOW}")
+    updates: Precision | LargestPart = Field(
+        "f32",
+        description=f"to the server: {HOW}; or `{{top_k: 1%}}`. Unless it is f32, what travels is what training has "
+        "changed",
+    )
+
+
+AS_IT_IS = RoundsPart()
+
+Parts = Mapping[str, "torch.Tensor"]
+"""What stands for a tensor, by endings of its name."""
+
+
+class Codec(Protocol):
+    """Makes of a tensor what travels, and of that a tensor again."""
+
+    @property
+    def share(self) -> float:
+        """Bytes of what travels for each byte of the tensor, about."""
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        """Return what stands for a tensor of float32, of any shape."""
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        """Return a tensor of float32 of the shape that was packed."""
+
+
+@dataclass(frozen=True)
+class _Cast:
+    type: str
+    share = 0.5
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        import torch
+
+        return {"": tensor.to(getattr(torch, self.type))}
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        return parts[""].float()
+
+
+class _Int8:
+    share = 0.25
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        import torch
+
+        scale = (tensor.abs().amax() / 127).reshape(1) if tensor.numel() else tensor.new_zeros(1)
+        values = (tensor / torch.where(scale > 0, scale, torch.ones_like(scale))).round().clamp(-127, 127)
+        return {"": values.to(torch.int8), _SCALE: scale}
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        return parts[""].float() * parts[_SCALE]
+
+
+@dataclass(frozen=True)
+class _Largest:
+    part: float
+
+    @property
+    def share(self) -> float:
+        return 2 * self.part  # a value and where it belongs
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        import torch
+
+        flat = tensor.reshape(-1)
+        index = torch.topk(flat.abs(), math.ceil(self.part * len(flat)), sorted=False).indices
+        return {"": flat[index], _INDEX: index.int(), _SHAPE: torch.tensor(tensor.shape, dtype=torch.int64)}
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        shape = tuple(parts[_SHAPE].tolist())
+        flat = parts[""].new_zeros(math.prod(shape))
+        return flat.index_put((parts[_INDEX].long(),), parts[""]).reshape(shape)
+
+
+def codec(how: Precision | LargestPart) -> Codec | None:
+    """Return what carries tensors so; None for float32 as it is."""
+    if isinstance(how, LargestPart):
+        return _Largest(how.top_k)
+    return {"f32": None, "f16": _Cast("float16"), "bf16": _Cast("bfloat16"), "int8": _Int8()}[how]
+
+
+def share(how: Precision | LargestPart) -> float:
+    """Return the bytes that travel for each byte of float32, about."""
+    found = codec(how)
+    return 1.0 if found is None else found.share
+
+
+def codecs(**kinds: Precision | LargestPart) -> dict[str, Codec]:
+    """Return what carries messages, by kind; those that travel as they are are left out."""
+    found = {kind: codec(how) for kind, how in kinds.items()}
+    return {kind: each for kind, each in found.items() if each is not None}
+
+
+def packed(message: Message, by: Codec) -> Message:
+    """Return a message with what stands for its tensors of float32; others stay as they are."""
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in message.tensors.items():
+        parts = by.pack(tensor) if tensor.dtype == torch.float32 else {"": tensor}
+        tensors |= {name + ending: part for ending, part in parts.items()}
+    return Message(message.kind, message.fields, tensors, message.sender, message.padding)
+
+
+def unpacked(message: Message, by: Codec) -> Message:
+    """Return a message with the tensors that `packed` put other things in place of."""
+    whole: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in message.tensors.items():
+        name, stroke, ending = key.partition("~")
+        whole.setdefault(name, {})[stroke + ending] = tensor
+    tensors = {
+        name: by.unpack(parts) if len(parts) > 1 or parts[""].is_floating_point() else parts[""]
+        for name, parts in whole.items()
+    }
+    return Message(message.kind, message.fields, tensors, message.sender, message.padding)

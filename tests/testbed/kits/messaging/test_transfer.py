@@ -1,0 +1,96 @@
+"""Tensors in fewer bits: what is lost, what travels, and what a training makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from testbed.data import load as load_data
+from testbed.kits.messaging.transfer import LargestPart, codec, packed, share, unpacked
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed.simulation import simulate
+from testbed.wire.message import Message
+from tests.helpers.runs import of, scenario
+
+WAYS = ["f16", "bf16", "int8", LargestPart(top_k="10%")]
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_travels_is_as_small_as_said_and_has_the_shape_again(how, device):
+    tensors = {"a": torch.randn(30, 40, device=device), "n": torch.tensor([3], device=device), "e": torch.zeros(0, 3)}
+    by = codec(how)
+    sent = packed(Message("m", {"step": 1}, tensors), by)
+    size = sum(tensor.nbytes for name, tensor in sent.tensors.items() if name.startswith("a"))
+    assert size == pytest.approx(share(how) * 30 * 40 * 4, rel=0.05)
+    found = unpacked(sent, by)
+    assert found.fields == {"step": 1}
+    for name, tensor in tensors.items():
+        assert (found.tensors[name].shape, found.tensors[name].dtype) == (tensor.shape, tensor.dtype)
+    if device == "cpu":
+        again = unpacked(packed(found, by), by)
+        assert all(torch.equal(again.tensors[name], found.tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(("how", "most"), [("f16", 2e-3), ("bf16", 2e-2), ("int8", 0.02)])
+def test_values_are_near(how, most):
+    tensor, by = torch.randn(1000).clamp(-3, 3), codec(how)
+    assert float((by.unpack(by.pack(tensor)) - tensor).abs().max()) <= most
+    assert torch.equal(by.unpack(by.pack(torch.zeros(4))), torch.zeros(4))
+
+
+def test_the_largest_values_are_exact_and_others_zero():
+    by = codec(LargestPart(top_k="50%"))
+    assert by.unpack(by.pack(torch.tensor([[1.0, -4.0], [0.5, 2.0]]))).tolist() == [[0.0, -4.0], [0.0, 2.0]]
+
+
+def trained(method, **keys):
+    split = {"split": "iid"} if method["name"] not in ("pipeline", "ftpipehd") else {}
+    data = {"name": "digits", "train": 400, "test": 100, **split}
+    work = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 60, "data": data, **keys}
+    prepared = prepare(trials(scenario(2, workload=work, method=method))[0])
+    outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
+    assert outcome.status == "finished", outcome.error
+    return outcome, prepared
+
+
+def sent(outcome, *kinds):
+    return sum(each["bytes"] for each in of(outcome, "send") if each["message"] in kinds)
+
+
+CASES = {
+    "a pipeline": (
+        {"name": "pipeline", "micro_batches": 1},
+        {"activations": "f16", "gradients": "int8"},
+        ("activation", "gradient"),
+        0.9,
+    ),
+    "an asynchronous one": ({"name": "ftpipehd"}, {"activations": "bf16"}, ("activation",), 0.8),
+    "updates in a byte": ({"name": "federated"}, {"updates": "int8", "weights": "f16"}, ("update", "begin"), 0.6),
+    "a tenth of updates": ({"name": "federated"}, {"updates": {"top_k": "10%"}}, ("update",), 0.7),
+    "split learning": ({"name": "split-learning", "split": 2}, {"activations": "int8"}, ("activation",), 0.8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_sends_less_and_learns_nearly_as_well(case):
+    method, transfer, kinds, most = CASES[case]
+    plain, _ = trained(method)
+    found, prepared = trained({**method, "transfer": transfer})
+    assert sent(found, *kinds) < most * sent(plain, *kinds)
+    assert of(found, "evaluate")[-1]["loss"] != of(plain, "evaluate")[-1]["loss"]
+    assert of(found, "evaluate")[-1]["accuracy"] >= of(plain, "evaluate")[-1]["accuracy"] - 0.1
+    without, _ = trained({**method, "transfer": transfer}, numerics="none")
+    assert sent(without, *kinds) == sent(found, *kinds)
+    assert prepared.plan.step_time <= trained(method, steps=1)[1].plan.step_time
+
+
+def test_what_top_k_leaves_out_comes_later():
+    from testbed.kits.rounds.client import Changes, send_weights
+
+    changes, start = Changes(send_weights, codec(LargestPart(top_k="50%"))), {"w": torch.zeros(2)}
+    first = changes(start, {"w": torch.tensor([3.0, 2.0])})
+    second = changes(start, {"w": torch.tensor([1.0, 0.0])})
+    assert first["w"].tolist() == [3.0, 0.0]
+    assert second["w"].tolist() == [0.0, 2.0]
