@@ -132,6 +132,7 @@ class AsynchronousTrainer:
     async def run(self) -> None:
         """Train in stretches to the last batch, evaluate in between and at the end. Raises `Lost`."""
         step = self.start
+        self._warn()
         while step < self._steps:
             step, wanted = await self._stretch(step)
             if self._evaluates(step):
@@ -143,6 +144,17 @@ class AsynchronousTrainer:
                 await self._change(step, wanted)
                 step = self.start
         await self._evaluate(self._steps)
+
+    def _warn(self) -> None:
+        """Record, once, what momentum does to gradients that are some batches old."""
+        share, old = self._recipe.part.optimizer.momentum or 0.0, self._options.window(len(self._supervisor.layout)) - 1
+        if not self.start and share and old:
+            far = f"{1 / (1 - share):.0f}"
+            text = (
+                f"momentum {share:g} carries each update on for {far} batches, and gradients are up to {old} old when "
+                f"they arrive: training may not learn; leave momentum out, or take a learning_rate {far} times smaller"
+            )
+            self._device.record("log", text=text)
 
     async def _evaluate(self, step: int) -> None:
         """Evaluate after a step; wait for all units as they are after it where it is the last or may be."""

@@ -16,6 +16,7 @@ from testbed.kits.pipeline.messages import FORWARD_KINDS, Activation, Output
 from testbed.kits.pipeline.program import configure_stage
 from testbed.plan import Piece
 from tests.helpers.simulated import simulate
+from tests.helpers.training import sgd
 
 DEVICES = ("lead", "stage")
 DATA = Dataset(
@@ -66,7 +67,7 @@ def test_no_more_batches_are_under_way_than_asked():
 
 def test_the_score_of_an_evaluation_is_recorded():
     async def lead(supervisor):
-        await evaluate(supervisor, 7, Requests(DATA, 4))
+        await evaluate(supervisor, 7, Requests(DATA, 4), sgd())
 
     world, _ = forwarded(lead)
     (found,) = (event.fields for event in world.events if event.event == "evaluate")
@@ -80,7 +81,7 @@ def test_requests_of_a_lost_stage_are_left_or_given_up(gives_up):
 
     async def lead(supervisor):
         workload = SimpleNamespace(batch_size=2, requests=4)
-        problem = SimpleNamespace(workload=workload, model=SimpleNamespace(detector=None))
+        problem = SimpleNamespace(workload=workload, model=SimpleNamespace(detector=None), training=sgd())
         serving = Serving(supervisor, SimpleNamespace(dataset=DATA, problem=problem), 2, gives_up)
         assert serving.start == 0
         with pytest.raises(Lost, match="stage"):
