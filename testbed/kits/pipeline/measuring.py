@@ -92,7 +92,7 @@ class MeasuredLink:
 
 
 class LinkWatch:
-    """Tells from the messages that are sent anyway whether a link still does what was measured."""
+    """Says, by the messages that are sent anyway, whether a link still does what was measured."""
 
     def __init__(self, measurement: MeasuredLink) -> None:
         self._measurement = measurement
