@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
 def test_containers_learn_as_the_script_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    command = [sys.executable, "-m", "controller.cli.main", "run", "scenarios/examples/fromtorch.yaml"]
+    command = [Path(sys.executable).with_name("testbed"), "run", "scenarios/examples/fromtorch.yaml"]
     out = tmp_path / "out"
     done = subprocess.run(
         [*command, "--accept-links", "--out", out], cwd=ROOT, capture_output=True, text=True, timeout=280

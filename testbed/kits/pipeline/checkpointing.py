@@ -20,8 +20,6 @@ from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.pipeline.messages import UnitState
 from testbed.plan import Piece
-from testbed.training.recipe import Recipe
-from testbed.training.stopping import Stopping
 
 if TYPE_CHECKING:
     import torch
@@ -76,12 +74,8 @@ class FromCheckpoint:
         partitioner: Partitioner,
         units: int,
         weights: State | None,
-        stopping: Stopping | None = None,
     ) -> None:
-        """``units`` are the model's; ``weights`` it begins with; None: the seed's.
-
-        ``stopping`` says whether other weights than the newest are what the run leaves.
-        """
+        """``units`` are the model's; ``weights`` it begins with; None: the seed's."""
         self.checkpoint = Checkpoint(0, weights)
         self._mailbox = mailbox = supervisor.mailbox
         self._device = mailbox.device
@@ -90,8 +84,7 @@ class FromCheckpoint:
         self._configure = configure
         self._partitioner = partitioner
         self._collector = Collector(units)
-        self.stopping = stopping or Stopping(Recipe())
-        self._device.expose(lambda: self.stopping.result(self.weights()))
+        self._device.expose(self.weights)
         mailbox.on(UnitState, self._collect)
         mailbox.on_open(self._collector.clear)
 

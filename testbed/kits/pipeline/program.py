@@ -32,7 +32,6 @@ from testbed.kits.pipeline.updates import AsynchronousUpdates, SynchronousUpdate
 from testbed.method import Job, Problem
 from testbed.plan import Piece
 from testbed.schedule import Schedule
-from testbed.training.stopping import Stopping
 
 OptionsT = TypeVar("OptionsT", bound=StagesOptions)
 PlanStages = Callable[[Collection[str]], Sequence[Piece]]
@@ -185,9 +184,7 @@ def asynchronous(
 async def _from_checkpoint(partition: PlanStages, member: Member, supervisor: Supervisor, job: Job) -> FromCheckpoint:
     """Set up the stages of the plan, to go on from checkpoints."""
     configure = partial(configure_stage, supervisor, _steps(job))
-    problem = job.problem
-    stopping = Stopping(problem.training)
-    recovery = FromCheckpoint(supervisor, configure, partition, len(problem.model.units), job.weights, stopping)
+    recovery = FromCheckpoint(supervisor, configure, partition, len(job.problem.model.units), job.weights)
     supervisor.start(job.plan.pieces)
     return recovery
 

@@ -23,7 +23,6 @@ from testbed.kits.pipeline.placement import BEGINNING, Lineage, Point, RestorePl
 from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.method import Job
 from testbed.partition.redistribution import StagePartition
-from testbed.training.stopping import Stopping
 from testbed.wire.message import Message
 
 if TYPE_CHECKING:
@@ -125,8 +124,7 @@ class FromReplicas:
         units = len(problem.model.units)
         self.partition = StagePartition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
         self.points = KnownPoints(supervisor, store, units)
-        self.stopping = Stopping(problem.training)
-        supervisor.device.expose(lambda: self.stopping.result(self.points.weights()))
+        supervisor.device.expose(self.points.weights)
         self.recovering = False
         """Whether the next batch done is the first one after a recovery."""
         self._supervisor = supervisor

@@ -6,9 +6,13 @@ that contains it can leave that device, so that nothing is gone on from that was
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from testbed.data.batches import is_due, micro_batches
 from testbed.kits.layers.feed import Requests, Training
 from testbed.kits.layers.score import loss_fields
+from testbed.kits.layers.shard import State
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.checkpointing import FromCheckpoint
 from testbed.kits.pipeline.forwarding import evaluate
@@ -19,6 +23,33 @@ from testbed.kits.pipeline.planning import SynchronousOptions
 from testbed.kits.pipeline.recovery import FromReplicas
 from testbed.method import Job, Problem
 from testbed.partition.redistribution import StagePartition
+from testbed.training.stopping import Stopping
+
+
+class Evaluations:
+    """Tries the model on the test data now and then; what comes of it decides what the device exposes, and the end."""
+
+    def __init__(
+        self, supervisor: Supervisor, job: Job, steps: int, whole: Callable[[int], bool], weights: Callable[[], State]
+    ) -> None:
+        """``whole`` says whether the state after a step is here as a whole, ``weights`` returns the newest that are."""
+        assert job.dataset is not None
+        self.stopping = Stopping(job.problem.training)
+        self._supervisor = supervisor
+        self._training = job.problem.training
+        self._tests = Requests(job.dataset, job.problem.workload.batch_size)
+        self._steps = steps
+        self._whole = whole
+        self._weights = weights
+        supervisor.device.expose(lambda: self.stopping.result(weights()))
+
+    async def make(self, step: int) -> bool:
+        """Evaluate after a step; wait for its state where that is the last or may be. Return whether to go on."""
+        if step == self._steps or self._training.part.judged:
+            await self._supervisor.until(lambda: self._whole(step))
+        fields = await evaluate(self._supervisor, step, self._tests, self._training)
+        self.stopping.judge(step, fields, self._weights)
+        return not self.stopping.reason
 
 
 class SynchronousTrainer:
@@ -29,9 +60,8 @@ class SynchronousTrainer:
         self._supervisor = supervisor
         self._recovery = recovery
         self._options = job.problem.options
-        self._recipe = job.problem.training
         self._training = Training(job.dataset, job.problem.workload, job.problem.seed)
-        self._tests = Requests(job.dataset, job.problem.workload.batch_size)
+        self._evaluations = Evaluations(supervisor, job, self._training.steps, self._is_kept, recovery.weights)
         self._reports: dict[str, Loss | Updated] = {}
         """What has been reported of the present step, by kind."""
         supervisor.mailbox.on(Loss, self._report)
@@ -49,24 +79,15 @@ class SynchronousTrainer:
             await self._step(step)
             done = step + 1
             if self._supervisor.membership.joiners and self._options.checkpoints(done, steps):
-                await self._kept(done)
+                await self._supervisor.until(partial(self._is_kept, done))
                 await self._recovery.let_join()
-            if done < steps and is_due(done, every):
-                await self._evaluate(done)
-                if self._recovery.stopping.reason:
-                    return
-        await self._evaluate(steps)
+            if done < steps and is_due(done, every) and not await self._evaluations.make(done):
+                return
+        await self._evaluations.make(steps)
 
-    async def _evaluate(self, step: int) -> None:
-        """Evaluate after a step; wait for its checkpoint first where that is the last or may be."""
-        if step == self._training.steps or self._recipe.part.judged:
-            await self._kept(step)
-        fields = await evaluate(self._supervisor, step, self._tests, self._recipe)
-        self._recovery.stopping.judge(step, fields, self._recovery.weights)
-
-    async def _kept(self, step: int) -> None:
-        """Wait until the checkpoint of this step is complete."""
-        await self._supervisor.until(lambda: self._recovery.checkpoint.step == step)
+    def _is_kept(self, step: int) -> bool:
+        """Return whether the checkpoint of this step is complete."""
+        return self._recovery.checkpoint.step == step
 
     async def _step(self, step: int) -> None:
         """Feed one batch in, wait for its loss and for the first stage's update, which is the last of all."""
@@ -110,10 +131,11 @@ class AsynchronousTrainer:
         self._recovery = recovery
         self._partitioner = partitioner
         self._options = problem.options
-        self._recipe = problem.training
+        self._momentum = problem.workload.training.optimizer.momentum or 0.0
         self._training = Training(job.dataset, problem.workload, problem.seed)
-        self._tests = Requests(job.dataset, problem.workload.batch_size)
         self._steps = self._training.steps
+        points = recovery.points
+        self._evaluations = Evaluations(supervisor, job, self._steps, points.has_all, points.weights)
         self._survey = Survey(supervisor, recovery, partitioner, problem, self._training)
         self._done = 0
         """The batch after the last one that is done on all stages."""
@@ -137,17 +159,16 @@ class AsynchronousTrainer:
             step, wanted = await self._stretch(step)
             if self._evaluates(step):
                 self._evaluated = step
-                await self._evaluate(step)
-                if self._recovery.stopping.reason:
+                if not await self._evaluations.make(step):
                     return
             if step < self._steps and wanted is not None:
                 await self._change(step, wanted)
                 step = self.start
-        await self._evaluate(self._steps)
+        await self._evaluations.make(self._steps)
 
     def _warn(self) -> None:
         """Record, once, what momentum does to gradients that are some batches old."""
-        share, old = self._recipe.part.optimizer.momentum or 0.0, self._options.window(len(self._supervisor.layout)) - 1
+        share, old = self._momentum, self._options.window(len(self._supervisor.layout)) - 1
         if not self.start and share and old:
             far = f"{1 / (1 - share):.0f}"
             text = (
@@ -155,13 +176,6 @@ class AsynchronousTrainer:
                 f"they arrive: training may not learn; leave momentum out, or take a learning_rate {far} times smaller"
             )
             self._device.record("log", text=text)
-
-    async def _evaluate(self, step: int) -> None:
-        """Evaluate after a step; wait for all units as they are after it where it is the last or may be."""
-        if step == self._steps or self._recipe.part.judged:
-            await self._supervisor.until(lambda: self._recovery.points.has_all(step))
-        fields = await evaluate(self._supervisor, step, self._tests, self._recipe)
-        self._recovery.stopping.judge(step, fields, self._recovery.points.weights)
 
     async def _stretch(self, first: int) -> tuple[int, StagePartition | None]:
         """Train from a batch on until all are done or something else is to be done.

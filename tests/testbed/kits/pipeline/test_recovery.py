@@ -17,7 +17,6 @@ from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.partition.redistribution import StagePartition
 from testbed.plan import Piece
 from tests.helpers.simulated import simulate
-from tests.helpers.training import sgd
 
 NAMES = ("lead", "one", "two")
 UNITS = 3
@@ -87,10 +86,7 @@ def recovering(lead, faults=(), silent=(), window=4.0):
             timeouts = Timeouts(patience=1, return_window=window, standstill=3, startup=1)
             specs = tuple(SimpleNamespace(name=name) for name in NAMES)
             problem = SimpleNamespace(
-                devices=specs,
-                model=SimpleNamespace(units=range(UNITS)),
-                options=SimpleNamespace(selection=2.0),
-                training=sgd(),
+                devices=specs, model=SimpleNamespace(units=range(UNITS)), options=SimpleNamespace(selection=2.0)
             )
             supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda part: 0)
             job = SimpleNamespace(problem=problem, plan=SimpleNamespace(pieces=pieces), weights=None)
