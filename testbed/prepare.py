@@ -252,7 +252,8 @@ def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, I
         reason = "an inference learns from none" if owners else f"'{method.name}' keeps all of them on its lead"
         raise InputError(f"shares training samples among devices, but {reason}: leave it out", key)
     labels = data.train_labels(part, data_folder(scenario))
-    shares = split(labels, problem.model.classes, owners, part.split, problem.seed)
+    groups = data.train_groups(part, data_folder(scenario))
+    shares = split(labels, problem.model.classes, owners, part.split, problem.seed, groups)
     size, most = problem.workload.batch_size, max(map(len, shares.values()))
     if size > most:
         text = f"a batch of {size} is more than the training samples of any device: use at most {most}"

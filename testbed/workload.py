@@ -66,11 +66,23 @@ class SplitPart(Part):
         None, ge=1, description="classes a device: each has samples of as many classes, and devices share a class"
     )
 
+    quantity: float | None = Field(
+        None,
+        gt=0,
+        description="how many samples a device has, of all classes alike, is drawn from a Dirichlet distribution of "
+        "this concentration: 0.5 gives some devices few, 100 nearly as many to each",
+    )
+    column: str | None = Field(
+        None,
+        description="of a table: samples with one value in this column, such as a user or a place, stay together; "
+        "values go to devices so that these have about as many samples",
+    )
+
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        given = [key for key in ("sizes", "dirichlet", "shards") if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise ValueError("takes exactly one of 'sizes', 'dirichlet' and 'shards'")
+        ways = ("sizes", "dirichlet", "shards", "quantity", "column")
+        if sum(getattr(self, key) is not None for key in ways) != 1:
+            raise ValueError(f"takes exactly one of {', '.join(map(repr, ways[:-1]))} and '{ways[-1]}'")
         return self
 
 
@@ -100,8 +112,12 @@ class DataPart(Part):
     )
     path: str | None = Field(
         None,
-        description="your own samples, relative to the scenario file: arrays as .npz or .safetensors, or a folder with "
-        "one of images for each class; for `image`: the picture's file",
+        description="your own samples, relative to the scenario file: arrays as .npz or .safetensors, a table as .csv "
+        "or .parquet, or a folder with one of images for each class; for `image`: the picture's file",
+    )
+    label: str | None = Field(None, description="of a table: the column of the labels, classes or numbers to learn")
+    columns: tuple[str, ...] | None = Field(
+        None, min_length=1, description="of a table: the columns of a sample; default: all but those of label and split"
     )
     size: str | None = Field(
         None,

@@ -64,7 +64,12 @@ def methods(name: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("name", required=False)
 @click.argument("function", required=False)
-@click.option("--data", default="digits", show_default=True, help="Data set whose images and classes NAME is for.")
+@click.option(
+    "--data",
+    default="digits",
+    show_default=True,
+    help="Data that NAME is for: a set of the list, a file or folder, FILE.py:FUNCTION, TABLE:LABEL.",
+)
 @click.option(
     "--measure", type=click.IntRange(1), metavar="BATCH", help="Time NAME's layers here, on this many samples."
 )
@@ -97,6 +102,7 @@ def models(
       testbed models vgg5 --data synthetic-3x32x32 --measure 100
       testbed models vgg5 --data synthetic-3x32x32 --measure 32 --profile my-laptop.yaml
       testbed models my_net.py build --data synthetic-3x32x32
+      testbed models my_net.py build --data my_data.py:load
     """
     from testbed.models.catalog import CATALOG, describe
 
@@ -127,17 +133,19 @@ def models(
 
 def _model(name: str, function: str | None, data: str) -> Model:
     """Return the model of that name, or that a function in the file of that name returns, for a data set."""
-    from testbed.data.catalog import describe
+    from testbed.data.catalog import describe_part, part_of
     from testbed.models.catalog import create
 
-    source = describe(data)
+    part = part_of(data)
+    source = describe_part(part, Path(part.path or part.file or ""))
     if not name.endswith(".py"):
         return create(name, {}, source.shape, source.classes)
     from testbed.common import usercode
     from testbed.models.making import KEY
     from testbed.models.own import create_own
 
-    return create_own(usercode.read(Path(name), function or "", KEY), {}, source.shape, source.classes)
+    code = usercode.read(Path(name), function or "", KEY)
+    return create_own(code, {}, source.shape, source.classes, integers=source.integers)
 
 
 def _print_units(figures: Mapping[str, Any], data: str) -> None:

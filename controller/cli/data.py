@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from testbed.data.catalog import DataSource
+    from testbed.data.dataset import Dataset
+    from testbed.workload import DataPart
 
 _SHADES = " .:-=+*#%@"
 """Ten levels from black to white."""
@@ -116,43 +119,102 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
 @click.argument("name")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where its files lie.")
 @click.option("--path", type=click.Path(path_type=Path, dir_okay=False), help="For image: the picture's file.")
-@click.option("--count", default=3, show_default=True, type=click.IntRange(0, 20), help="Images to draw.")
+@click.option("--count", default=3, show_default=True, type=click.IntRange(0, 20), help="Samples to show.")
+@click.option("--split", help="Also show who would own what: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME.")
+@click.option("--devices", default=4, show_default=True, type=click.IntRange(1, 100), help="How many own data.")
 @as_json
-def show(name: str, folder: Path | None, path: Path | None, count: int, as_json: bool) -> None:
-    """Show what is in a data set: its sizes, samples per class, and its first images to learn from, if any.
+def look(
+    name: str, folder: Path | None, path: Path | None, count: int, split: str | None, devices: int, as_json: bool
+) -> None:
+    """Look at data: sizes, samples per class, the first ones to learn from, and how a split divides them.
+
+    NAME is a set of the list, or yours: a file or folder, FILE.py:FUNCTION, or TABLE:LABEL, its column of labels.
 
     \b
     Examples:
-      testbed data show digits
-      testbed data show mnist --folder ../images --count 1
+      testbed data look digits --split dirichlet=0.3
+      testbed data look mnist --folder ../images --count 1
+      testbed data look my_data.py:load
+      testbed data look sales.csv:price --split column=shop --devices 3
     """
-    import numpy as np
-
     from testbed.common.errors import InputError
-    from testbed.data import describe, load
+    from testbed.data import catalog
+    from testbed.data.split import is_class
     from testbed.workload import DataPart
 
-    if describe(name).from_path and path is None:
+    part = catalog.part_of(name)
+    if not catalog.is_own(part) and catalog.describe(part.name).from_path and path is None:
         raise InputError(f"{name} is a picture of your own: name its file with --path")
-    dataset = load(DataPart(name=name), path or _place(name, folder))
+    if split is not None:
+        kind, _, value = split.partition("=")
+        how = kind if not value else {kind: int(value) if kind == "shards" else value}
+        part = DataPart.model_validate({**part.model_dump(exclude_defaults=True), "split": how})
+    place = Path(part.path or part.file or "") if catalog.is_own(part) else path or _place(part.name, folder)
+    dataset = catalog.load(part, place)
     parts = {"train": dataset.train_labels, "test": dataset.test_labels}
-    per_class = {part: np.bincount(labels, minlength=dataset.classes).tolist() for part, labels in parts.items()}
+    facts: dict[str, Any] = {
+        "name": dataset.name,
+        "shape": list(dataset.shape),
+        "classes": dataset.classes,
+        "samples": {each: len(labels) for each, labels in parts.items()},
+    }
+    if dataset.classes and is_class(dataset.train_labels):
+        facts["per_class"] = {each: _counts(labels, dataset.classes) for each, labels in parts.items()}
+    if split is not None:
+        facts["shares"] = _shares(dataset, part, devices)
     if as_json:
-        samples = {part: len(labels) for part, labels in parts.items()}
-        facts = {"name": dataset.name, "shape": list(dataset.shape), "classes": dataset.classes, "samples": samples}
-        dump({**facts, "per_class": per_class})
-        return
-    size = "x".join(map(str, dataset.shape))
+        dump(facts)
+    else:
+        _print_look(dataset, facts, count)
+
+
+def _counts(labels: npt.NDArray[Any], classes: int) -> list[int]:
+    import numpy as np
+
+    counted: list[int] = np.bincount(labels, minlength=classes).tolist()
+    return counted
+
+
+def _shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
+    """Return the samples of each device, of each class where there are classes."""
+    from testbed.common.errors import InputError
+    from testbed.data.split import is_class
+    from testbed.data.split import split as shared
+
+    if part.split == "lead":
+        raise InputError("lead shares nothing: name another split")
+    owners = [f"device{number}" for number in range(1, devices + 1)]
+    shares = shared(dataset.train_labels, dataset.classes, owners, part.split, 0, dataset.groups)
+    classes = is_class(dataset.train_labels)
+    return {
+        name: _counts(dataset.train_labels[share], dataset.classes) if classes else len(share)
+        for name, share in shares.items()
+    }
+
+
+def _print_look(dataset: Dataset, facts: Mapping[str, Any], count: int) -> None:
+    size, kind = "x".join(map(str, dataset.shape)), "images" if len(dataset.shape) == 3 else "samples"
     if not dataset.classes:
-        click.echo(f"{dataset.name}: {len(dataset.test_labels)} images of {size}, without labels")
+        click.echo(f"{dataset.name}: {len(dataset.test_labels)} {kind} of {size}, without labels")
         return
-    click.echo(f"{dataset.name}: images of {size}, {dataset.classes} classes")
-    for part, labels in parts.items():
-        counts = per_class[part]
-        click.echo(f"  {part}: {len(labels):,} samples, {min(counts):,} to {max(counts):,} of a class")
-    for image, label in zip(dataset.train_images[:count], dataset.train_labels[:count], strict=True):
-        click.echo(f"\nclass {label}")
-        click.echo(_draw(image))
+    learnt = (
+        f"{dataset.classes} classes"
+        if "per_class" in facts
+        else f"labels {dataset.train_labels.shape[1:] or 'of numbers'}"
+    )
+    click.echo(f"{dataset.name}: {kind} of {size}, {learnt}")
+    for part, samples in facts["samples"].items():
+        counts = facts["per_class"][part] if "per_class" in facts else []
+        click.echo(
+            f"  {part}: {samples:,} samples" + (f", {min(counts):,} to {max(counts):,} of a class" if counts else "")
+        )
+    for name, share in facts.get("shares", {}).items():
+        text = f"{share:,}" if isinstance(share, int) else f"{sum(share):,}, of each class {', '.join(map(str, share))}"
+        click.echo(f"  {name}: {text}")
+    for sample, label in zip(dataset.train_images[:count], dataset.train_labels[:count], strict=True):
+        drawn = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
+        click.echo(f"\n{'class' if 'per_class' in facts else 'label'} {label}")
+        click.echo(_draw(sample) if drawn else "  " + " ".join(f"{value:g}" for value in sample.ravel()[:20]))
 
 
 def _draw(image: npt.NDArray[np.float32]) -> str:

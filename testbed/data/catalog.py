@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.common.errors import InputError, Key
-from testbed.data import files, own, pictures, synthetic
+from testbed.data import files, own, pictures, synthetic, tables
 from testbed.data.dataset import Dataset
 from testbed.data.files import Bytes
 from testbed.data.split import holdout
@@ -259,6 +259,18 @@ def describe(name: str) -> DataSource:
     raise InputError(f"there is no data set '{name}'; choose one of {', '.join(DATASETS)}", ("data", "name"))
 
 
+def part_of(text: str) -> DataPart:
+    """Return the data that a command names: a set of the list, a file or folder, FILE.py:FUNCTION or TABLE:LABEL."""
+    from testbed.workload import DataPart
+
+    place, _, name = text.rpartition(":")
+    if place.endswith(".py"):
+        return DataPart(file=place, name=name)
+    if place.endswith(tables.SUFFIXES):
+        return DataPart(path=place, label=name)
+    return DataPart(path=text) if Path(text).suffix or Path(text).is_dir() else DataPart(name=text)
+
+
 def is_own(part: DataPart) -> bool:
     """Say whether the samples are the user's own, and none of the catalogue's."""
     return part.file is not None or (
@@ -284,6 +296,14 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
     name, (_, labels), _ = source.read(source, folder)
     _check_limit(name, "train", len(labels), part.train)
     return labels[: part.train].astype(np.int64)
+
+
+def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
+    """Return which value of the split's column each training sample has, (samples,); None: the data have no columns.
+
+    Raises `InputError` as `load`.
+    """
+    return _limited(own.load(part, folder, TEST_SHARE), part).groups if is_own(part) else None
 
 
 def known_samples(part: DataPart) -> int | None:
@@ -354,6 +374,7 @@ def _limited(found: Dataset, part: DataPart) -> Dataset:
         found,
         train_images=found.train_images[: part.train],
         train_labels=found.train_labels[: part.train],
+        groups=None if found.groups is None else found.groups[: part.train],
         test_images=found.test_images[: part.test],
         test_labels=found.test_labels[: part.test],
     )

@@ -27,6 +27,8 @@ class Dataset:
     """(samples,) of classes from 0; of one's own data (samples, ...), also of float32."""
     test_images: Images
     test_labels: Labels
+    groups: npt.NDArray[np.int64] | None = None
+    """(training samples,): of a table that is split by a column, which value of it each has. Not sent to devices."""
 
     @property
     def integers(self) -> bool:

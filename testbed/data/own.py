@@ -1,4 +1,4 @@
-"""The user's own data: what a function in a Python file returns, an ``.npz`` or ``.safetensors``, a folder of images.
+"""The user's own data: what a function in a Python file returns, ``.npz``, ``.safetensors``, tables, pictures.
 
 Arrays are called ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``, or ``x_train``, ``y_train``,
 ``x_test`` and ``y_test``. Nothing is unpickled.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 
 from testbed.common import usercode
 from testbed.common.errors import InputError, Key
-from testbed.data import pictures
+from testbed.data import pictures, tables
 from testbed.data.dataset import Dataset
 from testbed.data.split import holdout, is_class
+from testbed.workload import SplitPart
 
 if TYPE_CHECKING:
     from testbed.workload import DataPart
@@ -49,24 +51,20 @@ def load(part: DataPart, place: Path, test_share: float) -> Dataset:
     except OSError as error:
         key = _PATH if part.file is None else _FILE
         raise InputError(f"{place} cannot be read: {error.strerror}: paths are relative to the scenario", key) from None
-    return _load(part.model_copy(update={"train": None, "test": None, "split": "lead"}), place, changed, test_share)
+    group = part.split.column if isinstance(part.split, SplitPart) else None
+    kept = part.model_copy(update={"train": None, "test": None, "split": "lead"})
+    return _load(kept, place, changed, test_share, group)
 
 
 @lru_cache(maxsize=2)
-def _load(part: DataPart, place: Path, changed: int, test_share: float) -> Dataset:
+def _load(part: DataPart, place: Path, changed: int, test_share: float, group: str | None) -> Dataset:
     key = _PATH if part.file is None else _FILE
-    if part.size is not None and not place.is_dir():
-        raise InputError("fits pictures of a folder into one size: leave it out", ("data", "size"))
-    if part.file is not None:
-        train, test = _from_function(part, place)
-    elif place.is_dir():
-        train, test = _from_folders(place, part.size)
-    else:
-        train, test = _from_arrays(place)
+    train, test, groups = _read(part, place, group)
     train = _checked(train, f"{place}: the training samples", key)
     if test is None:
         kept, left = holdout(train[1] if is_class(train[1]) else np.zeros(len(train[1]), np.int64), test_share)
         train, test = (train[0][kept], train[1][kept]), (train[0][left], train[1][left])
+        groups = None if groups is None else groups[kept]
     else:
         test = _checked(test, f"{place}: the test samples", key)
     if train[0].shape[1:] != test[0].shape[1:]:
@@ -78,11 +76,27 @@ def _load(part: DataPart, place: Path, changed: int, test_share: float) -> Datas
     if train[1].dtype != test[1].dtype or train[1].shape[1:] != test[1].shape[1:]:
         raise InputError(f"{place}: training and test labels differ in shape or type: give both the same", key)
     if train[1].dtype.kind == "f":
-        return Dataset(part.name, math.prod(train[1].shape[1:]), *train, *test)
+        return replace(Dataset(part.name, math.prod(train[1].shape[1:]), *train, *test), groups=groups)
     classes = 1 + int(max(train[1].max(initial=0), test[1].max(initial=0)))
     if is_class(train[1]) and classes > (count := len(train[1]) + len(test[1])):
         raise InputError(f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0", key)
-    return Dataset(part.name, classes, *train, *test)
+    return replace(Dataset(part.name, classes, *train, *test), groups=groups)
+
+
+def _read(
+    part: DataPart, place: Path, group: str | None
+) -> tuple[Samples, Samples | None, npt.NDArray[np.int64] | None]:
+    """Return training and test samples as they lie in a file or folder, and which values split the former."""
+    if part.size is not None and not place.is_dir():
+        raise InputError("fits pictures of a folder into one size: leave it out", ("data", "size"))
+    if part.file is None and place.suffix in tables.SUFFIXES:
+        table = tables.read(place, part.label, part.columns, group)
+        return (table.samples, table.labels), None, table.groups
+    if part.label or part.columns:
+        raise InputError("names a column of a table, and this is no .csv or .parquet", ("data", "label"))
+    if part.file is not None:
+        return *_from_function(part, place), None
+    return *(_from_folders(place, part.size) if place.is_dir() else _from_arrays(place)), None
 
 
 def _checked(samples: Samples, what: str, key: Key) -> Samples:
@@ -94,6 +108,9 @@ def _checked(samples: Samples, what: str, key: Key) -> Samples:
     if values.ndim < 2 or values.dtype.kind not in "uifb":
         is_ = f"an array {values.shape} of {values.dtype}"
         text = f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)"
+        raise InputError(text, key)
+    if values.ndim == 4 and values.shape[-1] in (1, 3, 4) and values.shape[1] == values.shape[2] > 4:
+        text = f"{what}: {values.shape} has the colours last, and torch has them first: numpy.moveaxis(samples, -1, 1)"
         raise InputError(text, key)
     least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
     if labels.dtype.kind not in "uif" or labels.min() < least or not np.isfinite(labels).all():
@@ -184,7 +201,10 @@ def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
         unpickled = "holds Python objects, and nothing is unpickled: write arrays of numbers"
         text = unpickled if "pickle" in str(error) else f"cannot be read: {error}"
         raise InputError(f"{place}: {text}", _PATH) from None
-    raise InputError(f"{place}: is neither .npz nor .safetensors nor a folder with one of images for each class", _PATH)
+    raise InputError(
+        f"{place}: is neither .npz, .safetensors, .csv nor .parquet, nor a folder with one of images for each class",
+        _PATH,
+    )
 
 
 def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | None]:

@@ -21,7 +21,9 @@ def is_class(labels: npt.NDArray[Any]) -> bool:
     return labels.ndim == 1 and labels.dtype.kind == "i"
 
 
-def split(labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int) -> dict[str, Indices]:
+def split(
+    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None = None
+) -> dict[str, Indices]:
     """Share samples among the devices that own data; no sample goes to two of them.
 
     All samples are shared, but for `sizes` that add up to fewer and for classes that `shards` gives to nobody.
@@ -32,6 +34,7 @@ def split(labels: Indices, classes: int, owners: Sequence[str], how: Split, seed
         owners: the devices that own data.
         how: as ``workload.data.split`` says; not ``lead``, which shares nothing.
         seed: the scenario's.
+        groups: of all training samples, (samples,), which value of the column of ``how`` each has; None: there is none.
 
     Returns: By device, the indices of its samples in ascending order, (samples of the device,). Raises InputError where
     a device would be left without samples, or there are too few samples or classes.
@@ -39,23 +42,33 @@ def split(labels: Indices, classes: int, owners: Sequence[str], how: Split, seed
     if len(owners) > len(labels):
         text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
         raise InputError(text, _KEY)
-    if isinstance(how, SplitPart) and how.sizes is None and not is_class(labels):
-        raise InputError("shares classes, and these labels are none: write iid, or sizes", _KEY)
-    if not isinstance(how, SplitPart):
-        found, remedy = _iid(labels, len(owners), seed), ""
-    elif how.sizes is not None:
-        found, remedy = _sizes(labels, owners, how.sizes, seed), ""
-    elif how.dirichlet is not None:
-        found = _dirichlet(labels, len(owners), how.dirichlet, seed)
-        remedy = "use a larger value, fewer devices or another seed"
-    else:
-        assert how.shards is not None
-        found = _shards(labels, classes, len(owners), how.shards, seed)
-        remedy = "use more samples or fewer devices"
+    if isinstance(how, SplitPart) and (how.dirichlet or how.shards) and not is_class(labels):
+        raise InputError("shares classes, and these labels are none: write iid, sizes, quantity or column", _KEY)
+    found, remedy = _shared(labels, classes, owners, how, seed, groups)
     for name, share in zip(owners, found, strict=True):
         if not len(share):
             raise InputError(f"leaves {name} without samples: {remedy}", _KEY)
     return {name: np.sort(share) for name, share in zip(owners, found, strict=True)}
+
+
+def _shared(
+    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None
+) -> tuple[list[Indices], str]:
+    """Return the shares, and what would help a device that has none."""
+    larger = "use a larger value, fewer devices or another seed"
+    if not isinstance(how, SplitPart):
+        return _iid(labels, len(owners), seed), ""
+    if how.sizes is not None:
+        return _sizes(labels, owners, how.sizes, seed), ""
+    if how.dirichlet is not None:
+        return _dirichlet(labels, len(owners), how.dirichlet, seed), larger
+    if how.quantity is not None:
+        return _quantity(labels, len(owners), how.quantity, seed), larger
+    if how.shards is not None:
+        return _shards(labels, classes, len(owners), how.shards, seed), "use more samples or fewer devices"
+    if groups is None:
+        raise InputError("is for tables, .csv and .parquet: these data have no columns", (*_KEY, "column"))
+    return _column(groups, len(owners)), "the column has too few values: use fewer devices"
 
 
 def class_counts(labels: Indices, shares: Mapping[str, Indices]) -> dict[str, dict[int, int]]:
@@ -94,6 +107,23 @@ def _dirichlet(labels: Indices, devices: int, concentration: float, seed: int) -
         for share, part in zip(shares, np.split(members, (edges * len(members)).astype(int)), strict=True):
             share.append(part)
     return [np.concatenate(share) for share in shares]
+
+
+def _quantity(labels: Indices, devices: int, concentration: float, seed: int) -> list[Indices]:
+    """Share at random, in sizes drawn from a Dirichlet distribution ("quantity skew", Li et al., 2022)."""
+    generator = _generator(seed, "quantity")
+    edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1] * len(labels)
+    return np.split(generator.permutation(len(labels)), edges.astype(int))
+
+
+def _column(groups: Indices, devices: int) -> list[Indices]:
+    """Keep samples of one value together: the value with most samples goes to the device that has fewest so far."""
+    shares: list[list[Indices]] = [[] for _ in range(devices)]
+    values, counts = np.unique(groups, return_counts=True)
+    for value in values[np.argsort(-counts, kind="stable")]:
+        least = min(shares, key=lambda share: sum(map(len, share)))
+        least.append(np.flatnonzero(groups == value))
+    return [np.concatenate([*share, np.empty(0, np.int64)]) for share in shares]
 
 
 def _shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -> list[Indices]:

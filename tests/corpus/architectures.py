@@ -150,7 +150,7 @@ _VISION = (
     "shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "squeezenet1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11",
     "vgg11_bn", "vit_b_16", "wide_resnet50_2",
 )  # fmt: skip
-_SIZES = {"inception_v3": 96, "maxvit_t": 64, "vit_b_16": 32}
+_SIZES = {"inception_v3": 96, "maxvit_t": 224, "vit_b_16": 32}
 _ARGUMENTS = {
     "googlenet": ", aux_logits=False, init_weights=False",
     "inception_v3": ", aux_logits=False, init_weights=False",
