@@ -31,7 +31,6 @@ from testbed.models.chain import Model
 from testbed.models.making import KEY as MODEL_FILE
 from testbed.plan import Plan
 from testbed.scenario.expand import device_names, trials
-from testbed.scenario.files import data_folder, weights_file
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
@@ -199,7 +198,7 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
     workload = scenario.workload
     try:
         method, files, codes = find_method(scenario), _files(scenario), training_codes(scenario)
-        kind = data.describe_part(workload.data, data_folder(scenario))
+        kind = data.describe_part(workload.data, scenario.data_folder)
         model = model_of(workload, model_code(scenario), kind.shape, kind.classes, kind.integers)
     except InputError as error:
         raise scenario.source.error([_locate(error, trial)]) from None
@@ -251,8 +250,8 @@ def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, I
     if not owners or problem.workload.task == "infer":
         reason = "an inference learns from none" if owners else f"'{method.name}' keeps all of them on its lead"
         raise InputError(f"shares training samples among devices, but {reason}: leave it out", key)
-    labels = data.train_labels(part, data_folder(scenario))
-    groups = data.train_groups(part, data_folder(scenario))
+    labels = data.train_labels(part, scenario.data_folder)
+    groups = data.train_groups(part, scenario.data_folder)
     shares = split(labels, problem.model.classes, owners, part.split, problem.seed, groups)
     size, most = problem.workload.batch_size, max(map(len, shares.values()))
     if size > most:
@@ -266,7 +265,7 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
 
     Not a part of `build_problem`: devices are sent their weights and have no such file. Raises `InputError`.
     """
-    file = weights_file(scenario)
+    file = scenario.weights_file
     if file is None:
         return None
     if not weights.is_scenario(file):

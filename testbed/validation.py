@@ -22,7 +22,6 @@ from testbed.models import CATALOG
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.scenario import paper
 from testbed.scenario.expand import no_such_devices
-from testbed.scenario.files import data_folder
 from testbed.scenario.loading import explain, nearest
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
@@ -101,7 +100,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     name = scenario.workload.data.name
     key: Key = ("workload", "data")
     try:
-        kind = data.describe_part(scenario.workload.data, data_folder(scenario))
+        kind = data.describe_part(scenario.workload.data, scenario.data_folder)
     except InputError as error:
         if data.is_own(scenario.workload.data):
             yield Diagnostic(("workload", *error.key), error.text)
@@ -117,7 +116,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     path = scenario.workload.data.path
     if data.is_own(scenario.workload.data):
         try:
-            labels = data.train_labels(scenario.workload.data, data_folder(scenario))
+            labels = data.train_labels(scenario.workload.data, scenario.data_folder)
             yield from batch_problems(scenario.workload, len(labels))
             if labels.ndim == 1 and labels.dtype.kind == "f" and scenario.workload.training.loss.plain:
                 text = "the labels are numbers, and cross-entropy is of classes: name a loss such as mse"
@@ -148,7 +147,7 @@ def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     if data.is_own(part):
         return
     with suppress(InputError):  # a name that there is not is `_data_problems`' to say
-        for key, text in data.problems(part, data_folder(scenario)):
+        for key, text in data.problems(part, scenario.data_folder):
             yield Diagnostic(("workload", "data", *key), text)
 
 

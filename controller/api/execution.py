@@ -17,7 +17,6 @@ from controller.watch.feed import INTERVAL
 from testbed.common import formats
 from testbed.prepare import Prepared, batches, prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.files import weights_file
 from testbed.scenario.loading import load
 from testbed.simulation.world import rare_collection
 
@@ -55,7 +54,7 @@ def run_recorded(
     from controller.running.inputs import load_data
     from testbed.models.weights import facts
 
-    file = weights_file(prepared.scenario)
+    file = prepared.scenario.weights_file
     weights = None if file is None else facts(file, prepared.problem.model)
     recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights)
     try:

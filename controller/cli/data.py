@@ -24,7 +24,7 @@ _SHADES = " .:-=+*#%@"
 
 
 def _place(name: str, folder: Path | None) -> Path:
-    from testbed.scenario.files import DATA_FOLDER
+    from testbed.scenario.schema import DATA_FOLDER
 
     return folder or DATA_FOLDER / name
 

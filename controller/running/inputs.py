@@ -9,7 +9,6 @@ from rich.console import Console
 from controller.running.live import LiveProgress
 from testbed.common.errors import TestbedError
 from testbed.prepare import Prepared, batches
-from testbed.scenario.files import data_folder, weights_file
 from testbed.validation import batch_problems
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def load_data(prepared: Prepared) -> Dataset:
     scenario = prepared.scenario
     if scenario.workload.task == "program":
         return Dataset("none", 0, *2 * (np.zeros((0, 1), np.float32), np.zeros(0, np.int64)))
-    found = load(scenario.workload.data, data_folder(scenario), blank=scenario.workload.numerics == "none")
+    found = load(scenario.workload.data, scenario.data_folder, blank=scenario.workload.numerics == "none")
     if wrong := list(batch_problems(scenario.workload, len(found.train_labels))):
         # Of data in files nobody has counted the samples before.
         raise scenario.source.error(wrong)
@@ -52,7 +51,7 @@ class InitialWeights:
 
         Where they come from a scenario, that is simulated: the same weights on every host.
         """
-        file, model = weights_file(prepared.scenario), prepared.problem.model
+        file, model = prepared.scenario.weights_file, prepared.problem.model
         if file is None:
             return None
         if self._last is None or self._last[:2] != (file, model):

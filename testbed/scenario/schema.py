@@ -7,6 +7,7 @@ that is not there, more stages than units) is checked where the experiment is bu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
@@ -190,6 +191,8 @@ class PaperPart(Part):
     charts: tuple[PaperChart, ...] = Field((), description="its plots, drawn into paper.html")
 
 
+DATA_FOLDER = Path("data")
+"""Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
 TOGETHER = "together"
 SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
 """Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
@@ -256,6 +259,23 @@ class Scenario(Part):
     def source(self) -> Source:
         """Where each key was written; names no file for a scenario that came from none."""
         return self._source
+
+    @property
+    def data_folder(self) -> Path:
+        """Where the files of the data lie: their ``folder``, or where `testbed data fetch` puts them.
+
+        Of data that are one file, and of one's own, that file or folder.
+        """
+        part = self.workload.data
+        if (named := part.file or part.path or part.folder) is not None:
+            return self.source.folder / named
+        return DATA_FOLDER / part.name
+
+    @property
+    def weights_file(self) -> Path | None:
+        """The file that the model's weights are read from; None: they are drawn from the seed."""
+        named = self.workload.model.weights
+        return None if named is None else self.source.folder / named
 
     def located(self, source: Source) -> Self:
         """Return the same scenario, written there."""

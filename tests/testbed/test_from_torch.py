@@ -10,7 +10,6 @@ import pytest
 from testbed.data import catalog
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.files import data_folder
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.helpers import ROOT
@@ -31,7 +30,7 @@ def by_the_script():
 def test_losses_are_those_of_the_script(method):
     scenario = load(str(EXAMPLES / "fromtorch.yaml"), [f"workload.method={method}"])
     prepared = prepare(trials(scenario)[0])
-    outcome = simulate(prepared, catalog.load(scenario.workload.data, data_folder(scenario)))
+    outcome = simulate(prepared, catalog.load(scenario.workload.data, scenario.data_folder))
     assert outcome.status == "finished", outcome.error
     losses, f1 = by_the_script()
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, abs=1e-5)

@@ -12,7 +12,6 @@ from testbed.common.errors import InputError
 from testbed.methods.pipeline import Pipeline
 from testbed.prepare import batches, prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.files import data_folder
 from testbed.scenario.loading import load
 
 GOOD = """\
@@ -256,11 +255,11 @@ def test_counts_batches_without_reading_the_data(file):
 
 
 def test_data_lies_beside_the_scenario_or_where_fetch_puts_it(file):
-    assert data_folder(prepared(file).trial.scenario) == Path("data/digits")
+    assert prepared(file).trial.scenario.data_folder == Path("data/digits")
     Path("sub").mkdir()
     other = Path("sub/small.yaml")
     text = GOOD.replace("name: digits", "name: digits, folder: ../images")
-    assert data_folder(prepared(other, text).trial.scenario) == Path("sub/../images")
+    assert prepared(other, text).trial.scenario.data_folder == Path("sub/../images")
 
 
 def test_images_of_another_size_are_found_before_the_run(file):

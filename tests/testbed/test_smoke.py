@@ -8,7 +8,6 @@ from testbed.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.expect import evaluate
-from testbed.scenario.files import data_folder
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
@@ -24,7 +23,7 @@ def test_smoke_scenario(file):
         scenario = trial.scenario
         assert scenario.expect, "a smoke scenario says what it expects"
         ready = prepare(trial)
-        dataset = load_data(scenario.workload.data, data_folder(scenario))
+        dataset = load_data(scenario.workload.data, scenario.data_folder)
         outcome = simulate(ready, dataset)
         assert outcome.status == "finished", outcome.error
         figures = metrics(outcome, trial.experiment, ready.plan, ready.method.declared)

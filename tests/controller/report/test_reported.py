@@ -14,7 +14,6 @@ from controller.results.run import Run
 from testbed.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.files import data_folder
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.helpers import recorded
@@ -25,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     overrides = ["workload.epochs=2", "faults.0.when.batch=20"]
     prepared = prepare(trials(load("quickstart", overrides))[0])
     scenario = prepared.trial.scenario
-    dataset = load_data(scenario.workload.data, data_folder(scenario))
+    dataset = load_data(scenario.workload.data, scenario.data_folder)
     outcome = simulate(prepared, dataset)
     folder = tmp_path_factory.mktemp("results") / "quickstart"
     return files.load(recorded.write(folder, prepared.trial, prepared.plan, outcome))

@@ -10,7 +10,6 @@ from controller.results.reproduction import ReproducedRow, reproduce
 from testbed.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.files import data_folder
 from testbed.scenario.loading import load
 from testbed.scenario.trial import Trial
 from testbed.simulation import simulate
@@ -25,7 +24,7 @@ def reproduced(
 ) -> dict[str, ReproducedRow]:
     """Run the points of a scenario, or those among them, once on the virtual clock; return its table by names."""
     scenario = load(f"papers/{name}", ["repetitions=1", *overrides])
-    data = load_data(scenario.workload.data, data_folder(scenario))
+    data = load_data(scenario.workload.data, scenario.data_folder)
     chosen = [trial for trial in trials(scenario) if among(trial.point)]
     runs = [files.load(run(folder / str(number), each, data)) for number, each in enumerate(chosen)]
     assert scenario.paper is not None
