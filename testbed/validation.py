@@ -13,16 +13,15 @@ from pydantic import ValidationError
 
 from testbed import methods
 from testbed.common.conditions import parse_condition
-from testbed.common.errors import Diagnostic, InputError, Key
+from testbed.common.errors import Diagnostic, InputError, Key, nearest
 from testbed.data import catalog as data
-from testbed.data.pictures import is_picture
 from testbed.faults.checks import devices_named
 from testbed.method import Method
-from testbed.models import CATALOG
+from testbed.models import catalog as models
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.scenario import paper
 from testbed.scenario.expand import no_such_devices
-from testbed.scenario.loading import explain, nearest
+from testbed.scenario.loading import explain
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import Figure
@@ -74,26 +73,25 @@ def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
         return  # it is made, or refused, with the problem
     if part.units is not None:
         yield Diagnostic((*key, "units"), "cuts a model of your own, by `file`; those of the list have their units")
-    entry = CATALOG.get(part.name)
-    if entry is None:
-        text = f"there is no model '{part.name}': {nearest(part.name, CATALOG)}"
-        yield Diagnostic((*key, "name"), text)
-    else:
-        try:
-            entry.Options.model_validate(part.options())
-        except ValidationError as error:
-            yield from explain(error, entry.Options, key)
+    try:
+        options = models.find(part.name).Options
+        options.model_validate(part.options())
+    except InputError as error:
+        yield _located(error)
+    except ValidationError as error:
+        yield from explain(error, options, key)
 
 
 def _method_or_problem(scenario: Scenario) -> Method | Diagnostic:
-    part = scenario.workload.method
-    if part.file is None and part.name not in methods.METHODS:
-        text = f"there is no method '{part.name}': {nearest(part.name, methods.METHODS)}"
-        return Diagnostic(("workload", "method", "name"), text)
     try:
         return find_method(scenario)
     except InputError as error:
-        return Diagnostic(("workload", *error.key), error.text)
+        return _located(error)
+
+
+def _located(error: InputError) -> Diagnostic:
+    """Return what is wrong with a workload, whose keys an error names."""
+    return Diagnostic(("workload", *error.key), error.text)
 
 
 def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -102,12 +100,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     try:
         kind = data.describe_part(scenario.workload.data, scenario.data_folder)
     except InputError as error:
-        if data.is_own(scenario.workload.data):
-            yield Diagnostic(("workload", *error.key), error.text)
-            return
-        known = name in data.DATASETS or name.startswith("synthetic") or is_picture(name)
-        text = error.text if known else f"there is no data set '{name}': {nearest(name, data.DATASETS)}"
-        yield Diagnostic((*key, "name"), text)
+        yield _located(error)
         return
     if not kind.classes and scenario.workload.task == "train":
         yield Diagnostic(
@@ -122,7 +115,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
                 text = "the labels are numbers, and cross-entropy is of classes: name a loss such as mse"
                 yield Diagnostic(("workload", "training", "loss"), text)
         except InputError as error:
-            yield Diagnostic(("workload", *error.key), error.text)
+            yield _located(error)
         return
     there = data.known_samples(scenario.workload.data)
     if there is not None:

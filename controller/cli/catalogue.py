@@ -13,7 +13,7 @@ from rich.markup import escape
 from controller.cli.options import as_json
 from controller.cli.printing import dump, make_console, options, print_catalogue, print_section
 from testbed.common import formats
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, nearest
 from testbed.common.quantities import format_byte_rate, format_speed
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def methods(name: str | None, as_json: bool) -> None:
         method: {name: pipeline, schedule: 1f1b, micro_batches: 4}
     """
     from testbed.methods import METHODS
-    from testbed.scenario.loading import nearest
 
     if name is not None and name not in METHODS:
         raise InputError(f"there is no method '{name}': {nearest(name, METHODS)}")

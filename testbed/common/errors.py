@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 Key = tuple[str | int, ...]
@@ -16,6 +18,18 @@ def parse_key(dotted: str) -> Key:
 def format_key(key: Key) -> str:
     """Write a key as a user would."""
     return ".".join(str(part) for part in key)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Say which known word was meant, or which there are."""
+    words = list(known)
+    close = closest(word, words)
+    return f"did you mean '{close[0]}'?" if close else "there are " + ", ".join(words)
+
+
+def closest(word: str, known: Iterable[str]) -> list[str]:
+    """Return the known word that resembles one most; nothing where none does."""
+    return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
 
 
 @dataclass(frozen=True)

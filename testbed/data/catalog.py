@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from testbed.common.errors import InputError, Key
+from testbed.common.errors import InputError, Key, nearest
 from testbed.data import files, own, pictures, synthetic, tables
 from testbed.data.dataset import Dataset
 from testbed.data.files import Bytes
@@ -256,7 +256,7 @@ def describe(name: str) -> DataSource:
     if name.startswith("synthetic"):
         shape, classes = synthetic.parse(name)
         return DataSource(name, DATASETS["synthetic"].summary, shape, classes)
-    raise InputError(f"there is no data set '{name}'; choose one of {', '.join(DATASETS)}", ("data", "name"))
+    raise InputError(f"there is no data set '{name}': {nearest(name, DATASETS)}", ("data", "name"))
 
 
 def part_of(text: str) -> DataPart:

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, nearest
 from testbed.methods import external
 from testbed.workload import MethodPart
 
@@ -78,7 +78,7 @@ METHODS: Mapping[str, Method] = _Registry()
 def get(name: str) -> Method:
     """Return the method of that name; raises `InputError` naming those there are."""
     if name not in METHODS:
-        raise InputError(f"there is no method '{name}'; choose one of {', '.join(METHODS)}", ("method", "name"))
+        raise InputError(f"there is no method '{name}': {nearest(name, METHODS)}", ("method", "name"))
     return METHODS[name]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, nearest
 from testbed.data.batches import is_due
 from testbed.data.dataset import Dataset
 from testbed.device import Device, Span
@@ -50,7 +50,7 @@ class Single(Method[SingleOptions]):
         names = [device.name for device in problem.devices]
         chosen = problem.options.device or names[0]
         if chosen not in names:
-            raise InputError(f"there is no device '{chosen}'; choose one of {', '.join(names)}", ("method", "device"))
+            raise InputError(f"there is no device '{chosen}': {nearest(chosen, names)}", ("method", "device"))
         device, workload, model = problem.device(chosen), problem.workload, problem.model
         units = model.units
         if workload.task == "train":

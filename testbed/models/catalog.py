@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, nearest
 from testbed.common.part import Part
 from testbed.models import classifiers, yolov2
 from testbed.models.chain import Model
@@ -82,15 +82,20 @@ _ENTRIES = (
 CATALOG = {entry.name: entry for entry in _ENTRIES}
 
 
+def find(name: str) -> Entry:
+    """Return a model of the catalogue; raises `InputError` for an unknown name."""
+    if name not in CATALOG:
+        raise InputError(f"there is no model '{name}': {nearest(name, CATALOG)}", ("model", "name"))
+    return CATALOG[name]
+
+
 def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: int) -> Model:
     """Make a model of the catalogue for images of ``input_shape``; 0 ``classes`` are data without labels.
 
     Raises `InputError` for an unknown name and for data that do not fit, pydantic's error for options that it lacks:
     those of a scenario have been checked.
     """
-    entry = CATALOG.get(name)
-    if entry is None:
-        raise InputError(f"there is no model '{name}'; choose one of {', '.join(CATALOG)}", ("model", "name"))
+    entry = find(name)
     chosen = entry.Options.model_validate(dict(options))
     if not classes and not entry.classes:
         can = ", ".join(each.name for each in CATALOG.values() if each.classes)

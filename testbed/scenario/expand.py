@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from testbed.common.errors import Diagnostic, InputError, Key, parse_key
+from testbed.common.errors import Diagnostic, InputError, Key, nearest, parse_key
 from testbed.common.seeds import derive
 from testbed.experiment import Experiment
 from testbed.faults.replay import Change
@@ -23,7 +23,7 @@ from testbed.network.parts import LinkPart
 from testbed.network.radio import Radio
 from testbed.network.topology import Cell, directed_pairs
 from testbed.scenario import paper
-from testbed.scenario.loading import nearest, parse, put, read_keys, validate
+from testbed.scenario.loading import parse, put, read_keys, validate
 from testbed.scenario.radio import radio
 from testbed.scenario.schema import DevicePart, ProfilePart, Scenario
 from testbed.scenario.trace import changes

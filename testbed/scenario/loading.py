@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from testbed.common.errors import Diagnostic, InputError, Key, format_key, parse_key
+from testbed.common.errors import Diagnostic, InputError, Key, closest, format_key, nearest, parse_key
 from testbed.scenario.schema import Scenario
 from testbed.scenario.source import Source
 
@@ -116,7 +116,7 @@ def parse(model: type[M], given: Mapping[str, Any]) -> M:
 
 def _meant(key: Key, model: type[BaseModel]) -> Key:
     """Return the known key that an unknown one resembles most."""
-    close = _closest(str(key[-1]), _known(key[:-1], model))
+    close = closest(str(key[-1]), _known(key[:-1], model))
     return (*key[:-1], *close)
 
 
@@ -360,17 +360,6 @@ def _describe(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
 
 def _known(key: Key, model: type[BaseModel]) -> list[str]:
     return [name for part in _parts(_describe(key, model), model) for name in part.get("properties", {})]
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Say which known word was meant, or which there are."""
-    words = list(known)
-    close = _closest(word, words)
-    return f"did you mean '{close[0]}'?" if close else "there are " + ", ".join(words)
-
-
-def _closest(word: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
 
 
 _VALUES = {

@@ -7,9 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from testbed.common.conditions import parse_condition, parse_target
-from testbed.common.errors import Diagnostic, Key
+from testbed.common.errors import Diagnostic, Key, nearest
 from testbed.common.formats import FigureKind
-from testbed.scenario.loading import nearest
 from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries
 from testbed.trace.figures import Figure
 from testbed.trace.registry import OF_DEVICES, kind_of

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from testbed.common.errors import Diagnostic
+from testbed.common.errors import Diagnostic, nearest
 from testbed.network.parts import RadioPart
 from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
-from testbed.scenario.loading import nearest
 from testbed.scenario.schema import Scenario
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from testbed.common.errors import Diagnostic, Key
+from testbed.common.errors import Diagnostic, Key, nearest
 from testbed.common.quantities import parse_duration
 from testbed.faults.device_actions import MIN_FACTOR, ThrottlePart
 from testbed.faults.replay import Change, traced_links
@@ -24,7 +24,7 @@ from testbed.network import checks
 from testbed.network.link import Link, Pair
 from testbed.network.overlay import FIGURES
 from testbed.network.parts import LinkPart
-from testbed.scenario.loading import explain, nearest
+from testbed.scenario.loading import explain
 
 KEYS = tuple(name for name in FIGURES if name != "bursts")
 """What a trace may change of a link."""

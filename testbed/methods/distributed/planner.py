@@ -8,7 +8,7 @@ from itertools import permutations
 
 from pydantic import BaseModel, ConfigDict
 
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, nearest
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.method import Alternative, Problem
@@ -73,7 +73,7 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
     names = [device.name for device in problem.devices]
     source = problem.options.source or names[0]
     if source not in names:
-        raise InputError(f"there is no device '{source}'; choose one of {', '.join(names)}", ("method", "source"))
+        raise InputError(f"there is no device '{source}': {nearest(source, names)}", ("method", "source"))
     _check_links(problem, source)
     spread = flow_of(problem, distributed(problem, names))
     options = problem.options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, nearest
 from testbed.common.quantities import Size
 from testbed.device import Device
 from testbed.method import Job, Method, Options, Problem
@@ -99,9 +99,7 @@ class Exchange(Method[ExchangeOptions]):
             raise InputError("an exchange needs two of them", ("devices",))
         peer = problem.options.peer or names[1]
         if peer not in names[1:]:
-            raise InputError(
-                f"there is no other device '{peer}'; choose one of {', '.join(names[1:])}", ("method", "peer")
-            )
+            raise InputError(f"there is no other device '{peer}': {nearest(peer, names[1:])}", ("method", "peer"))
         return peer
 
 

@@ -212,7 +212,7 @@ def test_missing_files_and_unknown_names(tmp_path: Path) -> None:
         load(part("mnist"), tmp_path / "nowhere")
     with pytest.raises(InputError, match="mnist is read from files: name the folder"):
         load(part("mnist"))
-    with pytest.raises(InputError, match="there is no data set 'mnits'; choose one of digits, digits-28, mnist"):
+    with pytest.raises(InputError, match="there is no data set 'mnits': did you mean 'mnist'"):
         load(part("mnits"))
     with pytest.raises(InputError, match=r"data.train: digits has 1438 samples in this part, not 1500"):
         load(part("digits", train=1500))

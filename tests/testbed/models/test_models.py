@@ -211,7 +211,7 @@ def test_resnet18_has_the_ten_layers_of_pipelearns_table_2() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("resnet", (1, 8, 8), "no model 'resnet'; choose one of mlp, cnn, vgg5"),
+        ("resnet", (1, 8, 8), "no model 'resnet': did you mean 'resnet18'"),
         ("cnn", (1, 3, 3), "cannot take inputs of 1x3x3: MaxPool2d of kernel 2 does not fit into 1 pixels"),
         ("cnn", (64,), r"needs \(channels, height, width\), not \(64,\)"),
     ],
