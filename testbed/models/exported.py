@@ -118,7 +118,7 @@ class _Flat:
         self._program = program
         self._copies: dict[fx.Node, Any] = {}
         self._views: dict[fx.Node, fx.Node] = {}
-        """Of each view the node whose memory it shares."""
+        """For each view, the node whose memory it shares."""
         self._mode = self.graph.get_attr("training")
         self._inline(program.graph, [])
         for node in reversed(self.graph.nodes):
