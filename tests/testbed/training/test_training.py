@@ -129,3 +129,14 @@ def test_adam_counts_in_the_memory_of_a_plan():
     plain, adam = memory({}), memory({"name": "adam"})
     problem, _ = problem_of(spec({"name": "single"}))
     assert adam - plain == pytest.approx(2 * 4 * problem.model.parameters, rel=1e-3)
+
+
+def test_without_numbers_as_many_bytes_travel_at_the_same_times():
+    training = {**RECIPE, "ema": 0.9}
+    runs = []
+    for numerics in ("full", "none"):
+        work = {"training": training, "steps": 6, "numerics": numerics}
+        method = {"micro_batches": 2, "checkpoint_every": 2}
+        runs.append(run(scenario(2, workload=work, method=method)))
+    plain, shapes = ([(each["message"], each["bytes"], each["start"]) for each in of(one, "send")] for one in runs)
+    assert plain == shapes
