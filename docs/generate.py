@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -20,11 +20,12 @@ from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, published_schema
 from testbed.trace.events import EVENTS, EventType
-from testbed.trace.figures import Figure
+from testbed.trace.figures import Declared, Figure
 from testbed.trace.registry import COMMON, OF_DEVICES
 
 DOCS = Path(__file__).resolve().parent
 WIDTH = 88
+T = TypeVar("T")
 
 
 def generated() -> Iterator[tuple[Path, str]]:
@@ -66,28 +67,25 @@ def _helps(command: click.Command, name: str) -> Iterator[str]:
 
 
 def _figures_table() -> str:
-    lines = ["| figure | in | what it is | of |", "|---|---|---|---|"]
-    lines += [_figure_row(figure, "every method") for figure in COMMON.values()]
-    users: dict[Figure, list[str]] = {}
-    for method in METHODS.values():
-        for figure in method.declared.figures:
-            users.setdefault(figure, []).append(method.name)
-    lines += [_figure_row(figure, ", ".join(names)) for figure, names in users.items()]
-    lines += [
+    rows = _declared(COMMON.values(), lambda declared: declared.figures, _figure_row)
+    rows += [
         f"| `devices.<device>.{name}` | {kind} | of one device | every method |" for name, kind in OF_DEVICES.items()
     ]
-    return "\n".join(lines)
+    return "\n".join(["| figure | in | what it is | of |", "|---|---|---|---|", *rows])
 
 
 def _events_table() -> str:
-    lines = ["| event | what it says | can be matched | fields | of |", "|---|---|---|---|---|"]
-    lines += [_event_row(event, "every method") for event in EVENTS]
-    users: dict[EventType, list[str]] = {}
+    head = ["| event | what it says | can be matched | fields | of |", "|---|---|---|---|---|"]
+    return "\n".join(head + _declared(EVENTS, lambda declared: declared.events, _event_row))
+
+
+def _declared(common: Iterable[T], of: Callable[[Declared], Iterable[T]], row: Callable[[T, str], str]) -> list[str]:
+    """Return a row for each thing that every method declares, and for each that some do, with their names."""
+    users: dict[T, list[str]] = {each: ["every method"] for each in common}
     for method in METHODS.values():
-        for event in method.declared.events:
-            users.setdefault(event, []).append(method.name)
-    lines += [_event_row(event, ", ".join(names)) for event, names in users.items()]
-    return "\n".join(lines)
+        for each in of(method.declared):
+            users.setdefault(each, []).append(method.name)
+    return [row(each, ", ".join(names)) for each, names in users.items()]
 
 
 def _event_row(event: EventType, users: str) -> str:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+
 from controller.cli.main import COMMANDS
 from controller.cli.printing import options
 from testbed.method import Method
@@ -42,30 +44,7 @@ PAPER_OF = {
     "versatile": "versatilefl",
 }
 """By method."""
-GUIDE = {
-    "Home": "README.md",
-    "Tutorial": "docs/tutorial.md",
-    "From a script in plain torch": "docs/from-torch.md",
-    "Glossary": "docs/glossary.md",
-    "The scenario file": "docs/scenario.md",
-    "Your own model and data": "docs/own.md",
-    "Your own programs": "docs/programs.md",
-    "From Python": "docs/python.md",
-    "Writing a method": "docs/method.md",
-    "What a method says of its runs": "docs/figures.md",
-    "How true the links are": "docs/fidelity.md",
-    "Who gets in": "docs/security.md",
-    "Troubleshooting": "docs/troubleshooting.md",
-    "How it hangs together": "ARCHITECTURE.md",
-    "Changes": "CHANGELOG.md",
-}
-"""The pages to begin with, by title; others follow."""
-TABLES = """\
-.md-typeset table:not([class]) :is(th, td) { min-width: 3.4rem; padding: .6em .8em }
-.md-typeset table:not([class]) td:last-child { min-width: 8rem }
-.md-typeset td:first-child code { white-space: nowrap }
-"""
-"""Figures need little room, the notes in the last column more; names in the first stay whole."""
+SETTINGS: dict[str, Any] = YAML(typ="safe").load(ROOT / "docs/mkdocs.yml")
 EXTRA = Path("docs/papers.md")
 """Divided into the papers' pages."""
 
@@ -90,11 +69,12 @@ class Shipped:
 
 
 def guide() -> dict[str, str]:
-    """Return the pages that are taken as they are, by title: those above, then what else is here by its heading."""
-    others = sorted({f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} - {*GUIDE.values(), str(EXTRA)})
+    """Return the pages that are taken as they are, by title: those of the settings, then others by their heading."""
+    listed = {title: place for each in SETTINGS["nav"] for title, place in each.items()}
+    others = sorted({f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} - {*listed.values(), str(EXTRA)})
     first = {(ROOT / place).read_text().partition("\n")[0].removeprefix("# "): place for place in others}
     first.pop("Documentation", None)  # the list of them, which the site's navigation is
-    return {**GUIDE, **first}
+    return {**listed, **first}
 
 
 def shipped() -> list[Shipped]:
@@ -213,45 +193,15 @@ def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
     return re.sub(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", lead, re.sub(r"<!-- /?\w+ -->", "", text))
 
 
-def configuration() -> dict[str, Any]:
-    """Return mkdocs' settings."""
-    nav: list[dict[str, Any]] = [{title: place} for title, place in guide().items()]
-    nav += [
+def navigation() -> list[dict[str, Any]]:
+    """Return mkdocs' navigation: titles with their pages, or with a list of such."""
+    papers = [{title: f"docs/papers/{family}.md"} for family, title in PAPERS.items()]
+    return [
+        *({title: place} for title, place in guide().items()),
         {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},
-        {
-            "Papers": [
-                {"Figures, theirs and ours": str(EXTRA)},
-                *({title: f"docs/papers/{family}.md"} for family, title in PAPERS.items()),
-            ]
-        },
+        {"Papers": [{"Figures, theirs and ours": str(EXTRA)}, *papers]},
         {"Commands": [{name: f"docs/commands/{name}.md"} for name in COMMANDS]},
     ]
-    return {
-        "site_name": "Edge testbed",
-        "docs_dir": "pages",
-        "site_dir": "site",
-        "use_directory_urls": False,
-        "nav": nav,
-        "plugins": ["search"],
-        "markdown_extensions": [
-            "admonition",
-            "tables",
-            "pymdownx.superfences",
-            "pymdownx.highlight",
-            {"toc": {"permalink": True}},
-        ],
-        "extra_css": ["tables.css"],
-        "theme": {
-            "name": "material",
-            "font": False,
-            "features": ["navigation.sections", "navigation.top", "content.code.copy"],
-            "palette": [
-                {"media": f"(prefers-color-scheme: {scheme})", "scheme": name}
-                for scheme, name in (("light", "default"), ("dark", "slate"))
-            ],
-        },
-        "validation": {"links": {"anchors": "warn"}, "omitted_files": "ignore"},
-    }
 
 
 def main(folder: Path) -> None:
@@ -263,9 +213,9 @@ def main(folder: Path) -> None:
         file = site / place
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(linked(place, text, found, site))
-    (site / "tables.css").write_text(TABLES)
+    shutil.copyfile(ROOT / "docs/tables.css", site / "tables.css")
     # JSON is YAML.
-    (folder / "mkdocs.yml").write_text(json.dumps(configuration(), indent=2))
+    (folder / "mkdocs.yml").write_text(json.dumps({**SETTINGS, "nav": navigation()}, indent=2))
 
 
 if __name__ == "__main__":

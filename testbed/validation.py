@@ -62,6 +62,10 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             method.Options.model_validate(workload.method.options())
         except ValidationError as error:
             yield from explain(error, method.Options, (*key, "method"))
+            named: Key = (*key, "method", "name")
+            if scenario.source.where(named).startswith("--set"):
+                text = "keeps the other options as they were; to replace them as well, write "
+                yield Diagnostic(named, f"{text}--set 'workload.method={{name: {method.name}}}'")
     if workload.task != "program":
         yield from _model_problems(workload.model)
         yield from _data_problems(scenario)

@@ -17,8 +17,6 @@ from testbed.common.errors import InputError, nearest
 from testbed.common.quantities import format_byte_rate, format_speed
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from controller.profiling.layers import LayerTime
     from testbed.hardware import DeviceSpec, Profile
     from testbed.models.chain import Model
@@ -57,7 +55,7 @@ def methods(name: str | None, as_json: bool) -> None:
     if as_json:
         dump(entries)
     else:
-        print_catalogue(entries, lambda entry: f"{entry['summary']} [dim]({', '.join(entry['tasks'])})[/dim]")
+        print_catalogue(entries, lambda entry: f"{entry['summary']} ({', '.join(entry['tasks'])})")
 
 
 @click.command()
@@ -239,6 +237,7 @@ def profiles(as_json: bool) -> None:
         link: {preset: 802.11a, delay: 3ms}
         radio: {preset: 802.11a, area: [50, 50]}
     """
+    from controller.report.tables import Cell, Column, Section, draw
     from testbed.common.quantities import format_rate, format_size
     from testbed.hardware import PROFILES
     from testbed.network.overlay import PRESETS
@@ -254,30 +253,27 @@ def profiles(as_json: bool) -> None:
         )
         return
     console = make_console()
-    console.print("[bold]Devices[/bold]")
-    devices = [
-        (each.name, formats.speed(each.speed), format_size(each.memory), _basis(each), each.source)
-        for each in PROFILES.values()
-    ]
-    _print_sourced(console, devices)
-    console.print("\n[bold]Links[/bold]: up is towards the first device of the scenario")
-    links = [
-        (each.name, f"{format_rate(each.up)} up", f"{format_rate(each.down)} down", _delay(each), each.source)
-        for each in PRESETS.values()
-    ]
-    _print_sourced(console, links)
-    console.print("\n[bold]Radios[/bold], for `network.radio`: how far a cast is heard")
-    radios = [
-        (
-            each.name,
-            f"{each.transmit_power:g} dBm",
-            f"{each.sensitivity:g} dBm",
-            "sent with, still received",
-            each.source,
-        )
-        for each in TRANSCEIVERS.values()
-    ]
-    _print_sourced(console, radios)
+    about: dict[str, list[tuple[str, ...]]] = {
+        "Devices": [
+            (each.name, formats.speed(each.speed), format_size(each.memory), _basis(each), each.source)
+            for each in PROFILES.values()
+        ],
+        "Links, up is towards the first device of the scenario": [
+            (each.name, f"{format_rate(each.up)} up", f"{format_rate(each.down)} down", _delay(each), each.source)
+            for each in PRESETS.values()
+        ],
+        "Radios, for `network.radio`: how far a cast is heard": [
+            (each.name, *(f"{power:g} dBm" for power in (each.transmit_power, each.sensitivity)), _RADIO, each.source)
+            for each in TRANSCEIVERS.values()
+        ],
+    }
+    columns = (Column("", "name"), Column("", "figure"), Column("", "figure"), Column(""))
+    for title, found in about.items():
+        rows = [[*map(Cell, figures), Cell(note, source)] for *figures, note, source in found]
+        console.print(draw(Section(title, "", "", columns, rows), console.width))
+
+
+_RADIO = "sent with, still received"
 
 
 def _basis(profile: Profile) -> str:
@@ -290,18 +286,6 @@ def _delay(preset: LinkPreset) -> str:
 
     delay = "delay is yours to give" if preset.delay is None else f"{format_duration(preset.delay)} one way"
     return delay if preset.frame is None else f"{delay}; frame {preset.frame} B"
-
-
-def _print_sourced(console: Console, rows: Sequence[tuple[str, str, str, str, str]]) -> None:
-    """Print rows of four figures, each with its source in the lines below."""
-    from rich.padding import Padding
-
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for name, first, second, note, source in rows:
-        console.print(
-            f"  [cyan]{name:<{widths[0]}}[/cyan]  {first:>{widths[1]}}  {second:>{widths[2]}}  {note}", soft_wrap=True
-        )
-        console.print(Padding(f"[dim]{escape(source)}[/dim]", (0, 0, 0, 6)))
 
 
 @click.command()

@@ -29,9 +29,9 @@ PIECE = 1 << 16
 @click.option("-i", "--input", "pass_input", is_flag=True, help="Pass the standard input on, such as a file.")
 @run_option
 def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_input: bool) -> None:
-    """Run COMMAND in the container of DEVICE, and end with its status.
+    """Run COMMAND in the container of DEVICE, and exit with its status.
 
-    Other devices are known by their names, over the shaped links.
+    Other devices can be reached by their names, over the shaped links.
 
     \b
     Examples:

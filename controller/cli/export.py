@@ -22,7 +22,7 @@ class _OfRuns(CommandGroup):
 
 @click.group(cls=_OfRuns)
 def export() -> None:
-    """Write the tables of a run or a whole lab for other programs; `export RESULTS_DIR` is `export run RESULTS_DIR`."""
+    """Write the tables of a run, or a whole lab, for other programs; `export DIR` is `export run DIR`."""
 
 
 @export.command()
@@ -36,7 +36,7 @@ def export() -> None:
 def run(folder: Path, kind: str, out: Path | None) -> None:
     """Write the tables of a run (figures, events, devices, ...) for other programs, or its plots for a paper.
 
-    RESULTS_DIR is what `testbed run` wrote; of a sweep, one table is written with a row for each run.
+    RESULTS_DIR is what `testbed run` wrote; for a sweep, one table is written, with a row for each run.
 
     \b
     Examples:
@@ -83,8 +83,8 @@ def run(folder: Path, kind: str, out: Path | None) -> None:
 def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None:
     """Write a docker compose project with the devices, links and hardening of SCENARIO.
 
-    Of a sweep the first point is taken. The project needs the images and a token, and its links after each start: its
-    docker-compose.yml says how.
+    For a sweep, the first point is used. The project needs the images, a token, and its links set up after each start;
+    its docker-compose.yml explains how.
 
     \b
     Examples:

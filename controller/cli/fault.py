@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import wraps
 from typing import Any
 
 import click
 
-from controller.cli.linkoptions import link_options, read
 from controller.cli.options import CommandGroup, run_option
+from controller.cli.partoptions import options_of, part_of
 from controller.lab import runstate
 from controller.running import control
 from testbed.common.errors import InputError
+from testbed.common.part import Part
 from testbed.common.quantities import parse_duration
-from testbed.faults.parts import ActionPart
+from testbed.faults.link_actions import Flap, Heal, LinkSetPart, NetworkPartition
+from testbed.faults.parts import ACTIONS, ActionPart
 from testbed.scenario.loading import parse
-
-
-def _apply(run_id: str | None, given: dict[str, object]) -> None:
-    click.echo(control.strike(runstate.choose(run_id), given))
 
 
 @click.group(cls=CommandGroup)
 def fault() -> None:
-    """Break and mend the devices and links of a lab that is up.
+    """Inject faults into the devices and links of a lab that is up, and undo them.
+
+    SOURCE and DESTINATION name the link between two devices, in both directions; SOURCE alone stands for all of its
+    links. GROUPS are comma-separated names.
 
     \b
     Examples:
@@ -41,32 +40,53 @@ def fault() -> None:
     """
 
 
-def _device_command(action: str, text: str) -> None:
-    @fault.command(action, help=text)
-    @click.argument("device")
+def _parameters(action: str, part: type[Part] | None) -> list[click.Parameter]:
+    """Return what a command takes to say what a scenario says of an action."""
+    if part is not None and issubclass(part, LinkSetPart):
+        ends = [click.Argument(["source"]), click.Argument(["destination"], required=False)]
+        one_way = click.Option(["--one-way"], is_flag=True, help="Only from SOURCE to DESTINATION.")
+        return [*ends, one_way, *options_of(part, LinkSetPart.model_fields)]
+    if action == NetworkPartition.name:
+        return [click.Argument(["groups"], nargs=-1, required=True)]
+    device = [] if action == Heal.name else [click.Argument(["device"])]
+    return [*device, *(options_of(part, ["device"]) if part else [])]
+
+
+def _value(given: dict[str, Any]) -> object:
+    """Return what a scenario would say of an action, from the parameters of its command."""
+    if "groups" in given:
+        return [group.split(",") for group in given["groups"]]
+    found = {key: value for key, value in given.items() if value is not None}
+    if "source" in found:
+        source, destination, one_way = found.pop("source"), found.pop("destination", None), found.pop("one_way")
+        if destination is None:
+            return {**found, "device": source}
+        return {**found, **({"from": source, "to": destination} if one_way else {"between": [source, destination]})}
+    return found if len(found) > 1 else found.get("device", "all")
+
+
+def _add(action: str) -> None:
+    """Add the command of an action, whose parameters are those of its part of a scenario."""
+    field = ActionPart.model_fields[action]
+    part = part_of(field)
+
     @run_option
-    def command(device: str, run_id: str | None) -> None:
-        _apply(run_id, {action: device})
+    def strike(run_id: str | None, for_: str | None = None, **given: Any) -> None:
+        value = _value(given)
+        if action == Flap.name:
+            _flap(run_id, value, for_)
+        else:
+            click.echo(control.strike(runstate.choose(run_id), {action: value}))
+
+    text = f"{action.capitalize()}: {field.description}."
+    made = click.command(action, help=text)(strike)
+    made.params = [*_parameters(action, part), *made.params]
+    fault.add_command(made)
 
 
-_device_command("kill", "End a device at once, as a power cut would.")
-_device_command("restart", "Boot a device again; its links are shaped before it counts as up.")
-_device_command("retire", "Tell a device to leave: it hands over what it holds, and is off.")
-_device_command("join", "Boot a device again that was killed or has retired.")
-_device_command("pause", "Freeze a device; its connections stay open.")
-_device_command("resume", "Let a paused device go on.")
-_device_command("unthrottle", "Give a throttled device its own speed back.")
-
-
-@fault.command()
-@click.argument("groups", nargs=-1, required=True)
-@run_option
-def partition(groups: tuple[str, ...], run_id: str | None) -> None:
-    """Cut groups of devices off from each other: GROUPS are comma-separated names.
-
-    Devices that are not named form one more group. Packets vanish silently, in both directions.
-    """
-    _apply(run_id, {"partition": [group.split(",") for group in groups]})
+for _action in ACTIONS:
+    _add(_action)
+fault.commands[Flap.name].params.insert(-1, click.Option(["--for", "for_"], help="How long in all, e.g. 30s"))
 
 
 def _devices_of(run: str, host: str) -> list[str]:
@@ -100,56 +120,11 @@ _host_command("restart-host", "restart", "Boot all devices of a run on HOST agai
 def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
     """Cut HOSTS off from each other and from all others: of a run over several, the links between their devices."""
     run = runstate.choose(run_id)
-    _apply(run, {"partition": [_devices_of(run, host) for host in hosts]})
+    click.echo(control.strike(run, {"partition": [_devices_of(run, host) for host in hosts]}))
 
 
-def _on_links(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the ends of the links that it strikes; it gets them as ``links``, in a scenario's words."""
-
-    @click.argument("source")
-    @click.argument("destination", required=False)
-    @click.option("--one-way", is_flag=True, help="Only from SOURCE to DESTINATION.")
-    @wraps(command)
-    def struck(source: str, destination: str | None, one_way: bool, **given: Any) -> None:
-        links: dict[str, object] = (
-            {"from": source, "to": destination} if one_way else {"between": [source, destination]}
-        )
-        command(links={"device": source} if destination is None else links, **given)
-
-    return struck
-
-
-@fault.command()
-@_on_links
-@run_option
-@link_options
-def degrade(links: dict[str, object], figures: dict[str, str], run_id: str | None) -> None:
-    """Make links worse: the one between SOURCE and DESTINATION, or all of SOURCE."""
-    _apply(run_id, {"degrade": {**links, **read(figures)}})
-
-
-@fault.command()
-@_on_links
-@click.option("--path-loss-exponent", type=float, required=True, help="Above the radio's own, e.g. 6")
-@run_option
-def obstruct(links: dict[str, object], path_loss_exponent: float, run_id: str | None) -> None:
-    """Put something between SOURCE and DESTINATION, or around SOURCE: more of what is cast there is lost."""
-    _apply(run_id, {"obstruct": {**links, "path_loss_exponent": path_loss_exponent}})
-
-
-@fault.command()
-@_on_links
-@click.option("--down", required=True, help="How long the links are down each time, e.g. 200ms")
-@click.option("--up", required=True, help="How long they are up in between, e.g. 2s")
-@click.option("--times", type=int, help="How often.  [default: until --for is over, or Ctrl-C]")
-@click.option("--for", "for_", help="How long in all, e.g. 30s")
-@run_option
-def flap(links: dict[str, object], down: str, up: str, times: int | None, for_: str | None, run_id: str | None) -> None:
-    """Take links down and up again, over and over: the one between SOURCE and DESTINATION, or all of SOURCE.
-
-    Goes on until it is over, or Ctrl-C; either way the links are up at the end.
-    """
-    given = {**links, "down": down, "up": up, "times": times}
+def _flap(run_id: str | None, given: Any, for_: str | None) -> None:
+    """Take links down and up until it is over, or Ctrl-C; either way the links are up at the end."""
     action = parse(ActionPart, {"flap": given}).action
     if for_ is not None and action.takes_no_for is not None:
         raise InputError(action.takes_no_for)
@@ -166,24 +141,6 @@ def _duration(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise InputError(f"for: {error}") from None
-
-
-@fault.command()
-@click.argument("device")
-@click.option("--speed", help="e.g. 200mflops")
-@click.option("--slowdown", help="Factor by which work takes longer, e.g. 3")
-@run_option
-def throttle(device: str, speed: str | None, slowdown: str | None, run_id: str | None) -> None:
-    """Let DEVICE compute more slowly, also what it is computing right now."""
-    given = {key: value for key, value in (("speed", speed), ("slowdown", slowdown)) if value is not None}
-    _apply(run_id, {"throttle": {"device": device, **given}})
-
-
-@fault.command()
-@run_option
-def heal(run_id: str | None) -> None:
-    """Take back every partition, degradation and obstruction."""
-    _apply(run_id, {"heal": "all"})
 
 
 @fault.command()

@@ -13,7 +13,7 @@ from testbed.common.errors import InputError
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 def init(folder: Path) -> None:
-    """Make FOLDER with a scenario, a network, a method and a test of one's own, to go on from.
+    """Create FOLDER with a scenario, a network, a method and a test to start a study from.
 
     \b
     Example:

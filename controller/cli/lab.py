@@ -35,7 +35,7 @@ def up(
 ) -> None:
     """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
 
-    Of a sweep the first point is taken. `testbed start` runs a scenario on it, `exec` a command on a device; `fault`,
+    For a sweep, the first point is used. `testbed start` runs a scenario on it, `exec` a command on a device; `fault`,
     `link`, `ps` and `logs` work on it; `testbed down` ends it.
     """
     from controller.hosts.lab import AnyLab, HostsLab
@@ -63,10 +63,10 @@ def up(
 @click.argument("run", required=False)
 @click.option("--all", "everything", is_flag=True, help="Remove whatever any run has left on the engine.")
 def down(run: str | None, everything: bool) -> None:
-    """Remove a run: its containers, networks and state, also when only half of it is there.
+    """Remove a run: its containers, networks and state, even if only part of it is left.
 
-    RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. Whatever of it is already gone
-    is no error; a run of which nothing is there ends with 2.
+    RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. What is already gone is no
+    error; a run of which nothing is left ends with 2.
     """
     from controller.hosts.removal import remove
     from controller.lab import runstate

@@ -6,21 +6,22 @@ from typing import Any
 
 import click
 
-from controller.cli.linkoptions import link_options, read
 from controller.cli.options import CommandGroup, as_json, run_option
+from controller.cli.partoptions import options_of
 from controller.cli.printing import dump, print_table
 from controller.hosts.lab import open_lab
 from controller.lab import runstate
 from controller.report.grouping import describe
 from controller.running import control
 from testbed.common import formats
-from testbed.common.errors import TestbedError
+from testbed.common.errors import InputError, TestbedError
 from testbed.network.link import links_from_json, links_to_json
+from testbed.network.parts import LinkPart
 
 
 @click.group(cls=CommandGroup)
 def link() -> None:
-    """Look at, change and measure the links of a lab that is up.
+    """Show, change and measure the links of a lab that is up.
 
     Links are directed and delays one-way.
 
@@ -65,15 +66,14 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
 @click.option("--up/--down", "up", default=None, help="Let packets through again, or drop them all silently.")
 @click.option("--both", is_flag=True, help="Also from DESTINATION to SOURCE.")
 @run_option
-@link_options
 def change(
     source: str,
     destination: str,
     unlimited: bool,
     up: bool | None,
     both: bool,
-    figures: dict[str, str],
     run_id: str | None,
+    **figures: Any,
 ) -> None:
     """Change the link from SOURCE to DESTINATION while it is used; what is not given stays as it is.
 
@@ -82,10 +82,16 @@ def change(
     """
     direct: dict[str, Any] = ({"rate": None} if unlimited else {}) | ({} if up is None else {"up": up})
     pairs = [(source, destination), *([(destination, source)] if both else [])]
-    asked = {"pairs": pairs, "part": read(figures) if figures or not direct else {}, "direct": direct}
+    part = {key: value for key, value in figures.items() if value is not None}
+    if not part and not direct:
+        raise InputError("changes nothing: give at least one of its options")
+    asked = {"pairs": pairs, "part": part, "direct": direct}
     done = control.reach(runstate.choose(run_id))({"set": asked})
     for pair, shown in links_from_json(done["links"]).items():
         click.echo(f"{pair[0]} -> {pair[1]}: {describe(shown.to_json())}")
+
+
+change.params += options_of(LinkPart)
 
 
 @link.command()

@@ -22,7 +22,7 @@ from testbed.common.errors import HostError
 )
 @as_json
 def doctor(measure: bool, as_json: bool) -> None:
-    """Say what the testbed finds on this machine, and what helps where something is missing.
+    """Report what the testbed finds on this machine, and how to fix what is missing.
 
     With --measure, `testbed run` remembers the highest rate, and refuses a scenario that asks for more.
 
@@ -48,10 +48,10 @@ def doctor(measure: bool, as_json: bool) -> None:
 @click.command()
 @as_json
 @click.option("--env", "as_env", is_flag=True, help="Print as variables for compose/, with a new random token.")
-@click.option("--prune", is_flag=True, help="Remove the testbed's images that the present files do not need.")
+@click.option("--prune", is_flag=True, help="Remove the testbed's images that the current files do not need.")
 @click.option("--remove", is_flag=True, help="Remove all of the testbed's images; build nothing.")
 def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
-    """Build the images that the present files ask for, where they are missing, and list them."""
+    """Build the images that the current files need, unless they exist, and list them."""
     from controller.lab.engine import connect, ensure_engine
     from controller.lab.images import ensure_images, remove_images
 
@@ -83,7 +83,7 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[PART]... [--json] [--out FILE]")
 def bench(arguments: tuple[str, ...]) -> None:
-    """Measure what the testbed costs here, in these parts, each figure beside its target.
+    """Measure the overhead of the testbed itself on this machine, each figure beside its target.
 
     clocks: speed of the simulator; the quickstart emulated against simulated. pacing: whether work takes what it is
     charged, on an idle and on a loaded host. transfer: tensors and small messages on

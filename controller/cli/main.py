@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import re
@@ -86,6 +87,8 @@ def _say_what_was_left() -> None:
 
 def main() -> None:
     """Run the command line; turn a `TestbedError` into one line and its exit status."""
+    # What imports make stays: to look for garbage among it takes time and finds none.
+    gc.set_threshold(100_000, 50, 100)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what was seen of a run is kept
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)

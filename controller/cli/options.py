@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 overrides = click.option(
     "--set",
     "overrides",
@@ -68,7 +68,7 @@ watched = click.option(
     "--watch", is_flag=True, help="Show the run in the browser while it goes on; see `testbed watch`."
 )
 metrics_as_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print the metrics as JSON, and progress on the error output."
+    "--json", "as_json", is_flag=True, help="Print the metrics as JSON; progress goes to standard error."
 )
 
 

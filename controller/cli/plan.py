@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 def plan(scenario: str, overrides: tuple[str, ...], hosts: list[str], place: dict[str, str], as_json: bool) -> None:
     """Show who holds which part of the model, and what that costs, without running anything.
 
-    For each device of the plan: its units, parameters, memory against what it has, and the FLOPs it computes in
-    a step; then the step time that the planner predicts and, for a pipeline, its schedule drawn as a grid
-    (F0 is the forward of micro-batch 0, B0 its backward). With `network.radio`: where each device is and the
-    packet reception ratio (PRR) of each directed pair, and a map. Where `workload.data.split` shares training
-    samples among devices: how many each has, of which classes. A method that can divide the work in several ways shows
-    each beside the chosen one. A sweep is planned at each of its points.
+    The table shows the units of each device, their parameters, the memory they need as a share of what the device has,
+    and the FLOPs computed in a step. Below it are the step time that the planner predicts and, for a pipeline, the
+    schedule as a grid (F0 is the forward of micro-batch 0, B0 its backward). With `network.radio` there are also the
+    position of each device, the packet reception ratio (PRR) of each directed pair, and a map; with
+    `workload.data.split`, how many training samples of which classes each device has. A method that can divide the
+    work in several ways shows all of them. A sweep is planned at each of its points.
 
     SCENARIO is a file, or the name of one in scenarios/.
 
@@ -95,6 +95,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "memory": {name: chosen.memory(name) for name in chosen.devices},
         "idle": [device.name for device in experiment.devices if device.name not in chosen.devices],
         "step_time": chosen.step_time,
+        "even_step_time": _even_time(prepared),
         "schedule": prepared.method.draw(chosen),
         "alternatives": [asdict(each) for each in prepared.method.alternatives(problem)],
         "details": chosen.details.model_dump(mode="json"),
@@ -112,6 +113,15 @@ def _describe_hosts(
     there = capacities(reach_all(hosts))
     runs = [each.experiment for each in prepared]
     return [described(placement(run, there, given), run.devices, run.links, there) for run in runs]
+
+
+def _even_time(prepared: Prepared) -> float | None:
+    """Return the step time that an even partition is predicted to take, in seconds; None where none is searched for."""
+    options = prepared.problem.options
+    if getattr(options, "partition", None) != "optimal":
+        return None
+    even = replace(prepared.problem, options=options.model_copy(update={"partition": "even"}))
+    return prepared.method.plan(even).step_time
 
 
 def _programs(problem: Problem) -> dict[str, ProgramPart]:
@@ -241,7 +251,9 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     lead = "lead" if described["data"] or described["samples_everywhere"] else "lead, holds the data"
     console.print(f"\n[dim]* {lead}; of: the device's memory; FLOP, time: per {unit}[/dim]")
     if described["step_time"] is not None:
-        console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]")
+        even = described["even_step_time"]
+        other = "" if even is None else f" ({formats.seconds(even)} with partition: even)"
+        console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]{other}")
     _print_hosts(console, described.get("hosts", ()))
     if described["data"]:
         console.print()

@@ -67,30 +67,25 @@ def _choices(schema: dict[str, Any]) -> list[Any]:
     return [choice for branch in branches for choice in branch.get("enum", [])]
 
 
-def _print_options(console: Console, options: Sequence[dict[str, Any]]) -> None:
-    from rich.markup import escape
-    from rich.padding import Padding
-    from rich.table import Table
+def print_catalogue(entries: Sequence[dict[str, Any]], about: Callable[[dict[str, Any]], str]) -> None:
+    """Print entries one below the other, each with its options; ``about`` says what it is."""
+    from controller.report.tables import Cell, Column, Section, draw
 
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for option in options:
-        default = option["default"]
-        if isinstance(default, tuple | list):
-            default = "[" + ", ".join(map(str, default)) + "]"
-        notes = ["one of " + ", ".join(map(str, option["choices"]))] if option["choices"] else []
-        if option["required"] or default is not None:
-            notes.append("required" if option["required"] else f"default {default}")
-        noted = [f"[dim]({escape('; '.join(notes))})[/dim]"] if notes else []
-        text = " ".join([escape(option["description"]), *noted]).strip()
-        grid.add_row(f"[cyan]{option['name']}[/cyan]", text)
-    console.print(Padding(grid, (0, 0, 0, 2)) if options else "  [dim]no options[/dim]")
+    console, columns = make_console(), (Column("", "name"), Column(""))
+    for entry in entries:
+        rows = [
+            [Cell(option["name"]), Cell((option["description"] + _notes(option)).strip())]
+            for option in entry["options"]
+        ]
+        brief = about(entry) + ("" if rows else "; no options")
+        console.print(draw(Section(entry["name"], "", brief, columns, rows), console.width))
 
 
-def print_catalogue(entries: Sequence[dict[str, Any]], title: Callable[[dict[str, Any]], str]) -> None:
-    """Print entries one below the other, each with its options; ``title`` says what it is."""
-    console = make_console()
-    for number, entry in enumerate(entries):
-        if number:
-            console.print()
-        console.print(f"[bold]{entry['name']}[/bold]: {title(entry)}")
-        _print_options(console, entry["options"])
+def _notes(option: dict[str, Any]) -> str:
+    default = option["default"]
+    if isinstance(default, tuple | list):
+        default = "[" + ", ".join(map(str, default)) + "]"
+    notes = ["one of " + ", ".join(map(str, option["choices"]))] if option["choices"] else []
+    if option["required"] or default is not None:
+        notes.append("required" if option["required"] else f"default {default}")
+    return f" ({'; '.join(notes)})" if notes else ""

@@ -20,14 +20,14 @@ from controller.cli.printing import dump, make_console
     show_default=True,
     help="Open the HTML report in a browser.",
 )
-@click.option("--runs", "every_run", is_flag=True, help="Of a sweep, rebuild the report of every run as well.")
+@click.option("--runs", "every_run", is_flag=True, help="For a sweep, rebuild the report of every run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics (of a sweep: its summary) as JSON.")
 def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None:
     """Rebuild the report of a run from its events and print its table.
 
     RESULTS_DIR is what `testbed run` wrote, such as results/quickstart: figures, verdict, Perfetto trace and HTML
-    report are written again. Of the folder of a sweep, its summary and pages are written again from the figures of its
-    runs, and what runs lack that were cut off.
+    report are written again. For the folder of a sweep, the summary and pages are written again from the figures of its
+    runs, and reports that are missing are added.
 
     \b
     Examples:
@@ -78,7 +78,7 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     "--series",
     multiple=True,
     metavar="NAME[: LABEL]",
-    help="Only this column, and what to call it. May be repeated; columns and lines come in this order.",
+    help="Show only this column, under this label. May be repeated; columns and lines come in the order given.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def compare(
@@ -89,11 +89,11 @@ def compare(
     series: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Put runs side by side: their figures, and each as a ratio to the first.
+    """Compare the figures of runs side by side, each also as a ratio to the first run's.
 
     A folder of a sweep stands for all of its runs; repetitions of one point become one column.
-    Warns where the scenarios differ in what nobody swept. An emulated and a simulated run of one scenario are held
-    against each other.
+    Differences between the scenarios that no sweep asked for are warned about. An emulated and a simulated run of one
+    scenario are checked against each other.
 
     \b
     Examples:

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 @click.option(
     "--resume",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Go on with the runs of SCENARIO in this folder: those that finished are kept, the others are run.",
+    help="Continue the runs of SCENARIO in this folder: finished ones are kept, the others are run.",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Simulate this many runs of a sweep or of repetitions side by side.",
+    help="Simulate this many runs of a sweep or of repetitions at the same time.",
 )
 @click.option(
     "--cluster",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 )
 @overrides
 @click.option("--seed", type=int, help="Override the scenario's seed.")
-@click.option("--repetitions", type=int, help="Override how often each point is run.")
+@click.option("--repetitions", type=int, help="Override how many times each point is run.")
 @links
 @accept_links
 @hosts
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     help="Write losses, accuracies and latencies as they come: stream.csv, or events for TensorBoard, in the results.",
 )
 @watched
-@click.option("--keep", is_flag=True, help="Leave the containers up afterwards, to look at.")
+@click.option("--keep", is_flag=True, help="Leave the containers up afterwards, for inspection.")
 @metrics_as_json
 def run(
     scenario: str,
@@ -102,8 +102,8 @@ def run(
 ) -> None:
     """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
 
-    Everything is checked and planned before the first container exists. Ends with 0, with 1 when the run or one of
-    its `expect` conditions fails, with 2 for bad input, 3 when this machine cannot serve and 130 when you stop it.
+    Everything is checked and planned before the first container exists. The exit status is 0; 1 when the run or one of
+    its `expect` conditions fails; 2 for invalid input; 3 when this machine cannot run it; 130 when you stop it.
 
     \b
     Examples:

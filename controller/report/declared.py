@@ -1,17 +1,19 @@
-"""What is declared of runs, as text: lines at the head of a report, and tables."""
+"""What is declared of runs: lines at the head of a report, tables and charts."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from controller.report.tables import Cell, Column, Section
 from controller.results.run import Run
 from testbed.common import formats
 from testbed.common.formats import FigureKind
 from testbed.scenario.expect import look_up
-from testbed.trace.figures import Column, Figure, Row
+from testbed.trace import figures
+from testbed.trace.figures import Figure, Row
 from testbed.trace.registry import kind_of, rows_of, tables_of
 
 _NAMED = re.compile(r"\{([\w.-]+)\}")
@@ -52,23 +54,21 @@ def fill(template: str, run: Run) -> str | None:
     return _NAMED.sub(lambda found: figure(found[1], values[found[1]], run.figures), template)
 
 
-@dataclass(frozen=True)
-class Written:
-    """A table as text."""
-
-    title: str
-    note: str
-    columns: tuple[Column, ...]
-    rows: list[list[str]]
-    """A cell a column."""
-
-
-def tables(run: Run) -> Iterator[Written]:
-    """Yield the declared tables that have a row."""
+def tables(run: Run) -> Iterator[Section]:
+    """Yield the declared tables that have a row: on the terminal the first sentence of the note, and the last rows."""
     for table in tables_of(run.declared):
-        rows = [[_cell(column, item) for column in table.columns] for item in table.listed(run.metrics)]
+        columns = tuple(
+            Column(each.heading, _kind(each, first=not number), "wide" if each.wide else "")
+            for number, each in enumerate(table.columns)
+        )
+        rows = [[Cell(_text(column, item)) for column in table.columns] for item in table.listed(run.metrics)]
+        brief = table.note.partition(". ")[0].rstrip(".")
         if rows:
-            yield Written(table.title, table.note, table.columns, rows)
+            yield Section(table.title, table.note, brief, columns, rows, most=-12)
+
+
+def _kind(column: figures.Column, *, first: bool) -> Literal["name", "text", "figure"]:
+    return "figure" if column.kind != "text" else "name" if first else "text"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def curves(run: Run) -> Iterator[Drawn]:
             yield Drawn(curve.title, curve.note, curve.kind, list(points.items()), curve.stacked, marks)
 
 
-def _cell(column: Column, item: Mapping[str, Any]) -> str:
+def _text(column: figures.Column, item: Mapping[str, Any]) -> str:
     value = column.of(item)
     if column.kind == "text":
         return str(value) if value not in (None, "") else formats.NONE

@@ -84,7 +84,7 @@ def _requested(row: Mapping[str, Any]) -> str:
 def _group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
     used = [row["used_share"] for row in rows if row["used_share"] is not None]
     return LinkGroup(
-        name=_name(rows),
+        name=name_of(rows),
         requested=_requested(rows[0]),
         measured=measured([row["measured"] for row in rows if row["measured"]]),
         traffic=formats.size(sum(row["bytes"] for row in rows)),
@@ -93,7 +93,8 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
     )
 
 
-def _name(rows: Sequence[Mapping[str, Any]]) -> str:
+def name_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Name directed links, given by their ``source`` and ``destination``, in few words."""
     pairs = [(row["source"], row["destination"]) for row in rows]
     if len(pairs) == 1:
         return f"{pairs[0][0]} → {pairs[0][1]}"

@@ -43,8 +43,7 @@ def markdown(part: PaperPart, rows: Sequence[ReproducedRow]) -> str:
 
 def show(console: Console, source: str, rows: Sequence[ReproducedRow], folder: Path) -> None:
     """Print a publication's figures beside ours."""
-    notes = [Text(f" {row.name}: {row.note}", style="dim") for row in rows if row.note]
-    console.print(Text(), tables.draw(section(source, rows), console.width), *notes, where(folder, "paper.html"))
+    console.print(Text(), tables.draw(section(source, rows), console.width), where(folder, "paper.html"))
 
 
 def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> str:
@@ -80,7 +79,7 @@ def section(title: str, rows: Sequence[ReproducedRow]) -> Section:
     note = "mean ± half width of the 95% confidence interval (Student)"
     cells = [
         [
-            Cell(row.name, hint=row.note),
+            Cell(row.name, row.note),
             *([Cell(formats.of_kind(row.kind, row.paper))] if printed else []),
             Cell(
                 formats.of_kind(row.kind, row.ours),

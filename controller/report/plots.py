@@ -400,13 +400,14 @@ def legend(figure: Figure, axes: Axes) -> None:
     handles, names = axes.get_legend_handles_labels()
     letters = int(figure.get_figwidth() / LETTER) - MARK_LETTERS
     wrapped = [textwrap.fill(name, letters) for name in names]
-    for columns in range(len(names), 0, -1):
-        made = figure.legend(handles, wrapped, loc="outside upper left", ncols=columns, frameon=False, handlelength=2.4)
-        box = made.get_window_extent()
-        if box.width <= figure.bbox.width or columns == 1:
-            figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
-            return
+    place: Any = {"loc": "outside upper left", "frameon": False, "handlelength": 2.4, "columnspacing": 1.0}
+    made = figure.legend(handles, wrapped, **place)
+    letter = figure.dpi * STYLE["font.size"] / 72  # between two columns, and on either side
+    columns = int((figure.bbox.width - 2 * letter) // (made.get_window_extent().width + letter))
+    if names and columns > 1:
         made.remove()
+        made = figure.legend(handles, wrapped, ncols=columns, **place)
+    figure.set_figheight(figure.get_figheight() + made.get_window_extent().height / figure.dpi)
 
 
 @mpl.rc_context(STYLE)

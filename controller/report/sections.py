@@ -6,21 +6,29 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from controller.report import declared
-from controller.report.grouping import describe, group_links, measured
+from controller.report.grouping import describe, group_links, measured, name_of
 from controller.report.tables import BARS, Cell, Column, Section, figures
 from controller.results.run import Run
 from testbed.common import formats
+from testbed.network.link import links_from_json
 from testbed.plan import Piece
 from testbed.scenario.expect import Expectation
 from testbed.trace.registry import kind_of
 
 MOST_DIRECTIONS = 400
-"""Links of a run that a page lists one by one."""
+"""Links of a run, and changes of links, that a page lists one by one."""
 
 
 def sections(run: Run) -> Iterator[Section]:
     """Yield the tables of a run, those that have a row."""
-    for section in (_devices(run), _links(run), _objects(run.metrics), _faults(run.metrics), *_of_method(run)):
+    for section in (
+        _devices(run),
+        _links(run),
+        _changed(run),
+        _objects(run.metrics),
+        _faults(run.metrics),
+        *declared.tables(run),
+    ):
         if section.rows:
             yield section
 
@@ -61,6 +69,7 @@ def _devices(run: Run) -> Section:
         "Time and share of the run. A send lasts until the receiver has acknowledged. Sending, receiving and computing "
         "may overlap, and then count in each; idle is what none of them covers."
     )
+    note += " Down lasts until the device has booted again." if "down" in kinds else ""
     note += " Deficit: share of the undisturbed steps that the host was too slow by." if emulated else ""
     return Section("Devices", note, "time and share of the run; what overlaps counts in both", columns, rows, most=24)
 
@@ -84,18 +93,21 @@ def _links(run: Run) -> Section:
     emulated = run.outcome.runtime == "emulate"
     backend = run.outcome.fidelity.get("backend") if emulated else None
     shaped = (f"; shaped by {backend}" if backend else "") + _across(run)
+    # Of programs of one's own only what each device sends is known, not over which link.
+    counted = run.trial.scenario.workload.task != "program"
     rows = []
     for group in group_links(run.metrics["links"]):
         measured = Cell(group.measured, group.problem or "", "no" if group.problem else "")
         cells = [Cell(group.name), Cell(group.requested), *([measured] if emulated else [])]
-        rows.append([*cells, Cell(group.traffic), Cell(group.used)])
+        rows.append([*cells, *([Cell(group.traffic), Cell(group.used)] if counted else [])])
     found = f", and as measured before the run{shaped}" if emulated else "; a simulation measures nothing"
-    note = (
-        f"Rate and one-way delay as the scenario asks for them{found}. "
-        '"Used" is the busiest direction\'s share of what its rate could have carried.'
-    )
+    note = f"Rate and one-way delay as the scenario asks for them{found}. "
+    if counted:
+        note += '"Used" is the busiest direction\'s share of what its rate could have carried.'
+    else:
+        note += "Which link carried what is not known of programs of one's own."
     columns = (Column("Link", "name"), Column("Requested"), *([Column("Measured")] if emulated else []))
-    columns += (*figures("Carried"), *figures("Used", where="wide"))
+    columns += (*figures("Carried"), *figures("Used", where="wide")) if counted else ()
     return Section("Links", note, f"rate, one-way delay{shaped}", columns, rows)
 
 
@@ -111,6 +123,22 @@ def _across(run: Run) -> str:
     where = ", ".join(f"{', '.join(names) or 'none'} on {host}" for host, names in hosts.items())
     ways = ", ".join(f"{a} to {b} {formats.seconds(delay)}" for a, b, delay in fidelity.get("ways", ()))
     return f"; {crossing} of {len(links)} cross hosts ({where}), whose own delay is part of what was measured ({ways})"
+
+
+def _changed(run: Run) -> Section:
+    """Return what links became while the run went on, by faults, by a trace or by hand; alike changes are one."""
+    changes: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
+    for event in run.outcome.events:
+        if event.event == "link":
+            (link,) = links_from_json([event.fields]).values()
+            changes.setdefault((event.time, describe(link.to_json())), []).append(event.fields)
+    rows = [
+        [Cell(formats.moment(time)), Cell(name_of(links)), Cell(link)]
+        for (time, link), links in list(changes.items())[:MOST_DIRECTIONS]
+    ]
+    brief = "by faults, a trace or by hand; time since the start of the workload"
+    columns = (*figures("At"), Column("Link", "name"), Column("From then on"))
+    return Section("Links that changed", f"{brief.capitalize()}.", brief, columns, rows, most=12)
 
 
 def directions(run: Run) -> Section | None:
@@ -183,22 +211,6 @@ def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mappi
         if item["resumed"] is None and item["struck"] == fault["struck"]:
             return dict(item)
     return {"detected": None, "resumed": None, "seconds": None}
-
-
-def _of_method(run: Run) -> Iterator[Section]:
-    """Yield the declared tables: on the terminal with the first sentence of the note, and the last rows."""
-    for table in declared.tables(run):
-        columns = tuple(
-            Column(
-                column.heading,
-                "figure" if column.kind != "text" else "name" if number == 0 else "text",
-                "wide" if column.wide else "",
-            )
-            for number, column in enumerate(table.columns)
-        )
-        rows = [[Cell(text) for text in row] for row in table.rows]
-        brief = table.note.partition(". ")[0].rstrip(".")
-        yield Section(table.title, table.note, brief, columns, rows, most=-12)
 
 
 def expected(run: Run) -> Section:

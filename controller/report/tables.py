@@ -124,7 +124,8 @@ def draw(section: Section, width: int) -> Group:
     named = next((index for index, column in enumerate(columns) if column.kind == "figure"), len(columns))
     parts: list[RenderableType] = []
     for block in _blocks(widths, named, width):
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", padding=(0, 1))
+        headed = any(columns[index].heading for index in block)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", padding=(0, 1), show_header=headed)
         for column in (columns[index] for index in block):
             style, figure = "bold" if column.kind == "name" else "", column.kind == "figure"
             side: Literal["left", "right"] = "right" if figure else "left"

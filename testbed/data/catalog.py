@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,14 +124,16 @@ def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Sampl
 
 
 def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
+    # The file that scikit-learn's `load_digits` reads: to import the package would take a second.
+    package = find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    table = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     # 16 grey levels and black, stretched to the range of a byte like every other set.
-    images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]
+    images = np.round(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)[:, None]
     if source.name == LARGE_DIGITS:
         images = np.pad(images.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2)))
-    return source.name, *_split((images, digits.target.astype(np.uint8)))
+    return source.name, *_split((images, table[:, -1].astype(np.uint8)))
 
 
 def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:

@@ -154,8 +154,8 @@ class Obstruct(LinkFault[ObstructPart]):
 class FlapPart(LinkSetPart):
     """Links that go down and come up again, over and over."""
 
-    down: Duration = Field(gt=0, description="so long they drop everything")
-    up: Duration = Field(gt=0, description="so long they work again before they next go down")
+    down: Duration = Field(gt=0, description="how long they drop everything each time")
+    up: Duration = Field(gt=0, description="how long they work in between")
     times: int | None = Field(None, ge=1, le=100_000, description="how often; default: until `for`, or the end")
 
 

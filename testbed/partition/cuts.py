@@ -42,7 +42,10 @@ def check_counts(units: int, stages: int) -> None:
         raise InputError("a partition needs at least one device", ("devices",))
     if units < stages:
         has = f"the model has {units} unit{'' if units == 1 else 's'}"
-        rest = f"write stages: {units}, and the devices beyond stand by"
+        rest = (
+            f"write stages: {units}, and the devices beyond stand by; a unit is what one tensor enters and one leaves,"
+        )
+        rest += " and `testbed models` lists them"
         raise InputError(f"{stages} stages, but {has}: {rest}", ("method", "stages"))
 
 

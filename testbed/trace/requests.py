@@ -191,7 +191,8 @@ FIGURES = (
 
 def _has_model(metrics: Metrics) -> bool:
     """Say whether requests were answered by a model: some device holds units of one."""
-    return "requests" in metrics and any(row.get("units") for row in metrics["devices"].values())
+    # The first unit of each piece and the one after its last: those of a program are the same.
+    return "requests" in metrics and any(len(set(row.get("units", ()))) > 1 for row in metrics["devices"].values())
 
 
 def _weights(metrics: Metrics) -> str:
@@ -217,6 +218,7 @@ ROWS = (
         "Path",
         "{path_compute}",
         "of what a request waited for was computing, {path_network} messages; mean",
+        when=_has_model,
     ),
     Row("Predicted", "{predicted_step_time}", "a request, by the plan; measured over predicted: {over_predicted}"),
 )

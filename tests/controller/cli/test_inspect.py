@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -88,7 +89,8 @@ def test_more_stages_than_devices_or_units(call):
 
 def test_one_method_by_its_name(call):
     shown = call("methods", "pipeline")
-    assert shown.startswith("pipeline: ")
+    assert shown.strip().startswith("pipeline")
+    assert "(one of even, optimal; default optimal)" in " ".join(shown.split())
     assert "edgepipe" not in shown
     with pytest.raises(InputError, match="there is no method 'pipelin': did you mean 'pipeline'"):
         command_line.main(["methods", "pipelin"], standalone_mode=False)
@@ -161,3 +163,30 @@ def test_data_list_and_show(call):
     assert facts["shape"] == [3, 4, 5]
     assert sum(facts["per_class"]["train"]) == facts["samples"]["train"]
     assert "digits" in call("data", "list")
+
+
+TOKENS_AND_NETWORK = """
+import numpy as np
+from torch import nn
+
+def tokens():
+    samples, labels = np.arange(80).reshape(10, 8) % 50, np.arange(10) % 4
+    return (samples, labels), (samples, labels)
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.answer = nn.Embedding(50, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.answer(self.embed(x).mean(1))
+"""
+
+
+def test_a_network_of_ones_own_is_shown_for_data_of_ones_own(call, tmp_path):
+    file = tmp_path / "text.py"
+    file.write_text(TOKENS_AND_NETWORK)
+    shown = json.loads(call("models", str(file), "Text", "--data", f"{file}:tokens", "--json"))
+    assert (shown["input"], shown["classes"], shown["parameters"]) == ([8], 4, 50 * 6 + 7 * 4)
+    np.savez(tmp_path / "text.npz", x_train=np.zeros((20, 8), np.int64), y_train=np.arange(20) % 4)
+    assert json.loads(call("models", str(file), "Text", "--data", str(tmp_path / "text.npz"), "--json")) == shown

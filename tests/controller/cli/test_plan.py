@@ -83,6 +83,9 @@ def star(monkeypatch):
     monkeypatch.setattr(Pipeline, "draw", lambda self, plan: None)
 
 
+EVEN = ["plan", "quickstart", "--set", "workload.method.partition=even"]
+
+
 def planned(memory: str) -> Result:
     devices = f"devices={{a: {{profile: laptop, memory: {memory}}}, b: {{profile: laptop}}}}"
     return CliRunner().invoke(command_line, ["plan", "quickstart", "--set", "faults=[]", "--set", devices])
@@ -112,3 +115,12 @@ def test_metrics_and_report_keep_all_pieces_of_a_device(tmp_path):
     assert figures["devices"]["a"]["units"] == [0, 1, 4, 6]
     page = html.render(Run(tmp_path, trial, plan, outcome, manifest(trial, outcome, {}), figures))
     assert "unit 0, units 4–5 for b, 4 MB" in page
+
+
+def test_an_optimal_plan_says_what_an_even_one_would_take():
+    result = CliRunner().invoke(command_line, ["plan", "quickstart", "--json"])
+    optimal = json.loads(result.output)[0]
+    even = json.loads(CliRunner().invoke(command_line, [*EVEN, "--json"]).output)[0]
+    assert optimal["even_step_time"] == even["step_time"] > optimal["step_time"]
+    assert even["even_step_time"] is None
+    assert "(2.56 s with partition: even)" in CliRunner().invoke(command_line, ["plan", "quickstart"]).output

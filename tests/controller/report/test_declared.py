@@ -75,7 +75,7 @@ def test_lists_are_kept_and_shown(run: Run) -> None:
     assert run.metrics["spread"] == SPREAD
     assert "nothing" not in run.metrics
     *_, table = tables(run)
-    assert table.rows[:2] == [["1.00 s", "25.0%"], ["1.00 s", "50.0%"]]
+    assert [[cell.text for cell in row] for row in table.rows[:2]] == [["1.00 s", "25.0%"], ["1.00 s", "50.0%"]]
     assert "<h2>Spread" in html.render(run)
 
 

@@ -13,6 +13,7 @@ from controller.results import files
 from controller.results.run import Run
 from controller.results.summary import summary_of
 from controller.running.live import LiveProgress
+from testbed.plan import Piece, Plan
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from tests.helpers import recorded
@@ -152,3 +153,29 @@ def test_a_request_that_fails_is_told_at_once_with_its_reason() -> None:
     LiveProgress(console, "run", 4, "requests").event(Event(2.0, "a", "failed", {"request": 1, "error": "b was lost"}))
     assert isinstance(console.file, io.StringIO)
     assert "2.00 s  request 1 failed: b was lost" in console.file.getvalue()
+
+
+def test_links_that_changed_by_hand_are_in_the_report(tmp_path: Path) -> None:
+    worse = {"rate": 5e6, "delay": 0.02, "loss": 0.0, "up": True}
+    changed = [Event(3.0, "testbed", "link", {"source": a, "destination": b, **worse}) for a, b in ("ab", "ba")]
+    events = sorted([*recorded.events(), *changed], key=lambda event: event.time)
+    found = run(tmp_path, events=events)
+    text = printed(found, 100)
+    assert "Links that changed" in text
+    assert ["3.00", "s", "a", "↔", "b", "5", "mbit,", "20", "ms"] in [line.split() for line in text.splitlines()]
+    assert "<h2>Links that changed</h2>" in html.render(found)
+
+
+def test_programs_have_no_figures_that_nobody_knows(tmp_path: Path) -> None:
+    workload = {"task": "program", "programs": {"a": {"command": ["true"]}, "b": {"command": ["true"]}}}
+    requests = [Event(float(number), "a", "request", {"request": number, "latency": 0.5}) for number in range(1, 4)]
+    plan = Plan(
+        method="program", lead="a", pieces=tuple(Piece(device=name, first=0, last=0, memory=0.0) for name in "ab")
+    )
+    folder = recorded.write(
+        tmp_path / "run", recorded.trial(workload=workload), plan, recorded.outcome(events=requests)
+    )
+    text = printed(files.load(folder), 120)
+    assert "Latency" in text
+    for word in ("Weights", "Path", "Carried"):
+        assert word not in text.split()
