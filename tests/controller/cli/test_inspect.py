@@ -156,10 +156,10 @@ def test_data_list_and_show(call):
     names = {row["name"]: row for row in json.loads(call("data", "list", "--json"))}
     assert names["digits"]["complete"]
     assert names["mnist"]["folder"] == "data/mnist"
-    shown = call("data", "show", "digits", "--count", "1")
+    shown = call("data", "look", "digits", "--count", "1")
     assert "train: 1,438 samples" in shown
     assert shown.count("class ") == 1
-    facts = json.loads(call("data", "show", "synthetic-3x4x5", "--json"))
+    facts = json.loads(call("data", "look", "synthetic-3x4x5", "--json"))
     assert facts["shape"] == [3, 4, 5]
     assert sum(facts["per_class"]["train"]) == facts["samples"]["train"]
     assert "digits" in call("data", "list")
