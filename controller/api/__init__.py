@@ -27,6 +27,7 @@ from controller.results import files
 from controller.results.recorder import numbered
 from controller.results.rows import Row, frame, points, rows
 from controller.results.run import Run, run_name
+from controller.results.streams import Callback
 from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.prepare import Prepared, prepare
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from controller.lab.lab import LinkBackend
 
-__all__ = ["Result", "Results", "build", "emulate", "live", "load", "open_results", "simulate", "sweep"]
+__all__ = ["Callback", "Result", "Results", "build", "emulate", "live", "load", "open_results", "simulate", "sweep"]
 
 Runtime = Literal["simulate", "emulate"]
 T = TypeVar("T")
@@ -156,9 +157,12 @@ def build(**keys: Any) -> Scenario:
     return loading.validate(keys, Source("scenario"))
 
 
-def simulate(scenario: Scenario, out: str | Path | None = None) -> Result:
-    """Run a scenario on the virtual clock; its results go to ``out``, by default to ``results/<name>``."""
-    return _one(scenario, "simulate", out)
+def simulate(scenario: Scenario, out: str | Path | None = None, *, callbacks: Sequence[Callback] = ()) -> Result:
+    """Run a scenario on the virtual clock; its results go to ``out``, by default to ``results/<name>``.
+
+    ``callbacks`` see steps, tests, requests, faults and the end as they come.
+    """
+    return _one(scenario, "simulate", out, callbacks=callbacks)
 
 
 def emulate(
@@ -168,9 +172,11 @@ def emulate(
     links: LinkBackend = "auto",
     accept_links: bool = False,
     keep: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Run a scenario in containers; the options are those of `testbed run`."""
-    return _one(scenario, "emulate", out, links=links, accept_links=accept_links, keep=keep)
+    """Run a scenario in containers; the options are those of `testbed run`, ``callbacks`` those of `simulate`."""
+    lab = {"links": links, "accept_links": accept_links, "keep": keep}
+    return _one(scenario, "emulate", out, callbacks=callbacks, **lab)
 
 
 def sweep(

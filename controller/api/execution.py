@@ -22,6 +22,7 @@ from testbed.simulation.world import rare_collection
 
 if TYPE_CHECKING:
     from controller.results.run import Run
+    from controller.results.streams import Callback
     from controller.running.inputs import InitialWeights
     from testbed.trace.events import Event
     from testbed.trace.outcome import Outcome
@@ -41,16 +42,18 @@ def run_recorded(
     *,
     watch: bool = False,
     streams: Sequence[str] = (),
+    callbacks: Sequence[Callback] = (),
     **lab_options: Any,
 ) -> Run:
     """Run one trial and write it to ``folder`` from its first event on; return the run as it lies there.
 
-    With ``watch`` a page shows it in the browser meanwhile; ``streams`` name those of `controller.results.streams`.
+    With ``watch`` a page shows it in the browser meanwhile; ``streams`` name those of `controller.results.streams`,
+    beside ``callbacks`` of one's own.
     Raises what the runtime raises; what was seen until then is in the folder.
     """
     from controller.report import boxes, html
     from controller.results.recorder import Recorder
-    from controller.results.streams import streaming
+    from controller.results.streams import following
     from controller.running.inputs import load_data
     from testbed.models.weights import facts
 
@@ -59,14 +62,14 @@ def run_recorded(
     recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights)
     try:
         page = _page(recorder.path, runtime, console) if watch else nullcontext()
-        with page, streaming(recorder.path, streams) as stream:
+        with page, following(recorder.path, streams, callbacks) as stream:
 
             def see(event: Event) -> None:
                 recorder.event(event)
-                stream(event)
+                stream.event(event)
 
             outcome = _follow(prepared, runtime, initial, console, see, recorder.path, **lab_options)
-            finished = recorder.finish(outcome)
+            finished = stream.finished = recorder.finish(outcome)
     except BaseException as error:
         recorder.abandon(error)
         raise

@@ -74,8 +74,9 @@ if TYPE_CHECKING:
     "--stream",
     "streams",
     multiple=True,
-    type=click.Choice(["csv", "tensorboard"]),
-    help="Write losses, accuracies and latencies as they come: stream.csv, or events for TensorBoard, in the results.",
+    type=click.Choice(["csv", "tensorboard", "mlflow", "wandb"]),
+    help="Write losses, accuracies and latencies as they come, into the results: stream.csv, or for TensorBoard, "
+    "MLflow or, offline, Weights & Biases, each by its library.",
 )
 @watched
 @click.option("--keep", is_flag=True, help="Leave the containers up afterwards, for inspection.")

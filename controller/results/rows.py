@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.results.run import Run
 from testbed.common.errors import InputError
+from testbed.common.extras import need
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,13 +103,8 @@ def points(runs: Sequence[Run]) -> list[Row]:
 
 def frame(found: Sequence[Row]) -> pd.DataFrame:
     """Return rows as a pandas frame; raises `InputError` where pandas is not installed."""
-    try:
-        import pandas as pd
-    except ImportError:
-        raise InputError(
-            "frames need pandas, Parquet pyarrow too: `pip install pandas pyarrow`; rows and CSV do without"
-        ) from None
-    return pd.DataFrame(found)
+    made: pd.DataFrame = need("pandas", "frames", "a frame or Parquet file").DataFrame(found)
+    return made
 
 
 def write_parquet(path: Path, found: Sequence[Row]) -> None:

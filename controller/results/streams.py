@@ -1,116 +1,183 @@
-"""What a run learns, written as it happens for programs that watch files: rows of CSV, scalars for TensorBoard."""
+"""What a run learns, handed on as it happens: rows of CSV, loggers such as TensorBoard, and callbacks."""
 
 from __future__ import annotations
 
 import csv
-import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
 
+from testbed.common.extras import need
 from testbed.trace.events import Event
+
+if TYPE_CHECKING:
+    from controller.results.run import Run
 
 SCALARS: Mapping[str, Mapping[str, str]] = {
     "step": {"loss": "loss/training"},
     "evaluate": {"loss": "loss/test", "accuracy": "accuracy"},
     "request": {"latency": "latency"},
 }
-"""Events of the streams, the fields that are written of each, and what TensorBoard calls them."""
+"""Events of the loggers, the fields that are written of each, and what these call them."""
 COLUMNS = ("time", "device", "event", "step", "loss", "accuracy", "latency")
 
-Take = Callable[[Event], None]
+
+class Callback:
+    """What is called as a run goes on, in the order of its events; one's own overrides what it needs.
+
+    An event has a `time` in seconds of the run, a `device`, and `fields`, such as `step` and `loss`.
+    """
+
+    def on_step(self, event: Event) -> None:
+        """See a training step that is over."""
+
+    def on_evaluate(self, event: Event) -> None:
+        """See a test of the model."""
+
+    def on_request(self, event: Event) -> None:
+        """See an answer of an inference."""
+
+    def on_fault(self, event: Event) -> None:
+        """See a fault that has struck."""
+
+    def on_end(self, run: Run | None) -> None:
+        """See the run as it lies in its folder; None: it ended with an error."""
+
+
+class Logger(Callback, ABC):
+    """Writes the scalars of steps, tests and requests, each with its step."""
+
+    @abstractmethod
+    def write(self, name: str, value: float, step: int, seconds: float) -> None:
+        """Write a scalar of an instant of the run, seconds after its beginning."""
+
+    def _scalars(self, event: Event) -> None:
+        for key, name in SCALARS[event.event].items():
+            value: Any = event.fields.get(key)
+            if value is not None:
+                self.write(name, float(value), _step(event), event.time)
+
+    on_step = on_evaluate = on_request = _scalars
+
+
+class Csv(Callback):
+    """Writes ``stream.csv``, a row an event."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "stream.csv").open("w", newline="", encoding="utf-8", buffering=1)
+        self._table = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
+        self._table.writeheader()
+
+    def _row(self, event: Event) -> None:
+        row = {"time": event.time, "device": event.device, "event": event.event, "step": _step(event)}
+        self._table.writerow(row | {name: event.fields.get(name) for name in ("loss", "accuracy", "latency")})
+
+    on_step = on_evaluate = on_request = _row
+
+    def on_end(self, run: Run | None) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard(Logger):
+    """Writes events for TensorBoard; their times are those of the run after its beginning here."""
+
+    def __init__(self, folder: Path) -> None:
+        library = need("tensorboard.summary", "tensorboard", "--stream tensorboard")
+        self._began = time.time()
+        self._writer = library.Writer(str(folder))
+
+    def write(self, name: str, value: float, step: int, seconds: float) -> None:
+        """Write a scalar, so that a TensorBoard that is open shows it."""
+        self._writer.add_scalar(name, value, step, wall_time=self._began + seconds)
+        self._writer.flush()
+
+    def on_end(self, run: Run | None) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class MlFlow(Logger):
+    """Logs to MLflow: to its server where MLFLOW_TRACKING_URI names one, else to ``mlflow.db`` in the results."""
+
+    def __init__(self, folder: Path) -> None:
+        library = need("mlflow", "mlflow", "--stream mlflow")
+        self._client = library.MlflowClient(_tracking(library, folder))
+        found = self._client.get_experiment_by_name("testbed")
+        experiment = found.experiment_id if found else self._client.create_experiment("testbed")
+        self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
+
+    def write(self, name: str, value: float, step: int, seconds: float) -> None:
+        """Log a metric at its step; its time is that of the run in milliseconds."""
+        self._client.log_metric(self._run, name, value, timestamp=int(1000 * seconds), step=step)
+
+    def on_end(self, run: Run | None) -> None:
+        """Log the scenario's name and say how the run ended."""
+        if run is not None:
+            self._client.set_tag(self._run, "scenario", run.trial.scenario.name)
+        self._client.set_terminated(self._run, "FAILED" if run is None else "FINISHED")
+
+
+def _tracking(library: Any, folder: Path) -> str:
+    named: str = library.get_tracking_uri()
+    return named if library.is_tracking_uri_set() else f"sqlite:///{folder.resolve()}/mlflow.db"
+
+
+class WeightsAndBiases(Logger):
+    """Logs to Weights & Biases offline, into ``wandb`` in the results; `wandb sync` sends it on."""
+
+    def __init__(self, folder: Path) -> None:
+        library = need("wandb", "wandb", "--stream wandb")
+        self._run = library.init(project="testbed", name=folder.name, dir=str(folder), mode="offline")
+
+    def write(self, name: str, value: float, step: int, seconds: float) -> None:
+        """Log a metric beside its step and its time in seconds: those of several devices may come out of order."""
+        self._run.log({name: value, "at_step": step, "seconds": seconds})
+
+    def on_end(self, run: Run | None) -> None:
+        """Close it."""
+        self._run.finish(exit_code=int(run is None))
+
+
+STREAMS: Mapping[str, Callable[[Path], Callback]] = {
+    "csv": Csv,
+    "tensorboard": TensorBoard,
+    "mlflow": MlFlow,
+    "wandb": WeightsAndBiases,
+}
+
+
+class Following:
+    """Hands the events of a run to callbacks."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+        self.finished: Run | None = None
+        """To be set once the run lies in its folder."""
+
+    def event(self, event: Event) -> None:
+        """Hand on an event, where callbacks have something for it."""
+        if event.event in (*SCALARS, "fault"):
+            for each in self._callbacks:
+                getattr(each, f"on_{event.event}")(event)
 
 
 @contextmanager
-def streaming(folder: Path, kinds: Sequence[str]) -> Iterator[Take]:
-    """Return what takes the events of a run that is written to a folder; ``kinds`` are names of `STREAMS`."""
-    with ExitStack() as stack:
-        takers = [STREAMS[kind](stack, folder) for kind in kinds]
+def following(folder: Path, kinds: Sequence[str], callbacks: Sequence[Callback] = ()) -> Iterator[Following]:
+    """Return what takes the events of a run that is written to a folder; ``kinds`` are names of `STREAMS`.
 
-        def take(event: Event) -> None:
-            if event.event in SCALARS:
-                for each in takers:
-                    each(event)
-
-        yield take
+    Raises `InputError` for a logger whose package is not installed.
+    """
+    found = Following([*(STREAMS[kind](folder) for kind in kinds), *callbacks])
+    try:
+        yield found
+    finally:
+        for each in found._callbacks:
+            each.on_end(found.finished)
 
 
 def _step(event: Event) -> int:
     return int(event.fields.get("step", event.fields.get("request", 0)))
-
-
-def _csv(stack: ExitStack, folder: Path) -> Take:
-    """Write ``stream.csv``, a row an event."""
-    file = stack.enter_context((folder / "stream.csv").open("w", newline="", encoding="utf-8", buffering=1))
-    table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-    table.writeheader()
-
-    def take(event: Event) -> None:
-        row = {"time": event.time, "device": event.device, "event": event.event, "step": _step(event)}
-        table.writerow(row | {name: event.fields.get(name) for name in ("loss", "accuracy", "latency")})
-
-    return take
-
-
-def _tensorboard(stack: ExitStack, folder: Path) -> Take:
-    """Write ``events.out.tfevents....testbed``; its times are those of the run after its beginning here."""
-    began = time.time()
-    path = folder / f"events.out.tfevents.{int(began)}.testbed"
-    file: IO[bytes] = stack.enter_context(path.open("wb", buffering=0))
-    # Field 3 of an Event is the version of the format.
-    file.write(_record(_double(1, began) + _bytes(3, b"brain.Event:2")))
-
-    def take(event: Event) -> None:
-        for key, name in SCALARS[event.event].items():
-            value: Any = event.fields.get(key)
-            if value is not None:
-                # Event: wall_time 1, step 2, summary 5; Summary: value 1; Value: tag 1, simple_value 2.
-                scalar = _bytes(1, name.encode()) + struct.pack("<Bf", 2 << 3 | 5, value)
-                file.write(
-                    _record(_double(1, began + event.time) + _number(2, _step(event)) + _bytes(5, _bytes(1, scalar)))
-                )
-
-    return take
-
-
-STREAMS: Mapping[str, Callable[[ExitStack, Path], Take]] = {"csv": _csv, "tensorboard": _tensorboard}
-
-
-def _record(data: bytes) -> bytes:
-    """Frame a message as TFRecord does: length, its checksum, data, their checksum."""
-    length = struct.pack("<Q", len(data))
-    return length + _masked(length) + data + _masked(data)
-
-
-def _masked(data: bytes) -> bytes:
-    """Return the masked CRC-32C (Castagnoli) that TFRecord holds of some bytes."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _double(field: int, value: float) -> bytes:
-    return struct.pack("<Bd", field << 3 | 1, value)
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return bytes([field << 3 | 2]) + _varint(len(value)) + value
-
-
-def _number(field: int, value: int) -> bytes:
-    return bytes([field << 3]) + _varint(value)
-
-
-def _varint(value: int) -> bytes:
-    """Write a whole number from 0 on as protocol buffers do: seven bits a byte, the lowest first."""
-    found = []
-    while value >= 0x80:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*found, value])

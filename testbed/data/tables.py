@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.common.errors import InputError, Key
+from testbed.common.extras import need
 
 SUFFIXES = (".csv", ".parquet")
 _PATH: Key = ("data", "path")
@@ -70,13 +71,10 @@ def _csv(place: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _parquet(place: Path) -> dict[str, npt.NDArray[Any]]:
-    try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise InputError(f"{place}: Parquet needs pyarrow: pip install 'edge-testbed[frames]'", _PATH) from None
+    parquet = need("pyarrow.parquet", "frames", f"{place}: Parquet", _PATH)
     try:
         table = parquet.read_table(place)
-    except (OSError, ArrowException) as error:
+    except (OSError, ValueError) as error:  # what pyarrow raises is a ValueError, too
         raise InputError(f"{place}: cannot be read as Parquet: {error}", _PATH) from None
     return {name: table.column(name).to_numpy() for name in table.column_names}
 

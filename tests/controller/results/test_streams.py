@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import csv
-import struct
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
-from controller.results.streams import _masked, streaming
+from controller.api import load, simulate
+from controller.results.run import Run
+from controller.results.streams import Callback, following
+from testbed.common.errors import InputError
 from testbed.trace.events import Event
 from tests.helpers import recorded
 
@@ -20,9 +24,9 @@ EVENTS = [
 
 
 def test_rows_are_there_as_they_come(tmp_path: Path) -> None:
-    with streaming(tmp_path, ["csv"]) as take:
+    with following(tmp_path, ["csv"]) as run:
         for count, event in enumerate(EVENTS):
-            take(event)
+            run.event(event)
             assert len((tmp_path / "stream.csv").read_text().splitlines()) == count + 1
     with (tmp_path / "stream.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -37,46 +41,91 @@ def test_rows_are_there_as_they_come(tmp_path: Path) -> None:
     }
 
 
-def test_scalars_are_framed_and_checked_as_tensorboard_reads_them(tmp_path: Path) -> None:
-    with streaming(tmp_path, ["tensorboard"]) as take:
+SCALARS = [
+    (300, "loss/training", 0.25),
+    (300, "loss/test", 0.5),
+    (300, "accuracy", 0.75),
+    (2, "latency", 0.125),
+]
+
+
+def write(folder: Path, kind: str) -> None:
+    with following(folder, [kind]) as run:
         for event in EVENTS:
-            take(event)
-        [path] = tmp_path.glob("events.out.tfevents.*")
-        content = path.read_bytes()
-    records = []
-    while content:
-        (length,) = struct.unpack("<Q", content[:8])
-        data = content[12 : 12 + length]
-        assert (content[8:12], content[12 + length : 16 + length]) == (_masked(content[:8]), _masked(data))
-        records.append(data)
-        content = content[16 + length :]
-    assert b"brain.Event:2" in records[0]
-    began = struct.unpack("<d", records[0][1:9])[0]
-    scalars = [_scalar(record, began) for record in records[1:]]
-    assert scalars == [
-        (pytest.approx(1.5, abs=1e-5), 300, b"loss/training", 0.25),
-        (pytest.approx(2.5, abs=1e-5), 300, b"loss/test", 0.5),
-        (pytest.approx(2.5, abs=1e-5), 300, b"accuracy", 0.75),
-        (pytest.approx(3.0, abs=1e-5), 2, b"latency", 0.125),
+            run.event(event)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "wandb"])
+def test_a_logger_whose_package_is_missing_names_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for name in ("tensorboard.summary", kind):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InputError, match=rf"--stream {kind} needs {kind}: pip install 'edge-testbed\[{kind}\]'"):
+        write(tmp_path, kind)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="needs the extra `tensorboard`")
+def test_tensorboard_reads_scalars_with_their_steps_and_times(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, "tensorboard")
+    found = EventAccumulator(str(tmp_path)).Reload()
+    read = [(each.step, tag, found.Tensors(tag)) for tag in found.Tags()["tensors"] for each in found.Tensors(tag)]
+    values = [(step, tag, each[0].tensor_proto.float_val[0]) for step, tag, each in read]
+    assert sorted(values) == sorted(SCALARS)
+    times = {tag: each[0].wall_time for _, tag, each in read}
+    assert times["latency"] - times["loss/training"] == pytest.approx(1.5, abs=1e-3)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mlflow"), reason="needs the extra `mlflow`")
+def test_mlflow_has_metrics_with_their_steps(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    write(tmp_path, "mlflow")
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("testbed").experiment_id])
+    names = [name for _, name, _ in SCALARS]
+    found = [
+        (each.step, each.key, each.value) for name in names for each in client.get_metric_history(run.info.run_id, name)
     ]
+    assert found == SCALARS
 
 
-def _scalar(record: bytes, began: float) -> tuple[float, int, bytes, float]:
-    """Read a record by the layout of Event: time, step in one or two bytes, summary with one value."""
-    time = struct.unpack("<d", record[1:9])[0] - began
-    length = 2 if record[10] & 0x80 else 1
-    step = record[10] & 0x7F | (record[11] << 7 if length == 2 else 0)
-    value = record[10 + length + 4 :]
-    return time, step, value[2 : 2 + value[1]], struct.unpack("<f", value[-4:])[0]
+@pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="needs the extra `wandb`")
+def test_weights_and_biases_keeps_a_run_to_be_sent_later(tmp_path: Path) -> None:
+    write(tmp_path, "wandb")
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_the_checksum_is_castagnolis() -> None:
-    crc = 0xE3069283  # of "123456789", the check value of CRC-32C
-    assert _masked(b"123456789") == struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_step(self, event: Event) -> None:
+        self.names.append(f"step {event.fields['step']}")
+
+    def on_evaluate(self, event: Event) -> None:
+        self.names.append("evaluate")
+
+    def on_fault(self, event: Event) -> None:
+        self.names.append(f"fault {event.fields['action']}")
+
+    def on_end(self, run: Run | None) -> None:
+        self.names.append("failed" if run is None else run.outcome.status)
+
+
+def test_callbacks_see_a_run_as_it_goes_on(tmp_path: Path) -> None:
+    keys = {"workload.steps": 2, "workload.batch_size": 64, "expect": {}}
+    seen = Seen()
+    faults = [{"throttle": {"device": "worker1", "slowdown": 2}, "at": "1ms"}]
+    simulate(load("quickstart", {**keys, "faults": faults, "workload.epochs": None}), tmp_path, callbacks=[seen])
+    assert seen.names[-1] == "finished"
+    assert sorted(seen.names[:-1]) == sorted(["fault throttle", "step 0", "step 1", "evaluate"])
 
 
 def test_a_run_without_streams_writes_none(tmp_path: Path) -> None:
-    with streaming(tmp_path, []) as take:
+    with following(tmp_path, []) as run:
         for event in recorded.events():
-            take(event)
+            run.event(event)
     assert list(tmp_path.iterdir()) == []
