@@ -105,6 +105,7 @@ def _stages_over(problem: Problem[SequentialOptions], there: Collection[str]) ->
 
 
 def _cut(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:
-    chain = InferenceChain(problem.model, tuple(devices), problem.links, problem.workload.batch_size)
+    shares, size = problem.options.shares, problem.workload.batch_size
+    chain = InferenceChain(problem.model, tuple(devices), problem.links, size, shares=shares)
     cut = {"even": chain.even, "latency": chain.least_latency, "bottleneck": chain.least_bottleneck}
     return chain, cut[problem.options.partition]()

@@ -94,3 +94,19 @@ def test_what_top_k_leaves_out_comes_later():
     second = changes(start, {"w": torch.tensor([1.0, 0.0])})
     assert first["w"].tolist() == [3.0, 0.0]
     assert second["w"].tolist() == [0.0, 2.0]
+
+
+def test_an_inference_sends_less_and_its_plan_knows():
+    found = []
+    for transfer in ({}, {"activations": "int8"}):
+        method = {"name": "sequential", "transfer": transfer}
+        data = {"name": "digits", "train": 96, "test": 40}
+        work = {"task": "infer", "requests": 4, "data": data, "batch_size": 40}
+        (trial,) = trials(scenario(2, workload=work, method=method))
+        prepared = prepare(trial)
+        outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
+        assert outcome.status == "finished", outcome.error
+        latency = of(outcome, "request")[0]["latency"]
+        assert latency == pytest.approx(prepared.plan.details.latency, rel=0.05)
+        found.append((sent(outcome, "activation"), latency))
+    assert found[1] < found[0]
