@@ -26,8 +26,8 @@ _WITHOUT = ("LBFGS", "SparseAdam", "Muon")
 """Optimizers that want a closure, sparse gradients, or no weights but matrices."""
 _PROBE = (64, 64)
 """Shape of the weight on which it is measured what an optimizer does."""
-_MEASURED: dict[tuple[str, tuple[int, ...]], Measured] = {}
-"""By an optimizer, as JSON, and the shape of a weight."""
+_MEASURED: dict[tuple[str, str, tuple[int, ...]], Measured] = {}
+"""By an optimizer, as JSON, the module of its file, and the shape of a weight."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class Recipe:
         """Return the norm of each gradient, (tensors,), as torch's ``clip_grad_norm_`` takes them."""
         import torch
 
-        return torch.stack([torch.linalg.vector_norm(each) for each in gradients])
+        # A stage may hold nothing that is trained.
+        return torch.stack([torch.linalg.vector_norm(each) for each in gradients]) if gradients else torch.zeros(0)
 
     @cached_property
     def _criterion(self) -> Any:
@@ -150,10 +151,13 @@ class Recipe:
         return made
 
     def _measured(self, shape: tuple[int, ...]) -> Measured:
-        key = self.part.optimizer.model_dump_json()
-        if (key, shape) not in _MEASURED:
-            _MEASURED[key, shape] = measure(TorchOptimizer(self._made), shape)
-        return _MEASURED[key, shape]
+        part = self.part.optimizer
+        # A file that was edited is another module.
+        module = self.codes[part.title].module if part.file is not None else ""
+        key = (part.model_dump_json(), module, shape)
+        if key not in _MEASURED:
+            _MEASURED[key] = measure(TorchOptimizer(self._made), shape)
+        return _MEASURED[key]
 
     @cached_property
     def _schedule(self) -> Schedule | None:

@@ -73,6 +73,12 @@ def test_clipping_by_norm_is_the_same_to_the_bit_wherever_the_model_is_cut():
     assert [each["message"] for each in of(other, "send")].count("norms") == 2 * 3 * STEPS
 
 
+def test_a_stage_without_anything_trained_has_no_norms():
+    problem, _ = problem_of(spec({"name": "single"}))
+    assert problem.training.norms([]).shape == (0,)
+    problem.training.prepare({}, torch.ones(3))
+
+
 def test_an_asynchronous_pipeline_keeps_adams_state_over_a_death():
     training = {**RECIPE, "clip": {"value": 0.1}, "ema": 0.5}
     fault = {"kill": "worker1", "when": {"device": "worker1", "begins": "backward", "batch": 9}, "for": "2s"}
