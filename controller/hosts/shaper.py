@@ -124,6 +124,8 @@ class Shapers:
         for host in offsets:
             if (first, host) in moved:
                 difference, round_trip = moved[first, host]
+                # What the ways have themselves is no longer beside what is asked, and as little known to be equal.
+                round_trip += self._ways.get((first, host), 0.0) + self._ways.get((host, first), 0.0)
                 self._channels[host].clock().pin(at, offsets[first] + difference, round_trip + _LEAST)
                 self._channels[first].clock().pin(at, offsets[first], round_trip + _LEAST)
 

@@ -1,0 +1,128 @@
+"""A lab over two engines that stand for two hosts: made, measured, broken, removed, abandoned."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from controller.hosts import survey
+from controller.hosts.contexts import reach
+from controller.hosts.lab import HostsLab, open_lab
+from controller.hosts.removal import remove
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+from tests.helpers.engines import engines, missing, run
+
+pytestmark = pytest.mark.containers
+
+TREE = {
+    "name": "hosts",
+    "devices": {"source": {"memory": "300MiB"}, "worker": {"profile": "raspberry-pi-4b", "count": 2}},
+    "network": {"link": {"rate": "50mbit", "delay": "5ms"}},
+    "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1},
+}
+PLACE = {"source": "h1", "worker1": "h1", "worker2": "h2"}
+ABANDONED = """
+import sys, time
+from tests.integration.test_hosts import PLACE, TREE
+from controller.hosts.lab import HostsLab
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Scenario
+lab = HostsLab.create(trials(Scenario.model_validate(TREE))[0], ["h1", "h2"], PLACE)
+print(lab.run_id, lab._reaper._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Have docker contexts h1 and h2, each of an engine of its own."""
+    if why := missing():
+        pytest.skip(why)
+    folder = tmp_path_factory.mktemp("engines")
+    with (
+        Path("/tmp/testbed-engines.lock").open("w") as lock,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("DOCKER_CONFIG", str(folder / "docker"))
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        with engines(folder, 2) as urls:
+            for name, url in urls.items():
+                run("docker", "context", "create", name, "--docker", f"host={url}")
+            yield [*urls]
+
+
+def left(hosts: list[str]) -> int:
+    """Return how many containers and networks of any run there are."""
+    clients = [reach(name).client for name in hosts]
+    containers = sum(len(client.api.containers(all=True)) for client in clients)
+    return containers + len(clients[0].api.networks(filters={"label": "testbed.run"}))
+
+
+def test_a_lab_over_two_hosts(hosts: list[str]) -> None:
+    # One test, so that one process of the tests has the engines, and has them once.
+    trial = trials(Scenario.model_validate(TREE))[0]
+    lab = HostsLab.create(trial, hosts, PLACE, keep=True)
+    try:
+        assert {name: [*part.devices] for name, part in lab.parts.items()} == lab._state.hosts
+        measured = lab.shaper.probe([*lab.experiment.links])
+        assert [(each.source, each.destination, each.problem) for each in measured if each.problem] == []
+        _clocks_are_one(lab)
+        _nothing_listens_outside(lab)
+        _a_device_is_killed_and_comes_back(lab)
+        found = open_lab(lab.run_id)  # as another command does
+        assert found.states() == dict.fromkeys(PLACE, "running")
+        assert {each.context for each in survey.survey(hosts) if each.round_trip} == set(hosts)
+    finally:
+        lab.down()
+    assert left(hosts) == 0
+    _what_is_abandoned_is_removed_by_each_host(hosts)
+
+
+def _clocks_are_one(lab: HostsLab) -> None:
+    """The hosts have one clock, of one kernel: what is found between them has to be nothing."""
+    now = time.monotonic()
+    there = [channel.here(now) for channel in lab._channels.values()]
+    assert abs(there[0] - there[1]) < 0.5e-3
+
+
+def _nothing_listens_outside(lab: HostsLab) -> None:
+    for part in lab.parts.values():
+        for found in part._client.api.containers():
+            assert not any("PublicPort" in each for each in found["Ports"])
+            networks = {*found["NetworkSettings"]["Networks"]}
+            assert networks in ({"none"}, {f"testbed-{lab.run_id}-data"})
+
+
+def _a_device_is_killed_and_comes_back(lab: HostsLab) -> None:
+    lab.kill("worker2")
+    assert lab.states()["worker2"] == "exited"
+    lab.start("worker2")
+    lab.admit("worker2")
+    pairs = [("source", "worker2"), ("worker2", "source")]
+    assert [each.problem for each in lab.shaper.probe(pairs)] == [None, None]
+
+
+def _what_is_abandoned_is_removed_by_each_host(hosts: list[str]) -> None:
+    """Controller and reaper are killed: only the keepers are left to remove a run."""
+    command = [sys.executable, "-c", ABANDONED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        run_id, reaper = controller.stdout.readline().split()
+        os.kill(int(reaper), signal.SIGKILL)
+        controller.kill()
+    assert left(hosts) > 0
+    deadline = time.monotonic() + 30
+    while left(hosts) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert left(hosts) == 0
+    assert remove(run_id, None) == 0
