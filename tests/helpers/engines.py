@@ -48,7 +48,11 @@ def engines(folder: Path, count: int) -> Iterator[dict[str, str]]:
     with contextlib.ExitStack() as stack:
         run("ip", "link", "add", BRIDGE, "type", "bridge")
         stack.callback(run, "ip", "link", "del", BRIDGE)
+        run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
         run("ip", "link", "set", BRIDGE, "up")
+        for side in ("-i", "-o"):  # with br_netfilter the engine of this machine forbids what passes other bridges
+            run("iptables", "-w", "-I", "FORWARD", side, BRIDGE, "-j", "ACCEPT")
+            stack.callback(run, "iptables", "-w", "-D", "FORWARD", side, BRIDGE, "-j", "ACCEPT")
         for number, (host, place) in enumerate(hosts.items(), 1):
             (place / "cgroup").mkdir(parents=True)
             run("ip", "netns", "add", host)
