@@ -21,7 +21,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from tests.helpers.engines import engines, missing, run
 
-pytestmark = pytest.mark.containers
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 
 TREE = {
     "name": "hosts",
