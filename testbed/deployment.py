@@ -226,5 +226,8 @@ def model_of(workload: WorkloadPart, code: Code | None, shape: tuple[int, ...], 
     if workload.task == "program":
         return Model("none", (1,), 1, ())
     if code is None:
-        return create(part.name, part.options(), shape, classes)
+        return create(part.name, part.options(), shape, classes).initialised(workload.initialisation or "lecun")
+    if workload.initialisation is not None:
+        text = f"'{part.title}' draws its weights itself: leave this out, and initialise them in its file"
+        raise InputError(text, ("initialisation",))
     return create_own(code, part.options(), shape, classes, part.units, integers)

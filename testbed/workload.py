@@ -15,6 +15,8 @@ from testbed.training.schema import TrainingPart
 MOST_SAMPLES = 2_000_000
 """Samples of a data set, and of a batch, at most."""
 MOST_STEPS = 10**9
+Initialisation = Literal["lecun", "he", "glorot", "torch"]
+"""How first weights are drawn, see `testbed.models.initialisation`."""
 
 
 class ModelPart(Part):
@@ -217,6 +219,12 @@ class WorkloadPart(Part):
     model_config = ConfigDict(json_schema_extra={"required": []})
     task: Literal["train", "infer", "program"] = Field("train", description="what the devices do together")
     model: ModelPart = Field(description="the neural network")
+    initialisation: Initialisation | None = Field(
+        None,
+        description="how the first weights of a network of `testbed models` are drawn, uniformly, for layers of f "
+        "inputs and g outputs: lecun within sqrt(3/f) of zero, he sqrt(6/f), glorot sqrt(6/(f+g)), torch sqrt(1/f), "
+        "biases too, which are zero otherwise; default: lecun",
+    )
     data: DataPart = Field(default_factory=lambda: DataPart(), description="what it learns or is asked")
     method: MethodPart = Field(description="how the work is split")
     programs: dict[str, ProgramPart] = Field(
@@ -256,6 +264,8 @@ class WorkloadPart(Part):
     def _one_length(self) -> Self:
         if (self.task == "program") != bool(self.programs):
             raise ValueError("'programs' and the task program go together")
+        if self.initialisation is not None and self.model.weights is not None:
+            raise ValueError("weights that are read from a file have no 'initialisation': leave one of the two out")
         given = [key for key in ("epochs", "steps", "requests") if getattr(self, key) is not None]
         if self.task == "infer" and given not in ([], ["requests"]):
             raise ValueError("an inference workload is as long as its 'requests'")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import testbed
 from testbed.scenario.trial import Trial
 from testbed.trace.outcome import Outcome
+from testbed.workload import WorkloadPart
 
 RUNNING = "running"
 """Status of a run that is not over, or was cut off."""
@@ -36,7 +37,7 @@ def manifest(
         "error": None,
         "wall_seconds": 0.0,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "weights": weights or "random, drawn from the seed",
+        "weights": weights or _drawn(trial.scenario.workload),
         "command": shlex.join(["testbed", *sys.argv[1:]]),
         "revision": _revision(),
         "versions": {
@@ -84,3 +85,8 @@ def _revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None
+
+
+def _drawn(workload: WorkloadPart) -> str:
+    text = "random, drawn from the seed"
+    return text if workload.initialisation is None else f"{text} as of {workload.initialisation}"

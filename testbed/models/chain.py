@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from testbed.models.detection import Detector
     from testbed.models.modules import Segment
+    from testbed.workload import Initialisation
 
 BACKWARD_OVER_FORWARD = 2.0
 """Backward computes the gradient of the input and of the weights: two products for each one of forward."""
@@ -215,6 +216,11 @@ class Model:
     def forward_flops(self) -> float:
         """FLOPs of forward for one sample."""
         return sum(unit.forward_flops for unit in self.units)
+
+    def initialised(self, how: Initialisation) -> Model:
+        """Return the same network with the first weights of all layers drawn so."""
+        units = (replace(unit, layers=tuple(layer.initialised(how) for layer in unit.layers)) for unit in self.units)
+        return replace(self, units=tuple(units))
 
     def build(self, first: int, last: int, seed: int) -> Segment:
         """Make units ``first`` up to but without ``last`` as one module of one ``nn.Sequential`` each.

@@ -11,16 +11,19 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, Self
 
 from testbed.device import Cost, Kind
+from testbed.models.initialisation import bias_bound, bound
 from testbed.models.shapes import BYTES_PER_VALUE, Shape
 from testbed.models.slices import Slice, pick
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from testbed.workload import Initialisation
 
 
 Division = Literal["weights", "channels", "values", "flattens", "moves", "no"]
@@ -50,6 +53,9 @@ class PixelWindow:
 @dataclass(frozen=True)
 class Layer:
     """A frozen description of one layer; what it does not say itself is that of one that works value by value."""
+
+    initialisation: Initialisation = field(default="lecun", kw_only=True, repr=False, compare=False)
+    """How its first weights are drawn."""
 
     @property
     def kind(self) -> Kind:
@@ -116,6 +122,10 @@ class Layer:
         """
         raise TypeError(f"{type(self).__name__} is not built by itself")
 
+    def initialised(self, how: Initialisation) -> Self:
+        """Return the same layer with its first weights drawn so."""
+        return replace(self, initialisation=how)
+
     def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
         """Return the slice of what `build` would draw, by its names in the module; empty tensors are left out.
 
@@ -126,9 +136,12 @@ class Layer:
         weight = self.weight_shape(shape)
         if not weight:
             return {}
-        found = {"weight": _draw(weight, generator, part)}
+        found = {"weight": _draw(weight, generator, part, bound(self.initialisation, weight))}
         if self.channel_values:
             found["bias"] = torch.zeros(len(part.channels))
+            if limit := bias_bound(self.initialisation, weight):
+                biases = torch.empty(weight[0]).uniform_(-limit, limit, generator=generator)
+                found["bias"] = pick(biases, 0, part.channels)
         return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
@@ -170,22 +183,13 @@ def _window(size: int, kernel: int, stride: int, padding: int, layer: str) -> in
     return positions
 
 
-def bound(fan_in: int) -> float:
-    """Return how far from zero first weights may be: LeCun's uniform initialisation.
-
-    Torch's own default shrinks the signal by 2.4 with every layer, and a chain then needs epochs to begin to learn;
-    He's wider one made some seeds of the small networks unstable at a learning rate of 0.05 with momentum 0.9.
-    """
-    return math.sqrt(3 / fan_in)
-
-
-def _draw(weight: Shape, generator: torch.Generator, part: Slice) -> torch.Tensor:
-    """Draw a whole weight tensor within `bound`, a block of rows at a time; return the slice of it."""
+def _draw(weight: Shape, generator: torch.Generator, part: Slice, limit: float) -> torch.Tensor:
+    """Draw a weight tensor between ``-limit`` and ``limit``, a block of rows at a time; return the slice of it."""
     import torch
 
     rows, *others = weight
     fan_in = math.prod(others)
-    limit, step = bound(fan_in), max(1, _BLOCK // fan_in)
+    step = max(1, _BLOCK // fan_in)
     kept = torch.empty(len(part.rows), len(part.columns), *others[1:])
     for first in range(0, rows, step):
         last = min(first + step, rows)
@@ -512,6 +516,11 @@ class Residual(Layer):
     shortcut: tuple[Layer, ...] = ()
 
     division = "no"  # what is within is not described
+
+    def initialised(self, how: Initialisation) -> Self:
+        """Return the same block with the first weights of all layers within drawn so."""
+        paths = (tuple(layer.initialised(how) for layer in path) for path in (self.block, self.shortcut))
+        return replace(self, block=next(paths), shortcut=next(paths))
 
     def output(self, shape: Shape) -> Shape:
         """Shape of the sum; raises ValueError where block and shortcut differ."""

@@ -50,15 +50,16 @@ class Reference:
         one.
         """
         optimizer = self.problem.workload.training.optimizer
+        momentum, decay = optimizer.momentum or 0.0, optimizer.weight_decay or 0.0
         history = {first: self.newest}
         for step in range(first, last):
             used = {name: history[max(first, step - spans[int(name.split(".")[0])] + 1)][name] for name in self.newest}
             following = {}
             for name, gradient in self.gradients(step, used).items():
-                change = gradient.add(self.newest[name], alpha=optimizer.weight_decay)
+                change = gradient.add(self.newest[name], alpha=decay)
                 before = self.momentum.get(name)
-                self.momentum[name] = change if before is None else before.mul(optimizer.momentum).add(change)
-                following[name] = self.newest[name].add(self.momentum[name], alpha=-optimizer.learning_rate)
+                self.momentum[name] = change if before is None else before.mul(momentum).add(change)
+                following[name] = self.newest[name].add(self.momentum[name], alpha=-optimizer.rate)
             self.newest = history[step + 1] = following
             for name in following:
                 every, count = (averaged or {}).get(int(name.split(".")[0]), (0, 1))

@@ -6,9 +6,9 @@ from functools import cache
 import torch
 
 from testbed.data import load
+from testbed.deployment import model_of
 from testbed.method import Problem
 from testbed.methods import METHODS
-from testbed.models import create
 from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
@@ -53,7 +53,7 @@ def problem_of(scenario: Scenario) -> tuple[Problem, object]:
     (trial,) = trials(scenario)
     workload = scenario.workload
     data = _load(workload.data)
-    model = create(workload.model.name, workload.model.options(), data.shape, data.classes)
+    model = model_of(workload, None, data.shape, data.classes, integers=False)
     options = METHODS[workload.method.name].Options.model_validate(workload.method.options())
     return Problem(model, trial.experiment.devices, trial.experiment.links, workload, options, scenario.seed), data
 
