@@ -7,16 +7,18 @@ import torch
 
 from testbed.kits.layers.shape_shard import ShapeShard, shard
 from testbed.kits.layers.shard import Shard
+from testbed.method import Options, Problem
 from testbed.models import create
-from testbed.workload import OptimizerPart, WorkloadPart
+from testbed.workload import WorkloadPart
+from tests.helpers.training import sgd
 
 MODEL = create("vgg5", {}, (3, 32, 32), 10)
 ROUTED = create("yolov2", {}, (3, 32, 32), 80)
 
 
 def both(model, first, last, momentum=0.9):
-    optimizer = OptimizerPart(momentum=momentum)
-    return Shard(model, first, last, 7, optimizer), ShapeShard(model, first, last, optimizer)
+    training = sgd(learning_rate=0.1, momentum=momentum)
+    return Shard(model, first, last, 7, training), ShapeShard(model, first, last, training)
 
 
 def form(tensors):
@@ -44,19 +46,20 @@ def test_outputs_and_gradients_have_the_same_shapes(model, first, last):
 
 def test_state_has_the_same_tensors_with_momentum_after_the_first_update_only():
     real, shapes = both(MODEL, 0, 2)
-    assert form(real.state()) == form(shapes.state())
+    shapes_before = shapes.state()
+    assert form(real.state()) == form(shapes_before)
     inputs = entering(MODEL, 0)
     real.backward(0, torch.zeros_like(real.forward(0, inputs)))
-    real.update()
-    shapes.update()
+    real.update(0)
+    shapes.update(0)
     assert form(real.state()) == form(shapes.state())
-    assert any(name.startswith("momentum") for name in shapes.state())
+    assert len(shapes.state()) > len(shapes_before)
 
 
 def test_momentum_comes_and_goes_with_a_state():
     _, shapes = both(MODEL, 0, 2)
     before = shapes.state()
-    shapes.update()
+    shapes.update(0)
     after = shapes.state()
     shapes.load(before)
     assert form(shapes.state()) == form(before)
@@ -67,19 +70,20 @@ def test_momentum_comes_and_goes_with_a_state():
 def test_without_momentum_an_update_adds_nothing():
     _, shapes = both(MODEL, 0, 2, momentum=0.0)
     before = form(shapes.state())
-    shapes.update()
+    shapes.update(0)
     assert form(shapes.state()) == before
 
 
 def test_versions_are_counted_as_with_numbers():
     real, shapes = both(MODEL, 0, 2)
     for version in (0, 1, 2):
-        made = real.forward(version, entering(MODEL, 0), version)
-        shapes.forward(version, entering(MODEL, 0).to("meta"), version)
-        real.backward(version, torch.zeros_like(made))
-        shapes.backward(version, None)
+        key = (version, 0)
+        made = real.forward(key, entering(MODEL, 0), version)
+        shapes.forward(key, entering(MODEL, 0).to("meta"), version)
+        real.backward(key, torch.zeros_like(made))
+        shapes.backward(key, None)
         for each in (real, shapes):
-            each.advance(version, version, max(0, version - 1))
+            each.advance(key, version, max(0, version - 1))
         assert shapes.versions.newest == real.versions.newest
 
 
@@ -94,4 +98,4 @@ def test_a_loss_is_no_number_and_its_backward_has_the_shape_of_the_inputs():
 def test_the_workload_says_whether_there_are_numbers(numerics, kind):
     keys = {"task": "train", "model": {"name": "mlp"}, "data": {"name": "digits"}, "method": {"name": "single"}}
     workload = WorkloadPart.model_validate({**keys, "steps": 1, "numerics": numerics})
-    assert type(shard(MODEL, 0, 1, 7, workload)) is kind
+    assert type(shard(Problem(MODEL, (), {}, workload, Options(), seed=7), 0, 1)) is kind
