@@ -51,7 +51,7 @@ bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator
 	@$(TESTBED) bench $(ARGS)
 	@$(VENV)/bin/python -m tools.bench.page .build/conformance/userspace.json .build/conformance/netem.json
 
-corpus: $(READY) ## trace and cut 88 public architectures, in parts against whole; needs torchvision and transformers in .venv
+corpus: $(READY) ## trace and cut 87 public architectures, in parts against whole; needs torchvision and transformers in .venv
 	@$(VENV)/bin/python -m tests.corpus.architectures $(ARGS)
 
 lint: $(READY) ## ruff and mypy
