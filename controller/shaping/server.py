@@ -12,6 +12,7 @@ import flask
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import InputError, TestbedError
+from testbed.common.formats import visible
 from testbed.network.link import links_from_json
 from testbed.network.topology import Cell
 from testbed.wire.serving import PatientServer
@@ -33,29 +34,38 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
 
     @app.errorhandler(TestbedError)
     def refused(error: TestbedError) -> Any:
-        return {"error": str(error)}, 400 if isinstance(error, InputError) else 500
+        return {"error": visible(str(error))}, 400 if isinstance(error, InputError) else 500
 
+    @app.errorhandler(ArithmeticError)
     @app.errorhandler(KeyError)
     @app.errorhandler(TypeError)
     @app.errorhandler(ValueError)
     @app.errorhandler(RecursionError)
     def malformed(error: Exception) -> Any:
         app.logger.exception("a request was not understood")
-        return {"error": f"the request was not understood: {error!r}"}, 400
+        return {"error": visible(f"the request was not understood: {error!r}")}, 400
 
     app.get("/health", endpoint="health")(lambda: {"state": "ready"})
     app.get("/facts")(shaping.facts)
     app.post("/lease", endpoint="lease")(lambda: _lease(renew))
-    app.post("/attach", endpoint="attach")(lambda: _attach(shaping, flask.request.get_json()))
-    app.post("/set", endpoint="set")(lambda: _set(shaping, flask.request.get_json()))
-    app.post("/probe", endpoint="probe")(lambda: _probe(shaping, flask.request.get_json()))
-    app.post("/ends", endpoint="ends")(lambda: _ends(shaping, flask.request.get_json()))
-    app.post("/half", endpoint="half")(lambda: _half(shaping, flask.request.get_json()))
+    app.post("/attach", endpoint="attach")(lambda: _attach(shaping, _object()))
+    app.post("/set", endpoint="set")(lambda: _set(shaping, _object()))
+    app.post("/probe", endpoint="probe")(lambda: _probe(shaping, _object()))
+    app.post("/ends", endpoint="ends")(lambda: _ends(shaping, _object()))
+    app.post("/half", endpoint="half")(lambda: _half(shaping, _object()))
     app.get("/show")(shaping.show)
     app.get("/statistics", endpoint="statistics")(
         lambda: shaping.statistics(reset=flask.request.args.get("reset") == "1")
     )
     return app
+
+
+def _object() -> Mapping[str, Any]:
+    """Return the JSON object that was sent; raises InputError for any other value."""
+    given = flask.request.get_json()
+    if not isinstance(given, dict):
+        raise InputError("the body of a request is a JSON object")
+    return given
 
 
 def _lease(renew: Callable[[], None]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from testbed.network.topology import Cell
 from testbed.trace.outcome import LinkMeasurement
 
 
-def _refuse(links: Mapping[Pair, Link]) -> None:
+def refuse(links: Mapping[Pair, Link]) -> None:
     """Raise InputError for links that no backend can have."""
     for (source, destination), link in links.items():
         if found := problems(link):
@@ -113,7 +113,7 @@ class Shaping:
         ``cells`` replace those there are. Raises `InputError` for links of devices that are not attached.
         """
         with self._lock:
-            _refuse(links)
+            refuse(links)
             if cells is not None:
                 self._cells = tuple(cells)
             given = list(endpoints)
@@ -146,7 +146,7 @@ class Shaping:
                         raise InputError(
                             f"no device '{name}' is attached; there are {', '.join(sorted(self._numbers))}"
                         )
-            _refuse(links)
+            refuse(links)
             self._change({name for pair in links for name in pair}, links)
 
     def _find(self, endpoint: Endpoint) -> Attached:

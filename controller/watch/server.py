@@ -18,7 +18,8 @@ from jinja2 import Environment, PackageLoader
 from controller.results.declared import declared_in
 from controller.results.files import begun
 from controller.watch.feed import batches
-from testbed.common.errors import TestbedError
+from testbed.common.errors import InputError, TestbedError
+from testbed.common.formats import visible
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import Declared
 from testbed.wire.serving import PatientServer
@@ -53,12 +54,18 @@ def application(
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     app.before_request(lambda: _authorise(token, origin))
     app.register_error_handler(RecursionError, lambda _error: ({"error": "the request is nested too deeply"}, 400))
-    app.register_error_handler(TestbedError, lambda error: ({"error": str(error)}, 400))
+    app.register_error_handler(TestbedError, lambda error: ({"error": visible(str(error))}, 400))
     app.get("/", endpoint="page")(lambda: page.render(facts=shown | facts))
     app.get("/events", endpoint="events")(lambda: _stream(folder, pace))
     if strike is not None:
-        app.post("/strike", endpoint="strike")(lambda: {"done": strike(flask.request.get_json())})
+        app.post("/strike", endpoint="strike")(lambda: {"done": strike(_fault(flask.request.get_json()))})
     return app
+
+
+def _fault(given: Any) -> Mapping[str, object]:
+    if not isinstance(given, dict):
+        raise InputError('a fault is an object such as {"kill": "worker"}')
+    return given
 
 
 def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:

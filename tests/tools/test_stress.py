@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,12 @@ from controller.api import build
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.trace.events import Event
-from tools.stress import files
+from tools.stress import files, messages
 from tools.stress.attack import attack
 from tools.stress.check import ended, every_step, repeats, run
 from tools.stress.containers import as_virtual
 from tools.stress.generate import OPTIONS, scenario
+from tools.stress.listeners import listeners
 from tools.stress.reduce import reduced
 
 
@@ -71,3 +73,12 @@ def test_a_step_that_is_not_recorded_is_seen() -> None:
 @pytest.mark.parametrize("seed", range(1000, 1040))
 def test_files_that_are_wrong_are_refused_in_few_words_and_little_time(seed: int) -> None:
     assert [each for each in files.attack(seed) if not each.startswith("time")] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_messages_are_taken_or_refused(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MESSAGES", 300)
+    try:
+        assert [each for each in messages.attack(seed, listeners) if not each.startswith("time")] == []
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,6 +1,6 @@
-"""Attack the testbed: random scenarios under random faults, on either clock, or scenario files that are wrong.
+"""Attack the testbed: random scenarios under random faults, on either clock, files or messages that are wrong.
 
-    python -m tools.stress [--containers | --files] [--seconds 600] [--jobs 2] [--first SEED] [--count N]
+    python -m tools.stress [--containers | --files | --messages] [--seconds 600] [--jobs 2] [--first SEED] [--count N]
         [--only METHOD] [--fresh] [--keep]
 
 Goes on after the last seed that was tried (--fresh: from 0). Prints each violation with its seed, makes its scenario as
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from tools.stress import containers, files
+from tools.stress import containers, files, messages
 from tools.stress.check import violations
 from tools.stress.generate import Tree, scenario
 from tools.stress.reduce import reduced
@@ -76,6 +76,13 @@ def written(tree: Tree) -> bytes:
     return out.getvalue()
 
 
+def attack_by_messages(seed: int) -> tuple[int, str, list[str]]:
+    """Return the seed, and what is wrong with the answers to its thousand messages."""
+    from tools.stress.listeners import listeners
+
+    return seed, "messages", messages.attack(seed, listeners)
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to attack: what is done for a seed, and the file that shows what it violated."""
@@ -89,6 +96,7 @@ WAYS = {
     "seed": Way(attack, lambda seed, found: written(smallest(seed, found))),
     "containers": Way(attack_on_containers, lambda seed, _: written(scenario(seed))),
     "file": Way(attack_by_file, lambda seed, _: files.file(seed)[1]),
+    "messages": Way(attack_by_messages, lambda seed, _: f"{messages.MESSAGES} messages of seed {seed}\n".encode()),
 }
 """By the name under which the next seed is kept."""
 
@@ -104,6 +112,9 @@ def main() -> int:
     )
     way.add_argument(
         "--files", dest="way", action="store_const", const="file", help="files that are wrong, which are not run"
+    )
+    way.add_argument(
+        "--messages", dest="way", action="store_const", const="messages", help="requests, casts; 1,000 a seed"
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="stop after this time (default 120)")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default 2)")
@@ -137,7 +148,7 @@ def main() -> int:
     if given.first is None and given.only is None:
         last_seed.write_text(str(last + 1))
     by_method = ", ".join(f"{name} {count}" for name, count in sorted(tried.items()))
-    print(f"{tried.total()} scenarios up to seed {last}: {bad} violations, {refused} refused ({by_method})")
+    print(f"{tried.total()} tried up to seed {last}: {bad} violations, {refused} refused ({by_method})")
     return 1 if bad else 0
 
 

@@ -12,9 +12,10 @@ from flask.testing import FlaskClient
 from controller.results.recorder import Recorder
 from controller.watch.feed import Tail, batches, shown
 from controller.watch.server import application, described
+from testbed.faults.parts import ActionPart
 from testbed.methods import METHODS
 from testbed.scenario.expand import trials
-from testbed.scenario.loading import load
+from testbed.scenario.loading import load, parse
 from tests.helpers import ROOT, recorded
 
 ORIGIN = "http://127.0.0.1:4000"
@@ -112,3 +113,15 @@ def test_what_is_nested_too_deeply_or_too_large_is_refused(folder: Path) -> None
     for body, status in (("[" * 30_000, 400), ('{"a":' * 10_000, 400), ("x" * 100_000, 413)):
         assert asked(folder, struck).post("/strike", data=body, headers=headers).status_code == status
     assert struck == []
+
+
+@pytest.mark.parametrize("given", [[1], None, "kill", {"degrade": {"device": "source", "rate": "1" * 10_000}}])
+def test_what_is_no_fault_is_refused_in_few_words(folder: Path, given: object) -> None:
+    def strike(fault: Mapping[str, object]) -> str:
+        return str(parse(ActionPart, dict(fault)))
+
+    app = application(folder, "secret", ORIGIN, strike)
+    app.test_client_class = _Client
+    answer = app.test_client().post("/strike", json=given, headers={"Authorization": "Bearer secret"})
+    assert answer.status_code == 400
+    assert len(answer.data) < 5000
