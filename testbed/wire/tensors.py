@@ -183,14 +183,20 @@ def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
 
 
 def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:
-    """Return torch tensors that share the memory of a writable buffer (and copy that of another)."""
+    """Return torch tensors that share the memory of a writable buffer (and copy that of another).
+
+    Raises TensorError for a shape without values that is too large in its other axes.
+    """
     import torch
 
     result = {}
     for raw in tensors:
         dtype = getattr(torch, _TORCH_NAMES[raw.dtype])
         if raw.data.nbytes == 0:
-            result[raw.name] = torch.empty(raw.shape, dtype=dtype)
+            try:
+                result[raw.name] = torch.empty(raw.shape, dtype=dtype)
+            except RuntimeError as error:  # strides beyond 64 bits
+                raise TensorError(f"tensor '{raw.name}': its shape is too large") from error
             continue
         data = bytearray(raw.data) if raw.data.readonly else raw.data
         result[raw.name] = torch.frombuffer(data, dtype=dtype).reshape(raw.shape)

@@ -95,3 +95,12 @@ def test_frames_that_are_lost_are_zeros_and_marked():
     assert left.tensors["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
     assert left.tensors["y"].tolist() == [0, 0, 1]
     assert message.tensors["x"].all()
+
+
+def test_a_shape_without_values_that_no_tensor_can_have_is_no_cast():
+    message = Message("m", {}, {"x": torch.zeros(0, 3, 5)})
+    whole = FORMS["pi2"].encode(message, ["pi1"])
+    huge = b"\xff" * 8 + b"\x7f"  # 2**63 - 1, seven bits a byte
+    assert whole.endswith(b"\x00\x03\x05\x00")
+    with pytest.raises(WireError):
+        FORMS["pi1"].decode(whole[:-3] + huge + huge + b"\x00")
