@@ -24,7 +24,7 @@ from cheroot.server import KnownLengthRFile
 from tools.stress.files import SYNTAX, WORDIEST, bend, torn
 
 MESSAGES = 1000
-"""Of one seed."""
+"""How many messages belong to one seed."""
 LONGEST = 5.0
 """Seconds in which a message is answered; who asks for events waits for 2 s where there are none."""
 LARGEST = 500 << 20
