@@ -6,6 +6,7 @@ other types and sizes, keys that are missing or doubled, bytes that are no text.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import resource
@@ -113,7 +114,7 @@ def bend(draw: random.Random, tree: Any) -> None:
         case 1 if isinstance(parent, dict):
             parent[f"{last}{draw.choice(['', 's', ' ', '_x'])}x"] = parent.pop(last)
         case _:
-            parent[last] = draw.choice(HOSTILE)
+            parent[last] = copy.deepcopy(draw.choice(HOSTILE))  # which may be changed in turn
 
 
 def _places(tree: Any, way: Key = ()) -> Iterator[Key]:
