@@ -341,8 +341,11 @@ class Execution:
     def _final_weights(self) -> bytes | None:
         try:
             return self._lab.agent(self._lead).weights()
+        except AgentGone:
+            self._say(f"{self._lead} went down as its program ended: its weights are gone")
         except TestbedError:  # the lead need not expose any
-            return None
+            pass
+        return None
 
     def _stop_all(self) -> None:
         """End the programs that still run and take in what they recorded to the last."""

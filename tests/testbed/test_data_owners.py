@@ -79,7 +79,11 @@ def test_the_seed_decides_who_owns_what(write):
         ("{sizes: [10, 20]}", "owners", "split.sizes: names 2 sizes, but 3 devices own data: board1, board2, board3"),
         ("{sizes: [100, 100, 101]}", "owners", "split.sizes: add up to 301 samples, but there are 300: use smaller"),
         ("{sizes: [100, 100, 0]}", "owners", "split.sizes.2: '0' must be at least 1"),
-        ("{sizes: [100, 200], shards: 2}", "owners", "split: takes exactly one of 'sizes', 'dirichlet' and 'shards'"),
+        (
+            "{sizes: [100, 200], shards: 2}",
+            "owners",
+            "split: takes exactly one of 'sizes', 'dirichlet', 'shards', 'quantity' and 'column'",
+        ),
         ("{shards: 11}", "owners", "split.shards: there are 10 classes, not 11: use fewer"),
         ("{dirichlet: 0}", "owners", "split.dirichlet: '0' must be more than 0"),
         ("{dirichlets: 1}", "owners", "split.dirichlets: unknown key 'dirichlets': did you mean 'dirichlet'?"),

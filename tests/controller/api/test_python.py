@@ -108,7 +108,7 @@ def test_frames(tmp_path: Path) -> None:
 
 def test_without_pandas_frames_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(InputError, match="frames need pandas"):
+    with pytest.raises(InputError, match="needs pandas: pip install"):
         simulate(build(**SMALL), tmp_path / "one").frame("steps")
 
 

@@ -173,7 +173,7 @@ def test_samples_of_any_shape_travel_with_their_type(shape: tuple[int, ...], dty
         ({}, {"name": "x", "classes": "3"}, "has the arrays"),
         (None, {"name": "x"}, "a name and a number"),
         (None, {"name": "x", "classes": "many"}, "a name and a number"),
-        ({"train_labels": np.arange(4)}, None, "one label for each sample"),
+        ({"train_labels": np.arange(4)}, None, "with as many"),
         ({"train_images": np.zeros(5, np.float32)}, None, r"\(samples, ...\)"),
         ({"train_images": np.zeros((5, 6), np.float32)}, None, "one shape and one type"),
         ({"train_images": np.zeros((5, 1, 2, 2), np.int64)}, None, "one shape and one type"),

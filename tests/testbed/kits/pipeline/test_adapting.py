@@ -93,10 +93,11 @@ def test_a_repartition_loses_no_batch_and_moves_but_the_missing_units():
         {unit: device for device, *ends in each["partition"] for unit in range(*ends)}
         for each in (of(outcome, "stretch")[0], first)
     )
-    units = problem_of(planned)[0].model.units
+    problem = problem_of(planned)[0]
+    units = problem.model.units
     missing = [units[unit] for unit in new if old[unit] != new[unit]]
     received = [each["bytes"] for each in of(outcome, "receive") if each["message"] == "unit"]
-    state = costs.state_bytes(missing, planned.training)
+    state = costs.state_bytes(missing, problem.training)
     assert len(received) == len(missing) > 0
     assert state < sum(received) < state + 700 * len(missing)  # headers
     assert figures_of(planned, outcome)["repartition_bytes"] == sum(received)
