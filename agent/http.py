@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
-from cheroot.server import HTTPConnection, HTTPServer
+from cheroot.server import HTTPServer
 from cheroot.wsgi import Gateway_10, Server
 
 from agent.settings import Address
-from testbed.wire.serving import PatientServer
+from testbed.wire.serving import Connection, PatientServer
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
@@ -47,7 +47,7 @@ class _Gateway(Gateway_10):
         return environ
 
 
-class _LingeringConnection(HTTPConnection):
+class _LingeringConnection(Connection):
     """Stays with its thread for a while after an answer: the next request need not go through the selector's."""
 
     hung_up = False

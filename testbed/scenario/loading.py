@@ -385,10 +385,20 @@ _STRUCTURES = {
 }
 
 
+_NO_KEYS = frozenset({"[key]", "[keys]", "[name]"})
+"""What stands among the keys of an error of pydantic's and is none: a mapping's key as such, a kind of value."""
+
+
+def _key(detail: ErrorDetails) -> Key:
+    *before, last = detail["loc"] or ("[key]",)
+    if detail["type"] == "extra_forbidden":  # one that there is not may be called anything
+        return (*(part for part in before if part not in _NO_KEYS), last)
+    return tuple(part for part in (*before, last) if part not in _NO_KEYS)
+
+
 def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Diagnostic:
-    # In brackets stands what is no key of the file: a mapping's key as such, one of several kinds of value.
-    key: Key = tuple(part for part in detail["loc"] if not str(part).startswith("["))
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    key = _key(detail)
     if kind == "extra_forbidden":
         text = f"unknown key '{key[-1]}': {nearest(str(key[-1]), _known(key[:-1], model))}"
     elif kind == "missing":

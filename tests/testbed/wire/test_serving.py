@@ -61,6 +61,12 @@ def test_a_head_may_come_in_pieces_and_requests_follow_on_one_connection(address
             assert len(session.post("http://{}:{}/".format(*address), data=b"x" * size, timeout=5).content) == size + 2
 
 
+def test_a_header_that_continues_none_is_refused(address: tuple[str, int]) -> None:
+    with socket.create_connection(address) as link:
+        link.sendall(b"GET / HTTP/1.1\r\n\tx\r\nHost: x\r\n\r\n")
+        assert link.recv(1000).startswith(b"HTTP/1.1 400 ")
+
+
 def test_a_head_that_does_not_come_is_given_up(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "HEAD_SECONDS", 0.2)
     with socket.create_connection(address, timeout=5) as link:
