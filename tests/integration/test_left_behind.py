@@ -198,7 +198,7 @@ def test_containers_live_while_their_lease_is_renewed(
         running = {"label": f"{RUN}={lab.run_id}"}
         time.sleep(12.0)
         assert len(client.api.containers(filters=running)) == 3
-        lab._over.set()  # the controller says no more
+        lab.over.set()  # the controller says no more
         wait_for(lambda: client.api.containers(filters=running) == [], 20)
     finally:
         lab.down()
