@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -163,8 +164,12 @@ def manager(hosts: Mapping[str, Host]) -> Host:
 def _forwarded(name: str, url: str) -> Path:
     """Return a socket here that leads to the engine's over one ssh connection, kept open by this process.
 
-    Forwarded sockets are no sessions, of which sshd allows ten to a connection.
+    Forwarded sockets are no sessions, of which sshd allows ten to a connection; the one session is that of `cat`, whose
+    input ends with this process, also when it is killed, and the connection with it.
+    Raises HostError where there is no ssh here, or it does not reach the host.
     """
+    if shutil.which("ssh") is None:
+        raise HostError(f"{name}: {url} needs ssh, which is not installed here: apt-get install openssh-client")
     folder = Path(tempfile.mkdtemp(prefix="testbed-ssh-"))
     path, parts = folder / "engine", urlsplit(url)
     port = ["-p", str(parts.port)] if parts.port else []
@@ -173,8 +178,10 @@ def _forwarded(name: str, url: str) -> Path:
         f"-o{each}"
         for each in ("BatchMode=yes", "ExitOnForwardFailure=yes", "ServerAliveInterval=2", "ConnectTimeout=6")
     ]
-    command = ["ssh", "-nNT", *options, *port, "-L", f"{path}:{parts.path or SOCKET}", f"{user}{parts.hostname}"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    target = [*port, f"{user}{parts.hostname}"]
+    command = ["ssh", "-T", *options, "-L", f"{path}:{parts.path or SOCKET}", *target, "cat"]
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True)
 
     def close() -> None:
         process.terminate()
@@ -187,8 +194,6 @@ def _forwarded(name: str, url: str) -> Path:
         if process.poll() is not None or time.monotonic() > deadline:
             assert process.stderr is not None
             said = process.stderr.read().decode(errors="replace").strip() if process.poll() is not None else "no answer"
-            raise HostError(
-                f"{name}: {url} is not reached by ssh ({said}): try '{' '.join(['ssh', *port])} {user}{parts.hostname}'"
-            )
+            raise HostError(f"{name}: {url} is not reached by ssh ({said}): try '{' '.join(['ssh', *target])}'")
         time.sleep(0.05)
     return path

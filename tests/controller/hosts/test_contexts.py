@@ -2,6 +2,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,10 +70,40 @@ def test_an_engine_that_does_not_answer_is_named_with_how_to_try_it(folder: Path
         reach("a")
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
 def test_a_host_that_ssh_does_not_reach_is_named_with_how_to_try_it(folder: Path) -> None:
     context(folder, "a", "ssh://me@127.0.0.1:9")
     with pytest.raises(HostError, match=r"a: ssh://me@127.0.0.1:9 is not reached by ssh .*'ssh -p 9 me@127.0.0.1'"):
         reach("a")
+
+
+def test_an_ssh_that_is_not_installed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context(folder, "a", "ssh://me@127.0.0.1:9")
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(HostError, match=r"a: ssh://me@127.0.0.1:9 needs ssh, which is not installed here: apt-get"):
+        reach("a")
+
+
+def test_the_connection_ends_with_a_controller_that_is_killed(tmp_path: Path) -> None:
+    # In place of ssh, what makes the socket that it is asked for and runs the command that it is given.
+    stand_in = tmp_path / "ssh"
+    stand_in.write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/pid\n"
+        'while [ "$1" != -L ]; do shift; done\n: > "${2%%:*}"\nshift 3\nexec "$@"\n'
+    )
+    stand_in.chmod(0o755)
+    program = (
+        "from controller.hosts.contexts import _forwarded; import os, signal\n"
+        "_forwarded('a', 'ssh://host/run/docker.sock'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=30)
+    assert done.returncode == -signal.SIGKILL
+    connection = Path("/proc") / (tmp_path / "pid").read_text().strip()
+    deadline = time.monotonic() + 5
+    while connection.exists():
+        assert time.monotonic() < deadline, "the connection has outlived its controller"
+        time.sleep(0.02)
 
 
 def test_an_engine_that_is_open_to_everybody_on_the_way_is_refused(folder: Path) -> None:
