@@ -17,6 +17,7 @@ from pydantic_core import from_json
 
 from testbed import methods
 from testbed.common.errors import InputError
+from testbed.common.fields import Entering, Fields
 from testbed.common.usercode import Code
 from testbed.hardware import DeviceSpec
 from testbed.method import Method, Problem
@@ -58,6 +59,8 @@ class Deployment(BaseModel):
     classes: int
     integers: bool
     """Whether the model takes samples of whole numbers."""
+    fields: Fields = ()
+    """The inputs that a sample consists of, where there are several."""
     specs: tuple[DeviceSpec, ...]
     """The kinds of devices there are, without names."""
     devices: dict[str, int]
@@ -96,7 +99,7 @@ class Deployment(BaseModel):
         workload, name = self.workload, self.workload.method.name
         method = methods.get(name) if self.method_code is None else from_code(self.method_code)
         return method, Problem(
-            model=model_of(workload, self.model_code, self.shape, self.classes, self.integers),
+            model=model_of(workload, self.model_code, self.classes, Entering(self.shape, self.integers, self.fields)),
             devices=tuple(replace(self.specs[kind], name=name) for name, kind in self.devices.items()),
             links={(source, destination): self.kinds[kind] for source, destination, kind in self.links},
             workload=workload,
@@ -198,6 +201,7 @@ class Deployments:
                 "shape": problem.model.input,
                 "classes": problem.model.classes,
                 "integers": problem.model.integers,
+                "fields": _FIELDS.dump_python(problem.model.fields, mode="json"),
                 "specs": specs,
                 "devices": devices,
                 "samples": dict(problem.samples),
@@ -211,23 +215,24 @@ class Deployments:
 
 _SPEC = TypeAdapter(DeviceSpec)
 _FILES = TypeAdapter(dict[str, Base64Bytes])
+_FIELDS = TypeAdapter(Fields)
 
 
 def _json(document: object) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def model_of(workload: WorkloadPart, code: Code | None, shape: tuple[int, ...], classes: int, integers: bool) -> Model:
-    """Return a workload's model for samples of a shape; ``code`` is the text of one's own. Raises `InputError`.
-
-    ``integers``: samples are whole numbers, which networks of one's own may take.
-    """
+def model_of(workload: WorkloadPart, code: Code | None, classes: int, entering: Entering) -> Model:
+    """Return a workload's model for what the data are; ``code`` is the text of one's own. Raises `InputError`."""
     part = workload.model
     if workload.task == "program":
         return Model("none", (1,), 1, ())
     if code is None:
-        return create(part.name, part.options(), shape, classes).initialised(workload.initialisation or "lecun")
+        return create(part.name, part.options(), entering.shape, classes).initialised(
+            workload.initialisation or "lecun"
+        )
     if workload.initialisation is not None:
         text = f"'{part.title}' draws its weights itself: leave this out, and initialise them in its file"
         raise InputError(text, ("initialisation",))
-    return create_own(code, part.options(), shape, classes, part.units, integers)
+    shape, whole, fields = entering.shape, entering.integers, entering.fields
+    return create_own(code, part.options(), shape, classes, part.units, whole, fields)

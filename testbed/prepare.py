@@ -199,7 +199,7 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
     try:
         method, files, codes = find_method(scenario), _files(scenario), training_codes(scenario)
         kind = data.describe_part(workload.data, scenario.data_folder)
-        model = model_of(workload, model_code(scenario), kind.shape, kind.classes, kind.integers)
+        model = model_of(workload, model_code(scenario), kind.classes, kind.entering)
     except InputError as error:
         raise scenario.source.error([_locate(error, trial)]) from None
     options = method.Options.model_validate(workload.method.options())

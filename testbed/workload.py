@@ -118,8 +118,11 @@ class DataPart(Part):
         "or .parquet, or a folder with one of images for each class; for `image`: the picture's file",
     )
     label: str | None = Field(None, description="of a table: the column of the labels, classes or numbers to learn")
-    columns: tuple[str, ...] | None = Field(
-        None, min_length=1, description="of a table: the columns of a sample; default: all but those of label and split"
+    columns: tuple[str, ...] | dict[str, tuple[str, ...]] | None = Field(
+        None,
+        min_length=1,
+        description="of a table: the columns of a sample, or of each of its inputs by their names in `forward`; "
+        "default: all but those of label and split",
     )
     size: str | None = Field(
         None,

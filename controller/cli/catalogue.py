@@ -142,7 +142,7 @@ def _model(name: str, function: str | None, data: str) -> Model:
     from testbed.models.own import create_own
 
     code = usercode.read(Path(name), function or "", KEY)
-    return create_own(code, {}, source.shape, source.classes, integers=source.integers)
+    return create_own(code, {}, source.shape, source.classes, None, source.integers, source.fields)
 
 
 def _print_units(figures: Mapping[str, Any], data: str) -> None:

@@ -194,6 +194,8 @@ def _shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
 
 def _print_look(dataset: Dataset, facts: Mapping[str, Any], count: int) -> None:
     size, kind = "x".join(map(str, dataset.shape)), "images" if len(dataset.shape) == 3 else "samples"
+    if dataset.fields:
+        size = " and ".join(f"{each.name} {'x'.join(map(str, each.shape)) or 1}" for each in dataset.fields)
     if not dataset.classes:
         click.echo(f"{dataset.name}: {len(dataset.test_labels)} {kind} of {size}, without labels")
         return

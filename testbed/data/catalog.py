@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.common.errors import InputError, Key, nearest
+from testbed.common.fields import Entering, Fields
 from testbed.data import files, own, pictures, synthetic, tables
 from testbed.data.dataset import Dataset
 from testbed.data.files import Bytes
@@ -64,6 +65,13 @@ class DataSource:
     """Whether it is one file that the scenario names."""
     integers: bool = False
     """Whether samples are whole numbers, such as tokens."""
+    fields: Fields = ()
+    """The inputs that a sample consists of, where there are several."""
+
+    @property
+    def entering(self) -> Entering:
+        """What enters a network that learns from it."""
+        return Entering(self.shape, self.integers, self.fields)
 
 
 def _missing(source: DataSource, folder: Path, names: list[str]) -> InputError:
@@ -286,7 +294,7 @@ def describe_part(part: DataPart, place: Path) -> DataSource:
     if not is_own(part):
         return describe(part.name)
     found = own.load(part, place, TEST_SHARE)
-    return DataSource(part.name, "", found.shape, found.classes, integers=found.integers)
+    return DataSource(part.name, "", found.shape, found.classes, integers=found.integers, fields=found.fields)
 
 
 def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from testbed.common.fields import Fields
+
 Images = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 Labels = npt.NDArray[Any]
 """Values of int64 or of float32."""
@@ -29,6 +31,8 @@ class Dataset:
     test_labels: Labels
     groups: npt.NDArray[np.int64] | None = None
     """(training samples,): of a table that is split by a column, which value of it each has. Not sent to devices."""
+    fields: Fields = ()
+    """The inputs that a sample, a row of numbers then, consists of; empty: there is one. Not sent with the samples."""
 
     @property
     def integers(self) -> bool:

@@ -1,18 +1,18 @@
 """The user's own data: what a function in a Python file returns, ``.npz``, ``.safetensors``, tables, pictures.
 
 Arrays are called ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``, or ``x_train``, ``y_train``,
-``x_test`` and ``y_test``. Nothing is unpickled.
+``x_test`` and ``y_test``; those of several inputs ``train_NAME`` and ``test_NAME`` beside the labels. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,15 @@ from safetensors import SafetensorError, safe_open
 
 from testbed.common import usercode
 from testbed.common.errors import InputError, Key
+from testbed.common.fields import Fields, pack
 from testbed.data import pictures, tables
 from testbed.data.dataset import Dataset
 from testbed.data.split import holdout, is_class
-from testbed.workload import SplitPart
+from testbed.workload import DataPart, SplitPart
 
-if TYPE_CHECKING:
-    from testbed.workload import DataPart
-
-Samples = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+Values = npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]
+"""Samples, (samples, ...), or the several inputs that they consist of, by name."""
+Samples = tuple[Values, npt.NDArray[Any]]
 IGNORED = -100
 """The label of a token that counts neither in torch's cross-entropy nor as an answer."""
 _FILE: Key = ("data", "file")
@@ -37,6 +37,8 @@ _NAMES = (
     ("train_images", "train_labels", "test_images", "test_labels"),
     ("x_train", "y_train", "x_test", "y_test"),
 )
+_PARTS = ("train_", "test_")
+"""How the names of several inputs begin, and those of the labels beside them."""
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
 
 
@@ -53,20 +55,24 @@ def load(part: DataPart, place: Path, test_share: float) -> Dataset:
         raise InputError(f"{place} cannot be read: {error.strerror}: paths are relative to the scenario", key) from None
     group = part.split.column if isinstance(part.split, SplitPart) else None
     kept = part.model_copy(update={"train": None, "test": None, "split": "lead"})
-    return _load(kept, place, changed, test_share, group)
+    return _load(kept.model_dump_json(), place, changed, test_share, group)
 
 
 @lru_cache(maxsize=2)
-def _load(part: DataPart, place: Path, changed: int, test_share: float, group: str | None) -> Dataset:
+def _load(text: str, place: Path, changed: int, test_share: float, group: str | None) -> Dataset:
+    part = DataPart.model_validate_json(text)
     key = _PATH if part.file is None else _FILE
-    train, test, groups = _read(part, place, group)
-    train = _checked(train, f"{place}: the training samples", key)
-    if test is None:
+    read, read_test, groups = _read(part, place, group)
+    train, fields = _checked(read, f"{place}: the training samples", key)
+    if read_test is None:
         kept, left = holdout(train[1] if is_class(train[1]) else np.zeros(len(train[1]), np.int64), test_share)
         train, test = (train[0][kept], train[1][kept]), (train[0][left], train[1][left])
         groups = None if groups is None else groups[kept]
     else:
-        test = _checked(test, f"{place}: the test samples", key)
+        test, others = _checked(read_test, f"{place}: the test samples", key)
+        if fields != others:
+            shown = [", ".join(f"{each.name} {each.shape} {each.kind}" for each in of) for of in (fields, others)]
+            raise InputError(f"{place}: training samples have {shown[0]}, test samples {shown[1]}", key)
     if train[0].shape[1:] != test[0].shape[1:]:
         shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
         text = f"{place}: {shapes}: give both one shape"
@@ -76,11 +82,11 @@ def _load(part: DataPart, place: Path, changed: int, test_share: float, group: s
     if train[1].dtype != test[1].dtype or train[1].shape[1:] != test[1].shape[1:]:
         raise InputError(f"{place}: training and test labels differ in shape or type: give both the same", key)
     if train[1].dtype.kind == "f":
-        return replace(Dataset(part.name, math.prod(train[1].shape[1:]), *train, *test), groups=groups)
+        return Dataset(part.name, math.prod(train[1].shape[1:]), *train, *test, groups, fields)
     classes = 1 + int(max(train[1].max(initial=0), test[1].max(initial=0)))
     if is_class(train[1]) and classes > (count := len(train[1]) + len(test[1])):
         raise InputError(f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0", key)
-    return replace(Dataset(part.name, classes, *train, *test), groups=groups)
+    return Dataset(part.name, classes, *train, *test, groups, fields)
 
 
 def _read(
@@ -99,35 +105,61 @@ def _read(
     return *(_from_folders(place, part.size) if place.is_dir() else _from_arrays(place)), None
 
 
-def _checked(samples: Samples, what: str, key: Key) -> Samples:
-    """Return samples and labels, (samples, ...) both, as every data set has them: of float32 or int64."""
+def _checked(samples: Samples, what: str, key: Key) -> tuple[tuple[npt.NDArray[Any], npt.NDArray[Any]], Fields]:
+    """Return samples and labels, (samples, ...) both, as every data set has them, of float32 or int64; and fields."""
     values, labels = samples
+    if isinstance(values, Mapping):
+        if not values:
+            raise InputError(f"{what}: have no inputs: give one array at least", key)
+        for name, each in values.items():
+            _check_count(each, labels, f"{what}: input '{name}'", key)
+        arrays = {name: _numbers(each, f"{what}: input '{name}'", key) for name, each in values.items()}
+        rows, fields = pack(arrays)
+        return (rows, _labels(labels, what, key)), fields
+    _check_count(values, labels, what, key)
+    if values.ndim < 2:
+        _refuse_type(values, what, key)
+    found = _numbers(values, what, key)
+    return (found.astype(np.float32) if found.dtype == bool else found, _labels(labels, what, key)), ()
+
+
+def _check_count(values: npt.NDArray[Any], labels: npt.NDArray[Any], what: str, key: Key) -> None:
     if values.ndim < 1 or labels.ndim < 1 or len(values) != len(labels) or not len(values):
-        counts = ["no array of" if not each.ndim else str(len(each)) for each in samples]
+        counts = ["no array of" if not each.ndim else str(len(each)) for each in (values, labels)]
         raise InputError(f"{what}: {counts[0]} samples and {counts[1]} labels: give each sample one label", key)
-    if values.ndim < 2 or values.dtype.kind not in "uifb":
-        is_ = f"an array {values.shape} of {values.dtype}"
-        text = f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)"
-        raise InputError(text, key)
+
+
+def _refuse_type(values: npt.NDArray[Any], what: str, key: Key) -> NoReturn:
+    is_ = f"an array {values.shape} of {values.dtype}"
+    raise InputError(f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)", key)
+
+
+def _numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
+    """Return values of float32, int64 or bool, bytes scaled to [0, 1]."""
+    if values.dtype.kind not in "uifb":
+        _refuse_type(values, what, key)
     if values.ndim == 4 and values.shape[-1] in (1, 3, 4) and values.shape[1] == values.shape[2] > 4:
         text = f"{what}: {values.shape} has the colours last, and torch has them first: numpy.moveaxis(samples, -1, 1)"
         raise InputError(text, key)
-    least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
-    if labels.dtype.kind not in "uif" or labels.min() < least or not np.isfinite(labels).all():
-        is_ = f"labels {labels.shape} of {labels.dtype}"
-        text = f"{what}: {is_}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
-        raise InputError(text, key)
+    if values.dtype.kind == "b" or (values.dtype.kind in "ui" and values.dtype != np.uint8):
+        return values.astype(bool if values.dtype.kind == "b" else np.int64)
     with np.errstate(over="ignore"):
         scaled = values.astype(np.float32)
     if values.dtype == np.uint8:
         scaled /= 255
     if not np.isfinite(scaled).all():
         raise InputError(f"{what}: hold values that are no finite numbers of float32: mend or leave them out", key)
-    whole = values.dtype.kind in "ui" and values.dtype != np.uint8
-    return (
-        values.astype(np.int64) if whole else scaled,
-        labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64),
-    )
+    return scaled
+
+
+def _labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
+    """Return labels of float32 or int64."""
+    least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
+    if labels.dtype.kind not in "uif" or labels.min() < least or not np.isfinite(labels).all():
+        is_ = f"labels {labels.shape} of {labels.dtype}"
+        text = f"{what}: {is_}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
+        raise InputError(text, key)
+    return labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
 
 
 def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
@@ -143,22 +175,58 @@ def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None
 
 
 def _pair(part: Any, where: str) -> Samples:
-    """Return one part of a set as arrays: a pair of them, or of whatever has a length and pairs by number."""
-    if isinstance(part, tuple) and len(part) == 2:
-        samples, labels = part
-    else:
-        try:
-            pairs = [part[number] for number in range(len(part))]
-            samples, labels = [_array(sample) for sample, _ in pairs], [_array(label) for _, label in pairs]
-        except (TypeError, ValueError, KeyError) as error:
-            text = f"{where}: each of train and test has to be (samples, labels), or a data set of such pairs: {error}"
-            raise InputError(text, _FILE) from None
+    """Return one part of a set as arrays: a pair of them, or of whatever has a length and pairs by number.
+
+    Samples may consist of several inputs, as a mapping or a tuple; so may those of a data set, whose samples may also
+    be mappings with their labels among them, as those of Hugging Face are.
+    """
     try:
-        return _array(samples), _array(labels)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{where}: samples and labels have to be arrays, each sample of one shape: {error}", _FILE
-        ) from None
+        if isinstance(part, tuple) and len(part) == 2:
+            samples, labels = part[0], _array(part[1])
+            several = isinstance(samples, tuple) and len(samples) != len(labels)
+            if several and all(len(each) == len(labels) for each in samples):
+                samples = {str(place): each for place, each in enumerate(samples)}
+            if isinstance(samples, Mapping):
+                return {name: _array(each) for name, each in samples.items()}, labels
+            return _array(samples), labels
+        pairs = [_sample(part[number]) for number in range(len(part))]
+        return _together([sample for sample, _ in pairs], 0), _stacked([label for _, label in pairs], IGNORED)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        text = "samples and labels have to be arrays, each sample of one shape, or a data set of pairs of such"
+        raise InputError(f"{where}: {text}: {error}", _FILE) from None
+
+
+def _sample(item: Any) -> tuple[Any, Any]:
+    """Return a sample, of several inputs a mapping, and its label."""
+    if isinstance(item, Mapping):
+        label = next((name for name in ("labels", "label") if name in item), None)
+        if label is None:
+            raise ValueError(f"a sample has {', '.join(item)}, and no 'label' or 'labels'")
+        return {name: each for name, each in item.items() if name != label}, item[label]
+    sample, label = item
+    return dict(zip(map(str, range(len(sample))), sample, strict=True)) if isinstance(sample, tuple) else sample, label
+
+
+def _together(samples: Sequence[Any], filling: int) -> Values:
+    """Return samples as an array, or of several inputs an array of each."""
+    if not isinstance(samples[0], Mapping):
+        return _stacked(samples, filling)
+    found = {name: _stacked([each[name] for each in samples], filling) for name in samples[0]}
+    return found if len(found) > 1 else next(iter(found.values()))
+
+
+def _stacked(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
+    """Return (samples, ...); samples of several lengths are filled up to the longest."""
+    arrays = [_array(each) for each in values]
+    longest = max((len(each) for each in arrays if each.ndim), default=0)
+    return np.stack(
+        [
+            np.pad(each, [(0, longest - len(each)), *[(0, 0)] * (each.ndim - 1)], constant_values=filling)
+            if each.ndim and len(each) < longest
+            else each
+            for each in arrays
+        ]
+    )
 
 
 def _array(values: Any) -> npt.NDArray[Any]:
@@ -181,8 +249,15 @@ def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
             if test_images in arrays or test_labels in arrays:
                 raise InputError(f"{place} holds one of {test_images} and {test_labels}: it needs both or none", _PATH)
             return train, None
-    wanted = " or ".join(f"{names[0]} and {names[1]}" for names in _NAMES)
-    raise InputError(f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {wanted}", _PATH)
+    parts = {of: {name.removeprefix(of): each for name, each in arrays.items() if name.startswith(of)} for of in _PARTS}
+    inputs, tests = parts.values()
+    labels, wanted = inputs.pop("labels", None), tests.pop("labels", None)
+    if inputs and labels is not None:
+        if bool(tests) != (wanted is not None):
+            raise InputError(f"{place} holds test samples or labels, and not both: it needs both or none", _PATH)
+        return (inputs, labels), None if wanted is None else (tests, wanted)
+    names = " or ".join(f"{each[0]} and {each[1]}" for each in _NAMES)
+    raise InputError(f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {names}", _PATH)
 
 
 def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:

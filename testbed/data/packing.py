@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from testbed.data.dataset import Dataset
 from testbed.wire import tensors
 from testbed.wire.tensors import Buffer, TensorError
@@ -38,4 +40,5 @@ def unpack(body: Buffer) -> Dataset:
     train, test = arrays["train_images"], arrays["test_images"]
     if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
         raise TensorError("training and test samples are of one shape and one type")
-    return Dataset(metadata["name"], int(metadata["classes"]), **arrays)
+    given: dict[str, Any] = dict(arrays)
+    return Dataset(metadata["name"], int(metadata["classes"]), **given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from testbed.common.errors import InputError, Key
 from testbed.common.extras import need
 
 SUFFIXES = (".csv", ".parquet")
+Columns = Sequence[str] | Mapping[str, Sequence[str]]
 _PATH: Key = ("data", "path")
 
 
@@ -22,36 +23,42 @@ _PATH: Key = ("data", "path")
 class Table:
     """The rows of a table."""
 
-    samples: npt.NDArray[Any]
-    """(rows, columns), of float32, or of int64 where all columns hold whole numbers or words."""
+    samples: npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
+    """(rows, columns), of float32, or of int64 where all columns hold whole numbers or words; or so by input."""
     labels: npt.NDArray[Any]
     """(rows,) of classes from 0, or of float32."""
     groups: npt.NDArray[np.int64] | None
     """(rows,), which value of the column by which the samples are split a row has; None: there is none."""
 
 
-def read(place: Path, label: str | None, columns: Sequence[str] | None, group: str | None) -> Table:
+def read(place: Path, label: str | None, columns: Columns | None, group: str | None) -> Table:
     """Read a table; words become whole numbers in the order of the alphabet, in labels as elsewhere.
 
-    ``label`` names the column of the labels, ``columns`` those of a sample (None: all others), ``group`` the one by
-    which samples are split among devices. Raises `InputError` for columns that are not there, cells that hold nothing,
-    and a file that is no table.
+    ``label`` names the column of the labels, ``columns`` those of a sample (None: all others), or by name those of each
+    of its inputs, ``group`` the one by which samples are split among devices. Raises `InputError` for columns that are
+    not there, cells that hold nothing, and a file that is no table.
     """
     cells = _parquet(place) if place.suffix == ".parquet" else _csv(place)
     names = ", ".join(cells)
     if label is None:
         raise InputError(f"{place} has the columns {names}: name the one of the labels", ("data", "label"))
-    chosen = list(columns) if columns is not None else [name for name in cells if name not in (label, group)]
+    inputs: Mapping[str, Sequence[str]] = columns if isinstance(columns, Mapping) else {}
+    plain = columns if columns is not None else [name for name in cells if name not in (label, group)]
+    chosen = [name for names in inputs.values() for name in names] or list(plain)
     keys = {label: "label", **dict.fromkeys(chosen, "columns"), **({group: "split"} if group else {})}
     for name, key in keys.items():
         if name not in cells:
             raise InputError(f"{place} has no column '{name}': there are {names}", ("data", key))
     if not chosen:
         raise InputError(f"{place} has no columns but {names}: a sample needs one at least", _PATH)
-    values = [_numbers(place, name, cells[name]) for name in chosen]
-    whole = all(each.dtype.kind == "i" for each in values)
+    values = {name: _numbers(place, name, cells[name]) for name in chosen}
+
+    def together(names: Sequence[str]) -> npt.NDArray[Any]:
+        whole = all(values[name].dtype.kind == "i" for name in names)
+        return np.stack([values[name].astype(np.int64 if whole else np.float32) for name in names], axis=1)
+
     groups = None if group is None else _words(cells[group])
-    samples = np.stack([each.astype(np.int64 if whole else np.float32) for each in values], axis=1)
+    samples = {name: together(names) for name, names in inputs.items()} or together(chosen)
     return Table(samples, _numbers(place, label, cells[label]), groups)
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
+from testbed.common.fields import Fields
 from testbed.common.seeds import derive
 from testbed.device import Cost
 from testbed.models.layers import Layer, sequence, shapes
@@ -125,6 +126,8 @@ class Model:
     """How the output is read as boxes; None: it is one value for each class."""
     integers: bool = False
     """Whether it takes samples of whole numbers (int64), as tokens are, and not of float32."""
+    fields: Fields = ()
+    """The inputs that a row of numbers consists of, for a network of several; empty: a sample is its one input."""
     builder: Builder | None = None
     """Makes the modules of the units of a network that is not described by layers; None: they are made of those."""
 

@@ -16,8 +16,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
+from testbed.common.fields import Entering, Fields, arguments, entries, entry
 from testbed.models.making import KEY, Maker
-from testbed.models.shapes import Shape
 from testbed.models.tracer import (
     BATCHES,
     Measure,
@@ -37,33 +37,38 @@ _NORMALISATIONS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_no
 
 
 class Given(nn.Module):
-    """A network that is given samples as a model is, and whose result is one tensor."""
+    """A network that is given samples as a model is, or each of its several inputs, and whose result is one tensor."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, fields: Fields) -> None:
         super().__init__()
         self.network = network
+        self._fields = fields
 
-    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Map (samples, ...) to what the network makes of it; raises `InputError` where that is no single tensor."""
-        found = single(self.network(samples))
+        ordered: list[Any] = list(inputs)
+        named: dict[str, Any] = {}
+        if self._fields:
+            names = [each.name for each in self._fields]
+            ordered, named = arguments(self.network.forward, dict(zip(names, inputs, strict=True)))
+        found = single(self.network(*ordered, **named))
         if not isinstance(found, torch.Tensor):
             raise InputError(f"forward returns {type(found).__name__}: it has to return one tensor")
         return found
 
 
-def exported(maker: Maker, shape: Shape, integers: bool) -> Traced:
-    """Export and measure a network in training; raises `InputError` for what torch refuses, or evaluates otherwise.
-
-    Samples are of float32, or of int64 where they are ``integers``.
-    """
+def exported(maker: Maker, entering: Entering) -> Traced:
+    """Export and measure a network in training; raises `InputError` for what torch refuses, or evaluates otherwise."""
     root = seeded(maker, 0).train()
-    given = Given(root)
-    batches = [samples_of(shape, size, integers) for size in BATCHES]
+    given = Given(root, entering.fields)
+    batches = [samples_of(entering, size) for size in BATCHES]
+    parts = entries(entering.fields).values()
+    inputs = tuple(entry(batches[0], *part) for part in parts) or (batches[0],)
     try:
         with torch.random.fork_rng(devices=[]):
-            dynamic = ({0: torch.export.Dim("samples", min=2)},)
-            program = torch.export.export(given, (batches[0],), dynamic_shapes=dynamic, strict=False)
-        graph, constants = _Flat(program).graph, _constants(program)
+            dynamic = (({0: torch.export.Dim("samples", min=2)},) * len(inputs),)
+            program = torch.export.export(given, inputs, dynamic_shapes=dynamic, strict=False)
+        graph, constants = _Flat(program, [*parts]).graph, _constants(program)
         for name, value in constants.items():
             setattr(root, name, value)
         weights = storages(root)
@@ -74,7 +79,7 @@ def exported(maker: Maker, shape: Shape, integers: bool) -> Traced:
                     found[node.name] = (
                         Measure(samples) if node.op == "placeholder" else measured(root, node, found, weights)
                     )
-        _check(given, graph, batches[0])
+        _check(given, graph, batches[0], inputs)
     except InputError as error:
         raise InputError(f"{usercode.line_of(error, maker.code)}: {error.text}", KEY) from error
     except Exception as error:
@@ -93,15 +98,15 @@ def _constant(name: str) -> str:
     return "_tensor_constant_" + name.replace(".", "_")
 
 
-def _check(given: Given, graph: fx.Graph, samples: torch.Tensor) -> None:
+def _check(given: Given, graph: fx.Graph, samples: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
     """Refuse a graph that does not do what the network does, in training or in evaluation."""
     made = fx.GraphModule(given.network, graph)
     for training in (True, False):
         results = []
-        for module in (given.train(training), made.train(training)):
+        for module, entering in ((given.train(training), inputs), (made.train(training), (samples,))):
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)
-                results.append(module(samples))
+                results.append(module(*entering))
         ours, theirs = results
         if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True):
             mode = "training" if training else "evaluation"
@@ -113,8 +118,11 @@ def _check(given: Given, graph: fx.Graph, samples: torch.Tensor) -> None:
 class _Flat:
     """Copies what was exported into one graph of the network's own weights, modules for what keeps statistics."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Any, parts: Sequence[Any]) -> None:
+        """Copy; ``parts`` are what `entry` takes for each of several inputs, in their order."""
         self.graph = fx.Graph()
+        self._parts = iter(parts)
+        self._samples: fx.Node | None = None
         self._program = program
         self._copies: dict[fx.Node, Any] = {}
         self._views: dict[fx.Node, fx.Node] = {}
@@ -151,7 +159,10 @@ class _Flat:
                 return self.graph.get_attr(named[node.name].removeprefix(_NETWORK))
         if node.name in signature.inputs_to_lifted_tensor_constants:
             return self.graph.get_attr(_constant(signature.inputs_to_lifted_tensor_constants[node.name]))
-        return self.graph.placeholder("samples")
+        if self._samples is None:
+            self._samples = self.graph.placeholder("samples")
+        part = next(self._parts, None)
+        return self._samples if part is None else self.graph.call_function(entry, (self._samples, *part))
 
     def _called(self, node: fx.Node) -> Any:
         target = node.target

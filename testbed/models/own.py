@@ -14,6 +14,7 @@ from typing import Any
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
+from testbed.common.fields import Entering, Fields, all_whole
 from testbed.common.usercode import Code
 from testbed.models.chain import Model
 from testbed.models.making import KEY, Maker
@@ -27,17 +28,20 @@ def create_own(
     classes: int,
     units: Sequence[str] | None = None,
     integers: bool = False,
+    fields: Fields = (),
 ) -> Model:
     """Make a model of what a user's function returns, for samples of a shape.
 
     ``options`` are the function's arguments; one that it calls ``shape`` or ``classes`` is given the data's where they
     do not name it. ``units`` names the modules that begin a unit; None: `testbed.models.tracing` decides.
     ``integers``: samples are whole numbers, and given to the network as such if it takes them, else as float32.
+    ``fields``: the several inputs that a sample consists of; the function's ``shape`` then is of each, by name.
     Raises `InputError` for what cannot be made or traced, naming the line.
     """
     function = usercode.function(code, KEY)
     signature = inspect.signature(function)
-    offered = {name: value for name, value in (("shape", shape), ("classes", classes)) if name in signature.parameters}
+    sizes = {each.name: each.shape for each in fields} or shape
+    offered = {name: value for name, value in (("shape", sizes), ("classes", classes)) if name in signature.parameters}
     arguments = {**offered, **options}
     try:
         signature.bind(**arguments)
@@ -46,22 +50,23 @@ def create_own(
         raise InputError(text, ("model",)) from None
     text = code.model_dump_json()
     wanted = None if units is None else tuple(units)
-    if not integers:
-        return _traced(text, json.dumps(arguments), tuple(shape), classes, wanted, False)
+
+    def made(whole: bool) -> Model:
+        return _traced(text, json.dumps(arguments), Entering(tuple(shape), whole, fields), classes, wanted)
+
+    if fields or not integers:
+        return made(bool(fields) and all_whole(fields))
     try:
-        return _traced(text, json.dumps(arguments), tuple(shape), classes, wanted, True)
-    except InputError as whole:
+        return made(True)
+    except InputError as first:
         try:
-            return _traced(text, json.dumps(arguments), tuple(shape), classes, wanted, False)
+            return made(False)
         except InputError as error:
-            raise InputError(f"{error.text}; with samples as whole numbers: {whole.text}", error.key) from None
+            raise InputError(f"{error.text}; with samples as whole numbers: {first.text}", error.key) from None
 
 
 @lru_cache(maxsize=16)
-def _traced(
-    code: str, arguments: str, shape: Shape, classes: int, units: tuple[str, ...] | None, integers: bool
-) -> Model:
+def _traced(code: str, arguments: str, entering: Entering, classes: int, units: tuple[str, ...] | None) -> Model:
     from testbed.models.tracing import traced
 
-    maker = Maker(Code.model_validate_json(code), arguments)
-    return traced(maker, shape, classes, units, integers)
+    return traced(Maker(Code.model_validate_json(code), arguments), entering, classes, units)

@@ -24,10 +24,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
+from testbed.common.fields import Entering, arguments, entries, entry
 from testbed.common.seeds import derive
 from testbed.device import Cost, Kind
 from testbed.models.making import KEY, Maker
-from testbed.models.shapes import BYTES_PER_VALUE, Shape
+from testbed.models.shapes import BYTES_PER_VALUE
 
 BATCHES = (2, 3)
 """Samples with which the network is run: what differs between the two is the batch's."""
@@ -74,10 +75,8 @@ class Traced:
     """Tensors that `forward` makes of nothing that enters, by the names that the graph reads them by."""
 
 
-def trace(maker: Maker, shape: Shape, whole: Sequence[str] | None, integers: bool = False) -> Traced:
+def trace(maker: Maker, entering: Entering, whole: Sequence[str] | None) -> Traced:
     """Trace and measure a network; raises `InputError` naming the line that is in the way.
-
-    Samples are of float32, or of int64 where they are ``integers``.
 
     First without values, so that large networks are described at once; where the user's code does not allow that, with
     random ones, the modules ``whole`` not looked into. Modules without weights are looked into only where they do the
@@ -87,7 +86,7 @@ def trace(maker: Maker, shape: Shape, whole: Sequence[str] | None, integers: boo
     for device, given in (("meta", ()), ("cpu", tuple(whole or ()))):
         for names in (given, (*given, *_bare(maker))):
             try:
-                return _trace(maker, shape, device, names, integers)
+                return _trace(maker, entering, device, names)
             except InputError as error:
                 refused.append(error)
                 if _UNLIKE not in error.text:
@@ -136,7 +135,7 @@ def _made(maker: Maker) -> nn.Module:
     return root
 
 
-def _trace(maker: Maker, shape: Shape, device: str, whole: Sequence[str], integers: bool) -> Traced:
+def _trace(maker: Maker, entering: Entering, device: str, whole: Sequence[str]) -> Traced:
     """Trace in training and in evaluation: where they differ in a True and a False, that follows the unit's mode."""
     tracers = []
     for training in (True, False):
@@ -146,7 +145,7 @@ def _trace(maker: Maker, shape: Shape, device: str, whole: Sequence[str], intege
         else:
             root = seeded(maker, 0)
         root.train(training)
-        tracers.append(_Tracer(shape, device, whole, integers))
+        tracers.append(_Tracer(entering, device, whole))
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 tracers[-1].trace(root)
@@ -271,10 +270,13 @@ def single(found: Any) -> Any:
     return made.get("logits", next(iter(made.values())))
 
 
-def samples_of(shape: Shape, size: int, integers: bool) -> torch.Tensor:
-    """Return some samples to run a network with, (size, ...) of float32; of int64 zeros, which every embedding has."""
-    samples = torch.rand(size, *shape, generator=torch.Generator().manual_seed(size))
-    return samples.long() if integers else samples
+def samples_of(entering: Entering, size: int) -> torch.Tensor:
+    """Return some samples to run a network with, (size, ...); whole numbers are zeros, which every embedding has."""
+    samples = torch.rand(size, *entering.shape, generator=torch.Generator().manual_seed(size))
+    for begin, end, _, kind in entries(entering.fields).values():
+        if kind != "float32":
+            samples[:, begin:end] = 0
+    return samples.long() if entering.integers else samples
 
 
 def storages(root: nn.Module) -> frozenset[int]:
@@ -368,15 +370,14 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, shape: Shape, device: str, whole: Sequence[str], integers: bool) -> None:
+    def __init__(self, entering: Entering, device: str, whole: Sequence[str]) -> None:
         super().__init__(autowrap_functions=_MAKING)
         self._autowrap_search.append(torch)
         self.record_stack_traces = True
         self.runs: tuple[dict[str, Measure], ...] = ({}, {})
-        self._shape = shape
+        self._entering = entering
         self._weights: Collection[int] = ()
         self._device = device
-        self._integers = integers
         self._whole = [name for name in whole if not any(other.startswith(f"{name}.") for other in whole)]
         self._running = False
         self._in_layers: nn.Module | None = None
@@ -395,12 +396,20 @@ class _Tracer(fx.Tracer):
             for each in inspect.signature(root_fn).parameters.values()
             if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         ]
-        if len(required) > 2:
+        fields = self._entering.fields
+        if len(required) > 2 and not fields:
             names = ", ".join(required[1:])
-            raise InputError(f"forward takes {names}: a network here takes one tensor, the samples", KEY)
+            raise InputError(f"forward takes {names}: give the data an input of each name", KEY)
 
-        def called(*given: Any) -> Any:
-            return single(root_fn(*given))
+        def called(root: nn.Module, samples: fx.Proxy) -> Any:
+            if not fields:
+                return single(root_fn(root, samples))
+            inputs = {
+                name: self.create_proxy("call_function", entry, (samples, *part), {})
+                for name, part in entries(fields).items()
+            }
+            ordered, named = arguments(root_fn, inputs)
+            return single(root_fn(root, *ordered, **named))
 
         return called, [self.root, self.create_proxy("placeholder", "samples", (), {})]
 
@@ -501,7 +510,7 @@ class _Tracer(fx.Tracer):
             try:
                 for size, runs in zip(BATCHES, self.runs, strict=True):
                     if node.op == "placeholder":
-                        runs[node.name] = Measure(samples_of(self._shape, size, self._integers).to(self._device))
+                        runs[node.name] = Measure(samples_of(self._entering, size).to(self._device))
                     else:
                         runs[node.name] = measured(self.root, node, runs, self._weights, self._device)
             except Exception as error:

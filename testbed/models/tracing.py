@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
+from testbed.common.fields import Entering, entry
 from testbed.device import Cost
 from testbed.models.chain import Model, Unit, joined
 from testbed.models.making import KEY, CountedUnit, Maker
@@ -28,31 +29,26 @@ from testbed.models.tracer import BATCHES, STACKS, Measure, Traced, by_mode, lin
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, *STACKS)
 
 
-def traced(
-    maker: Maker, shape: Shape, classes: int, units: Sequence[str] | None = None, integers: bool = False
-) -> Model:
-    """Trace, measure and cut a network; raises `InputError` naming the line that is in the way.
-
-    ``integers``: it is given samples of int64 instead of float32.
-    """
-    steps = _steps(maker, _found(maker, shape, units, integers))
+def traced(maker: Maker, entering: Entering, classes: int, units: Sequence[str] | None = None) -> Model:
+    """Trace, measure and cut a network; raises `InputError` naming the line that is in the way."""
+    steps = _steps(maker, _found(maker, entering, units))
     cuts = _automatic(steps) if units is None else _by_hand(steps, units)
     pieces = [steps.nodes[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])]
     names = _unlike([_name(piece, steps) for piece in pieces])
     if units is not None:
         names[1:] = units[-len(cuts) :] if cuts else []
-    return replace(_chain(maker, steps, dict(zip(names, pieces, strict=True)), shape, classes), integers=integers)
+    return _chain(maker, steps, dict(zip(names, pieces, strict=True)), entering, classes)
 
 
-def _found(maker: Maker, shape: Shape, units: Sequence[str] | None, integers: bool) -> Traced:
+def _found(maker: Maker, entering: Entering, units: Sequence[str] | None) -> Traced:
     """Return what a network does, by torch.fx or, which takes longer, by torch.export."""
     try:
-        return trace(maker, shape, units, integers)
+        return trace(maker, entering, units)
     except InputError as error:
         from testbed.models.exported import exported
 
         try:
-            return exported(maker, shape, integers)
+            return exported(maker, entering)
         except InputError as other:
             raise InputError(f"{error.text}; {other.text}", KEY) from None
 
@@ -164,17 +160,21 @@ def _masks(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> s
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
         read = [each for each in node.all_input_nodes if each in depends]
-        if (
+        if node.target is entry:  # one of several inputs
+            found.add(node)
+        elif (
             not read
             or node.op == "output"
             or traced.runs[0][node.name].works
             or not found.union([entering]).issuperset(read)
         ):
             continue
-        whole = [each for each in read if each in found or not _is_float(traced, each)]
-        bare = not _parameters(traced.root, [node, *node.all_input_nodes])
-        if bare and (len(whole) == len(read) or not _is_float(traced, node)):
-            found.add(node)
+        else:
+            inputs = [each for each in read if each is entering or each.target is entry]
+            whole = all(each not in inputs or not _is_float(traced, each) for each in read)
+            bare = not _parameters(traced.root, [node, *node.all_input_nodes])
+            if bare and (whole or not _is_float(traced, node)):
+                found.add(node)
     return found
 
 
@@ -311,7 +311,9 @@ class TracedUnits:
         return units
 
 
-def _chain(maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], shape: Shape, classes: int) -> Model:
+def _chain(
+    maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], entering: Entering, classes: int
+) -> Model:
     pieces = list(named.values())
     made = {steps.input: INPUT}
     units = []
@@ -322,16 +324,17 @@ def _chain(maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], 
         result = next((node for node in piece if node in later), piece[-1])
         made[result] = index
         places = tuple(made[node] for node in reads)
-        entering = joined([steps.shape(node) for node in reads], whole=False)
+        arriving = joined([steps.shape(node) for node in reads], whole=False)
         one = places if places != (index - 1,) else ()
         begin = steps.nodes.index(piece[0])
         counted = replace(_measured(steps, piece, result), held=_held(steps, begin, begin + len(piece)))
-        units.append(Unit(name, (counted,), entering, one, joins=False))
+        units.append(Unit(name, (counted,), arriving, one, joins=False))
         graphs.append(_unit_graph(steps, piece, reads, result))
     try:
         file = usercode.shown(maker.code.module).rpartition("/")[2]
         builder = TracedUnits(maker, tuple(graphs), steps.traced.constants)
-        return Model(file.removesuffix(".py"), shape, classes, tuple(units), builder=builder)
+        name, whole, fields = file.removesuffix(".py"), entering.integers, entering.fields
+        return Model(name, entering.shape, classes, tuple(units), integers=whole, fields=fields, builder=builder)
     except ValueError as error:
         raise InputError(str(error), KEY) from None
 
