@@ -16,6 +16,7 @@ from typing import Any
 import docker
 import pytest
 
+from controller.cli.main import main
 from controller.lab import engine, runstate
 from controller.lab import lab as labs
 from controller.lab.containers import container_name
@@ -124,6 +125,14 @@ class Running:
     def manifest(self) -> dict[str, Any]:
         return dict(json.loads((self.results / "manifest.json").read_text()))
 
+    def terminated(self, client: docker.DockerClient, name: str, number: signal.Signals) -> None:
+        """Send a signal that ends it, and see that what it saw is kept, and that nothing of it is left."""
+        os.kill(self.process.pid, number)
+        self.over()
+        assert self.process.returncode == 130
+        assert self.manifest()["status"] == "interrupted"
+        assert left_of(client, name) == []
+
 
 @pytest.fixture
 def begun(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Running]]:
@@ -155,82 +164,80 @@ def test_sigint_twice_leaves_nothing(client: docker.DockerClient, begun: Callabl
     wait_for(lambda: left_of(client, "left-twice") == [], 30)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_is_terminated_keeps_what_it_saw(
-    client: docker.DockerClient, begun: Callable[..., Running], number: signal.Signals
-) -> None:
-    run = begun("left-term")
-    run.stepped()
-    os.kill(run.process.pid, number)
-    run.over()
-    assert run.process.returncode == 130
-    assert run.manifest()["status"] == "interrupted"
-    assert left_of(client, "left-term") == []
-
-
 def test_what_controller_and_reaper_left_is_offered_for_removal(
-    client: docker.DockerClient, begun: Callable[..., Running]
+    client: docker.DockerClient,
+    begun: Callable[..., Running],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    def told(*arguments: str) -> str:
+        """Run a command that succeeds; return what it says beside its answer."""
+        monkeypatch.setattr("sys.argv", ["testbed", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in (None, 0)
+        return capfd.readouterr().err
+
     run = begun("left-both")
     run.stepped(1)
     name = run.run_id()
-    assert "was killed" not in subprocess.run([TESTBED, "profiles"], capture_output=True, text=True).stderr
+    assert "was killed" not in told("profiles")
     for pid in (*children(run.process.pid), run.process.pid):
         os.kill(pid, signal.SIGKILL)
     run.process.wait()
     time.sleep(1.0)
     assert left_of(client, "left-both") != []
-    said = subprocess.run([TESTBED, "profiles"], capture_output=True, text=True).stderr
-    assert f"'testbed down {name}'" in said
-    done = subprocess.run([TESTBED, "down", name], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert f"'testbed down {name}'" in told("profiles")
+    assert told("down", name) == ""
     assert left_of(client, "left-both") == []
-    assert subprocess.run([TESTBED, "profiles"], capture_output=True, text=True).stderr == ""
+    assert told("profiles") == ""
 
 
-def test_containers_live_while_their_lease_is_renewed(
+def test_containers_live_while_their_lease_is_renewed_or_while_they_are_to_stand(
     client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(labs, "LEASE_SECONDS", 6.0)
-    monkeypatch.setattr(labs, "RENEWAL_SECONDS", 1.0)
+    monkeypatch.setattr(labs, "LEASE_SECONDS", 4.0)
+    monkeypatch.setattr(labs, "RENEWAL_SECONDS", 0.5)
     lab = Lab.create(trials(Scenario.model_validate(tree("left-lease")))[0])
+    created = time.monotonic()
+    standing = Lab.create(trials(Scenario.model_validate(tree("left-stands")))[0], keep=True)
     try:
+        found = client.api.inspect_container(container_name(standing.run_id, "source"))["Config"]["Env"]
+        assert not [each for each in found if each.startswith("TESTBED_LEASE")]
         running = {"label": f"{RUN}={lab.run_id}"}
-        time.sleep(12.0)
+        time.sleep(max(0.0, created + 6.0 - time.monotonic()))
         assert len(client.api.containers(filters=running)) == 3
         lab.over.set()  # the controller says no more
         wait_for(lambda: client.api.containers(filters=running) == [], 20)
+        assert len(client.api.containers(filters={"label": f"{RUN}={standing.run_id}"})) == 3
     finally:
         lab.down()
-    assert left_of(client, "left-lease") == []
-
-
-def test_a_lab_that_stands_has_no_lease(client: docker.DockerClient) -> None:
-    lab = Lab.create(trials(Scenario.model_validate(tree("left-stands")))[0], keep=True)
-    try:
-        found = client.api.inspect_container(container_name(lab.run_id, "source"))["Config"]["Env"]
-        assert not [each for each in found if each.startswith("TESTBED_LEASE")]
-    finally:
-        assert Lab.open(lab.run_id).down()
-    assert left_of(client, "left-stands") == []
+        assert Lab.open(standing.run_id).down()
+    assert left_of(client, "left-lease") + left_of(client, "left-stands") == []
 
 
 # The engine
 
 
-@pytest.mark.parametrize("moment", ["start", "training", "end"])
 def test_a_run_survives_an_engine_that_does_not_answer_for_a_while(
-    client: docker.DockerClient, begun: Callable[..., Running], tmp_path: Path, moment: str
+    client: docker.DockerClient, begun: Callable[..., Running], tmp_path: Path
 ) -> None:
+    """At its start, in training, and at its end."""
+    steps = 16
     with proxied(tmp_path) as proxy:
-        run = begun("left-engine", engine=proxy.address, workload=tree("")["workload"] | {"steps": 40})
-        if moment == "start":
-            wait_for(lambda: any("shaper" in each for each in left_of(client, "left-engine")))
-        else:
-            run.stepped(2 if moment == "training" else 39)
-        proxy.cut()
-        time.sleep(6.0)
-        proxy.mend()
+
+        def cut(seconds: float) -> None:
+            proxy.cut()
+            time.sleep(seconds)
+            proxy.mend()
+
+        run = begun("left-engine", engine=proxy.address, workload=tree("")["workload"] | {"steps": steps})
+        wait_for(lambda: any("shaper" in each for each in left_of(client, "left-engine")))
+        cut(3.0)
+        run.stepped(1)
+        cut(2.0)
+        run.stepped(steps - 1)
+        cut(5.0)
         said = run.over(120)
     assert run.process.returncode == 0, said
     assert run.manifest()["status"] == "finished"
@@ -302,7 +309,7 @@ def test_a_shaper_that_is_removed_ends_the_run_at_once(
     assert left_of(client, "left-shaper") == []
 
 
-def test_a_device_whose_shim_is_killed_was_ended_from_outside(
+def test_a_device_whose_shim_is_killed_was_ended_from_outside_and_a_run_that_is_hung_up_keeps_that(
     client: docker.DockerClient, begun: Callable[..., Running]
 ) -> None:
     run = begun("left-shim")
@@ -316,9 +323,7 @@ def test_a_device_whose_shim_is_killed_was_ended_from_outside(
 
     wait_for(told, 20)
     assert not any("memory" in str(each.get("text")) for each in run.events())
-    os.kill(run.process.pid, signal.SIGINT)
-    run.over()
-    wait_for(lambda: left_of(client, "left-shim") == [], 30)
+    run.terminated(client, "left-shim", signal.SIGHUP)
 
 
 # By hand
@@ -348,7 +353,4 @@ def test_what_is_done_by_hand_is_among_the_events_and_a_device_started_by_docker
         ("throttle", "undo"),
         ("kill", "strike"),
     ]
-    os.kill(run.process.pid, signal.SIGINT)
-    run.over()
-    assert run.manifest()["status"] == "interrupted"
-    assert left_of(client, "left-hand") == []
+    run.terminated(client, "left-hand", signal.SIGTERM)
