@@ -253,6 +253,14 @@ class Model:
         reads = [self.reads(index) for index in range(first, last)]
         return Segment(first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)])
 
+    def whole(self, index: int) -> nn.Module:
+        """Make a unit that is not described by layers, of what it reads as flat values one after the other."""
+        from testbed.models.modules import Apart
+
+        assert self.builder is not None
+        [unit] = self.builder(index, index + 1, 0)
+        return Apart(unit, [self.made(read) for read in self.reads(index)])
+
 
 def cost_of(units: Sequence[Unit]) -> Cost:
     """Return what the forward of one sample through units is charged."""

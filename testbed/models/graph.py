@@ -10,14 +10,14 @@ multiplications. All figures are of one sample. Needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
-from testbed.common.errors import InputError
 from testbed.device import Cost
-from testbed.models.chain import Model, Unit
+from testbed.models.chain import Model, Unit, joined
 from testbed.models.layers import Division, Layer, PixelWindow, shapes
+from testbed.models.making import CountedUnit
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Shape
 from testbed.models.slices import Channels, Slice
 
@@ -36,15 +36,15 @@ class GraphLayer:
     """Indices of the layers whose outputs enter; `INPUT` is what enters the model."""
     unit: int = 0
     """Index of its unit in the model."""
-    numbers: tuple[int, ...] = ()
-    """Places of the layers in their unit, but for those of a pooling that was added."""
+    modules: tuple[str, ...] = ()
+    """Names of the layers' modules in their unit, but for those of a pooling that was added."""
     flattens: bool = False
     """Whether what enters is flattened first."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """What `Model.build` calls the layers."""
-        return tuple(f"{self.unit}.{number}" for number in self.numbers)
+        return tuple(f"{self.unit}.{name}" if name else str(self.unit) for name in self.modules)
 
     @cached_property
     def entering(self) -> Shape:
@@ -250,27 +250,39 @@ class Graph:
 def graph_of(model: Model) -> Graph:
     """Describe a model by its layers.
 
-    A unit that reads several others begins with a route, and one without layers is one. Raises `InputError` for a
-    network whose layers are not described.
+    A unit that reads several others begins with a route, and one without layers is one. A unit of one's own network
+    that is no row of layers is one layer, which is computed as a whole.
     """
-    if model.builder is not None:
-        text = f"divides layers, and of {model.name} only the units are known: use a method that cuts between units"
-        raise InputError(text, ("method", "name"))
     found: list[GraphLayer] = []
     made = {INPUT: INPUT}
-    for index, unit in enumerate(model.units):
+    for index, given in enumerate(model.units):
+        unit, names = _looked_into(model, index, given)
         sources = tuple(made[read] for read in model.reads(index))
         arriving = unit.input
         if len(sources) == 1 and sources[0] != INPUT:
             # A map that the unit before flattens arrives as it was.
             arriving = found[sources[0]].output
-        described = [*_described(index, unit, sources, len(found), arriving)]
+        described = [*_described(index, unit, names, sources, len(found), arriving)]
         found += described
         made[index] = len(found) - 1 if described else sources[0]
     return Graph(model.name, tuple(found))
 
 
-def _described(index: int, unit: Unit, sources: tuple[int, ...], first: int, shape: Shape) -> Iterator[GraphLayer]:
+def _looked_into(model: Model, index: int, unit: Unit) -> tuple[Unit, tuple[str, ...]]:
+    """Return a unit with its layers described, and the names of their modules in it."""
+    counted = unit.layers[0] if unit.layers else None
+    if not isinstance(counted, CountedUnit):
+        return unit, tuple(map(str, range(len(unit.layers))))
+    if counted.described:
+        layers = tuple(layer for _, layer in counted.described)
+        entering = joined([model.made(read) for read in model.reads(index)])
+        return replace(unit, layers=layers, input=entering), tuple(name or "-" for name, _ in counted.described)
+    return replace(unit, layers=(replace(counted, make=partial(model.whole, index)),)), ("",)
+
+
+def _described(
+    index: int, unit: Unit, names: Sequence[str], sources: tuple[int, ...], first: int, shape: Shape
+) -> Iterator[GraphLayer]:
     """Yield a unit's layers; ``first`` is the index of the first of them in the graph, ``shape`` what enters it."""
     entering = shapes(unit.layers, unit.input)
     for place, numbers in enumerate(_runs(unit, len(sources) > 1)):
@@ -280,7 +292,7 @@ def _described(index: int, unit: Unit, sources: tuple[int, ...], first: int, sha
             input=shape,
             sources=(first + place - 1,) if place else sources,
             unit=index,
-            numbers=tuple(numbers),
+            modules=tuple(names[number] for number in numbers),
             flattens=bool(numbers) and len(entering[numbers[0]]) < len(shape),
         )
         shape = layer.output

@@ -240,6 +240,20 @@ class LeakyReLU(Layer):
 
 
 @dataclass(frozen=True)
+class Activation(Layer):
+    """Another activation of `torch.nn`, by the name of its module, with the defaults of that."""
+
+    name: str
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        from torch import nn
+
+        module: nn.Module = getattr(nn, self.name)()
+        return module
+
+
+@dataclass(frozen=True)
 class Reorganise(Layer):
     """Darknet's reorganisation layer: fewer pixels, more channels, in its own order of the values."""
 

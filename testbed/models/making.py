@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from testbed.models.layers import Layer
 from testbed.models.shapes import BYTES_PER_VALUE, Shape
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 KEY = ("model", "file")
@@ -54,6 +56,10 @@ class CountedUnit(Layer):
     """FLOPs, and bytes that its operations read and write, for a sample, by kind of layer; bytes of weights."""
     held: str = field(default="", compare=False)
     """Why it is no two units, with the line; empty where it is one piece of work."""
+    described: tuple[tuple[str, Layer], ...] = ()
+    """The layers that it is a row of, each with the path of its module; empty: it is something else."""
+    make: Callable[[], nn.Module] | None = field(default=None, compare=False, repr=False)
+    """Makes its module, of what it reads as flat values one after the other; None: the model makes it."""
 
     division = "no"  # what is within is not described
 
@@ -84,3 +90,7 @@ class CountedUnit(Layer):
     def cost(self, shape: Shape) -> Cost:
         """Return what forward is charged for one sample."""
         return self.charged
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module; raises TypeError where only the whole model can."""
+        return super().build(shape, generator) if self.make is None else self.make()

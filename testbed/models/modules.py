@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from testbed.models.shapes import Made
+from testbed.models.shapes import Made, Shape
 
 
 class Sum(nn.Sequential):
@@ -54,6 +54,24 @@ class Joined(nn.Sequential):
         del parts
         output: torch.Tensor = super().forward(joined)  # type: ignore[no-untyped-call]
         return output
+
+
+class Apart(nn.Module):
+    """A unit that reads several tensors, of which it is given all values along one axis."""
+
+    def __init__(self, unit: nn.Module, shapes: Sequence[Shape]) -> None:
+        super().__init__()
+        self._shapes = shapes
+        self.load_state_dict = unit.load_state_dict  # type: ignore[method-assign]  # under the unit's own names
+        self.unit = unit
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Map (samples, ...) to (samples, ...) of what the unit makes."""
+        parts = torch.split(values.flatten(1), [math.prod(shape) for shape in self._shapes], dim=1)
+        outputs: torch.Tensor = self.unit(
+            *(part.reshape(-1, *of) for part, of in zip(parts, self._shapes, strict=True))
+        )
+        return outputs
 
 
 class Segment(nn.Sequential):

@@ -51,8 +51,12 @@ def cut_copies(held: Iterable[tuple[GraphLayer, Slice]], state: Tensors) -> dict
 def draw(model: Model, wanted: Iterable[tuple[GraphLayer, Slice]], seed: int) -> dict[str, torch.Tensor]:
     """Return what `cut` would cut from the model's first weights, never having more than a block of others.
 
-    ``wanted`` is in the order of the model.
+    ``wanted`` is in the order of the model. Units of one's own network are made whole, and cut.
     """
+    if model.builder is not None:
+        held = [*wanted]
+        states = {index: model.build(index, index + 1, seed).state_dict() for index in {each.unit for each, _ in held}}
+        return cut_copies(held, {name: each for state in states.values() for name, each in state.items()})
     found: dict[str, torch.Tensor] = {}
     for index, group in groupby(wanted, key=lambda each: each[0].unit):
         unit, generator = model.units[index], torch.Generator().manual_seed(derive(seed, "weights", index))

@@ -22,6 +22,7 @@ from testbed.common.errors import InputError
 from testbed.common.fields import Entering, entry
 from testbed.device import Cost
 from testbed.models.chain import Model, Unit, joined
+from testbed.models.described import described
 from testbed.models.making import KEY, CountedUnit, Maker
 from testbed.models.shapes import INPUT, Shape
 from testbed.models.tracer import BATCHES, STACKS, Measure, Traced, by_mode, line, plain, seeded, trace
@@ -328,6 +329,9 @@ def _chain(
         one = places if places != (index - 1,) else ()
         begin = steps.nodes.index(piece[0])
         counted = replace(_measured(steps, piece, result), held=_held(steps, begin, begin + len(piece)))
+        if result is piece[-1]:
+            layers = described(steps.root, piece, reads, steps.shape, counted.trained)
+            counted = replace(counted, described=layers)
         units.append(Unit(name, (counted,), arriving, one, joins=False))
         graphs.append(_unit_graph(steps, piece, reads, result))
     try:

@@ -1,0 +1,109 @@
+"""Networks of the user's by layers: rows of known ones are described, others whole, and methods of layers take them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from controller.running.inputs import load_data
+from testbed.common import usercode
+from testbed.models.graph import graph_of
+from testbed.models.making import KEY
+from testbed.models.own import create_own
+from testbed.models.sliced import SlicedLayer, cut
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
+from testbed.simulation import simulate
+from tests.helpers import ROOT
+
+NETWORKS = ROOT / "tests/helpers/own_networks.py"
+OWN = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def perceptron():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.two, self.out = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Linear(32, 10)
+    def forward(self, x):
+        x = F.max_pool2d(F.leaky_relu(self.norm(self.one(x)), 0.2), 2)
+        x = F.max_pool2d(torch.tanh(self.two(x)), 2)
+        return self.out(x.view(x.size(0), -1))
+"""
+SCENARIO = """\
+name: layers
+seed: 1
+devices: {node: {profile: raspberry-pi-4b, count: 4}}
+network: {topology: mesh, link: {rate: 50mbit, delay: 2ms}}
+workload:
+  model: {file: net.py, name: NETWORK}
+  data: {name: digits, train: 400, test: 40}
+"""
+INFER = "  task: infer\n  method: {name: METHOD}\n  requests: 4\n  batch_size: 10\n"
+TRAIN = "  method: {name: METHOD}\n  training: {optimizer: {learning_rate: 0.5}}\n  batch_size: 20\n  steps: 150\n"
+
+
+def prepared(folder: Path, network: str, work: str, method: str, text: str = OWN) -> Prepared:
+    (folder / "net.py").write_text(text)
+    text = SCENARIO.replace("NETWORK", network) + work.replace("METHOD", method)
+    (folder / "layers.yaml").write_text(text)
+    return prepare(trials(load(folder / "layers.yaml"))[0])
+
+
+@pytest.mark.parametrize("name", ["ResNet", "UNet", "Transformer", "Gpt", "layered"])
+def test_layer_by_layer_a_network_is_what_it_was(name: str) -> None:
+    model = create_own(usercode.read(NETWORKS, name, KEY), {}, (1, 8, 8), 10)
+    graph, whole, samples = graph_of(model), model.build(0, len(model.units), 3).eval(), torch.rand(2, 1, 8, 8)
+    made = {-1: samples.flatten(1)}
+    with torch.no_grad():
+        for index, layer in enumerate(graph.layers):
+            tensors = cut(layer, layer.whole, whole.state_dict())
+            made[index] = SlicedLayer(layer, layer.whole, tensors).run(torch.cat([made[s] for s in layer.sources], 1))
+        assert torch.equal(made[len(graph.layers) - 1], whole(samples).flatten(1))
+    assert graph.weights >= model.weights
+
+
+def test_rows_of_layers_are_described(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(OWN)
+    model = create_own(usercode.read(tmp_path / "net.py", "Net", KEY), {}, (1, 8, 8), 10)
+    found = [[type(layer).__name__ for layer in each.sequence] for each in graph_of(model).layers]
+    pool = ["MaxPool2d"]
+    assert found == [["Conv2d", "BatchNorm2d", "LeakyReLU"], pool, ["Conv2d", "Activation"], pool, ["Linear"]]
+    assert sum(layer.multiplications for layer in graph_of(model).layers) == model.multiplications
+
+
+@pytest.mark.parametrize("network", ["ResNet", "UNet", "Net"])
+def test_divided_by_layers_it_answers_as_on_one_device(tmp_path: Path, network: str) -> None:
+    found = []
+    for method in ("single", "distributed"):
+        run = prepared(tmp_path, network, INFER, method, OWN if network == "Net" else NETWORKS.read_text())
+        outcome = simulate(run, load_data(run))
+        assert outcome.status == "finished", outcome.error
+        found.append([event.fields["loss"] for event in outcome.events if event.event == "evaluate"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "network"), [("edgepipe", "perceptron"), ("versatile", "perceptron"), ("edgepipe", "Plain")]
+)
+def test_timeslots_train_it(tmp_path: Path, method: str, network: str) -> None:
+    plain = OWN.replace("self.norm(self.one(x))", "self.one(x)").replace("class Net", "class Plain")
+    run = prepared(tmp_path, network, TRAIN, method, plain)
+    outcome = simulate(run, load_data(run))
+    assert outcome.status == "finished", outcome.error
+    losses = [event.fields["loss"] for event in outcome.events if event.event == "step" and "loss" in event.fields]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_layer_that_stops_a_method_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"'layer1\.0' of .* is no convolution"):
+        prepared(tmp_path, "ResNet", TRAIN, "edgepipe", NETWORKS.read_text())
