@@ -329,7 +329,7 @@ def _chain(
         one = places if places != (index - 1,) else ()
         begin = steps.nodes.index(piece[0])
         counted = replace(_measured(steps, piece, result), held=_held(steps, begin, begin + len(piece)))
-        if result is piece[-1]:
+        if result is piece[-1] and all(isinstance(steps.values(node)[0], torch.Tensor) for node in piece):
             layers = described(steps.root, piece, reads, steps.shape, counted.trained)
             counted = replace(counted, described=layers)
         units.append(Unit(name, (counted,), arriving, one, joins=False))

@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 
+from testbed.common.fields import Entering
 from testbed.data import load
 from testbed.deployment import model_of
 from testbed.method import Problem
@@ -53,7 +54,7 @@ def problem_of(scenario: Scenario) -> tuple[Problem, object]:
     (trial,) = trials(scenario)
     workload = scenario.workload
     data = _load(workload.data)
-    model = model_of(workload, None, data.shape, data.classes, integers=False)
+    model = model_of(workload, None, data.classes, Entering(data.shape))
     options = METHODS[workload.method.name].Options.model_validate(workload.method.options())
     return Problem(model, trial.experiment.devices, trial.experiment.links, workload, options, scenario.seed), data
 
