@@ -49,8 +49,8 @@ class Node:
 class EdgePipe:
     """Section V: one pass of a layer a timeslot; what has not come is treated as null."""
 
-    def __init__(self, setting):
-        self.setting = setting
+    def __init__(self, setting, learns="what_arrived"):
+        self.setting, self.learns = setting, learns
         self.sizes = [setting.batches[0][0].shape[1], *(len(bias) for _, bias in setting.weights)]
         self.layers = len(self.sizes)
         self.most = self.layers // len(setting.groups)  # M_layers
@@ -163,10 +163,15 @@ class EdgePipe:
         return [] if before is None else self.cast(name, "losses", layer, batch, before)
 
     def of_results(self, name, layer, batch, came):
-        return "new"
+        due = self.learns == "what_arrived" or len(came) == len(self.holders(layer))
+        return "new" if due and self.inputs_suffice(name, layer, batch) else "nothing"
 
     def of_losses(self, name, layer, batch, came):
-        return "new" if len(came) == len(self.holders(layer + 1)) else "nothing"
+        due = len(came) == len(self.holders(layer + 1))
+        return "new" if due and self.inputs_suffice(name, layer, batch) else "nothing"
+
+    def inputs_suffice(self, name, layer, batch):
+        return self.learns != "with_all_transmissions" or not self.nodes[name].kept[layer, batch][-1].any()
 
     def observe(self, step, loss, learns):
         pass
@@ -193,9 +198,12 @@ class EdgePipe:
 class VersatileFL(EdgePipe):
     """Section IV: substitution, the forward criterion, saved gradients, dynamic update; neurons stay where they are."""
 
-    def __init__(self, setting, granularity="link", ideal=False, thres_fw=None, grad_reuse=None, patience=60):
+    def __init__(
+        self, setting, granularity="link", ideal=False, thres_fw=None, grad_reuse=None, patience=60, stage_window=1
+    ):
         super().__init__(setting)
-        self.granularity, self.ideal, self.patience = granularity, ideal, patience
+        self.granularity, self.ideal, self.patience, self.stage_window = granularity, ideal, patience, stage_window
+        self.seen = defaultdict(list)
         self.given = thres_fw, grad_reuse
         self.best, self.since = math.inf, None
 
@@ -245,13 +253,20 @@ class VersatileFL(EdgePipe):
         return "new" if len(came) >= due else "saved"
 
     def observe(self, step, loss, learns):
+        """Compare mean losses of windows as these are over, or as a later one begins."""
         if learns != "new":
             return
-        if self.since is None or loss < self.best:
-            self.best, self.since = loss, step
-        elif step - self.since >= self.patience:
-            self.nodes[self.lead].stage += 1
-            self.since = step
+        window = step // self.stage_window
+        over = [each for each in self.seen if each < window]
+        self.seen[window].append(loss)
+        for each in over + ([window] if (step + 1) % self.stage_window == 0 else []):
+            losses, end = self.seen.pop(each), (each + 1) * self.stage_window
+            mean = sum(losses) / len(losses)
+            if self.since is None or mean < self.best:
+                self.best, self.since = mean, end
+            elif end - self.since >= self.patience:
+                self.nodes[self.lead].stage += 1
+                self.since = end
 
     def learn(self, name, layer, batch, own, learns):
         node, before = self.nodes[name], None

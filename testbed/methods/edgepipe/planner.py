@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 from pydantic import Field
 
@@ -10,6 +11,8 @@ from testbed.kits.slots.arrangement import Allocation, Arrangement, partition
 from testbed.kits.slots.planner import Divide, SlotDetails, SlotOptions, neurons_of
 from testbed.method import Problem
 from testbed.plan import Plan
+
+Learns = Literal["what_arrived", "with_all_results", "with_all_transmissions"]
 
 
 class EdgePipeOptions(SlotOptions):
@@ -19,6 +22,12 @@ class EdgePipeOptions(SlotOptions):
     """Groups of layers: one layer each, by equation (1), or all layers in one."""
     micro_batches: int = Field(1, ge=1)
     """More than one: GPipe, for the vertical division. All parts of a batch go forward, then all back, one a slot."""
+
+    learns: Learns = "what_arrived"
+    """When layers learn. Of what has arrived: "the corresponding information is treated as null, and the process is
+    continued" (Section V-B). With all results: the output layer of a batch whose results are all there. With all
+    transmissions: each layer also of a batch whose outputs before it were all there, since "the gradient computation
+    would likely fail upon any single transmission loss" (Section VI)."""
 
     @property
     def divide(self) -> Divide:

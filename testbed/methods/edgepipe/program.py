@@ -1,4 +1,4 @@
-"""EdgePipe's program, and its one rule (Section V-B): what has not arrived is treated as null."""
+"""EdgePipe's program, and its one rule (Section V-B): what has not arrived "is treated as null"."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import SlotDetails
 from testbed.kits.slots.program import Fixed, SlotProgram, transmit_of
 from testbed.method import Job
-from testbed.methods.edgepipe.planner import EdgePipeOptions, arrangement
+from testbed.methods.edgepipe.planner import EdgePipeOptions, Learns, arrangement
 
 
 class TreatedAsNull:
-    """A missing part counts as zero in the forward pass; the gradient needs all losses of the layer behind.
+    """A missing part counts as zero in the forward pass; a hidden layer learns of the losses of all behind it.
 
     What counted as zero gets no losses. The paper leaves that open; with losses for outputs that nobody had, which
     lower no loss, the layer before grows without bound (Vertical, 7,500 batches of MNIST).
@@ -26,23 +26,37 @@ class TreatedAsNull:
     announces = False
     masks = True
 
-    def __init__(self, micro_batches: int = 1) -> None:
+    def __init__(self, learns: Learns = "what_arrived", micro_batches: int = 1) -> None:
         """Update after each last of so many micro-batches, with the gradients of those that came."""
+        self._learns = learns
         self._micro_batches = micro_batches
+        self._incomplete: set[tuple[int, int]] = set()
+        """Layers and numbers of batches of which this device lacked inputs, where it then learns nothing of them."""
 
     def inputs(self, arrived: Arrived) -> torch.Tensor:
         """Return the outputs of the layer before, (samples, values), with zeros for what is missing."""
+        if self._learns == "with_all_transmissions" and not arrived.complete:
+            self._incomplete.add((arrived.layer + 1, arrived.batch))
         return arrived.together()
 
-    tested = inputs
+    def tested(self, arrived: Arrived) -> torch.Tensor:
+        """Return the same, (samples, values), in tests."""
+        return arrived.together()
 
     async def results(self, arrived: Arrived) -> Usable:
-        """Take zeros for what is missing."""
-        return Usable(arrived.together(), "new")
+        """Take zeros for what is missing, if the output layer learns of such results."""
+        enough = arrived.complete or self._learns == "what_arrived"
+        return self._usable(arrived.layer, arrived, arrived.together() if enough else None)
 
     async def losses(self, arrived: Arrived) -> Usable:
         """Return the gradient of the own outputs, if everyone's part of it has arrived."""
-        return Usable(arrived.added(), "new") if arrived.complete else Usable(None, "nothing")
+        return self._usable(arrived.layer - 1, arrived, arrived.added() if arrived.complete else None)
+
+    def _usable(self, layer: int, arrived: Arrived, values: torch.Tensor | None) -> Usable:
+        """Leave out a batch of which inputs of the layer were missing; forget those before it, which are over."""
+        incomplete = (layer, arrived.batch) in self._incomplete
+        self._incomplete -= {each for each in self._incomplete if each[0] == layer and each[1] <= arrived.batch}
+        return Usable(None, "nothing") if incomplete or values is None else Usable(values, "new")
 
     def learn(
         self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
@@ -69,5 +83,5 @@ async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
     async with Mailbox(device, job.problem.links, CASTS) as mailbox:
         neurons = Neurons(device, job.problem)
         held = Fixed(arrangement(job.problem, job.plan), neurons, device.name)
-        null = TreatedAsNull(job.plan.details.micro_batches)
+        null = TreatedAsNull(job.problem.options.learns, job.plan.details.micro_batches)
         await SlotProgram(mailbox, job, neurons, held, null, transmit_of(mailbox, job)).run()

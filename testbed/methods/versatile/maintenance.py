@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 
 import torch
 
@@ -37,9 +38,11 @@ class DynamicUpdate:
         self.stage = 0
         """Counted by the device that leads, and sent along with casts."""
         self._options = options
+        self._window, self._losses = 0, list[float]()
+        """The present window of `stage_window` steps, and the exact losses of its steps."""
         self._best = math.inf
         self._since: int | None = None
-        """Step of the best loss, or of the stage's begin if that is later."""
+        """Step after the window of the best loss, or after that with which the stage began if that is later."""
 
     @property
     def thres_fw(self) -> float:
@@ -55,10 +58,24 @@ class DynamicUpdate:
 
     def observe(self, step: int, loss: float) -> None:
         """Take the exact loss of a step, in the order of steps; those of which results are missing are left out."""
+        window, last = divmod(step, self._options.stage_window)
+        if window != self._window:
+            self._close()
+        self._window = window
+        self._losses.append(loss)
+        if last + 1 == self._options.stage_window:
+            self._close()
+
+    def _close(self) -> None:
+        """Compare the mean loss of the present window, if any was seen, with the best before."""
+        if not self._losses:
+            return
+        loss, end = fmean(self._losses), (self._window + 1) * self._options.stage_window
+        self._losses.clear()
         if self._since is None or loss < self._best:
-            self._best, self._since = loss, step
-        elif step - self._since >= self._options.patience:
-            self.stage, self._since = self.stage + 1, step
+            self._best, self._since = loss, end
+        elif end - self._since >= self._options.patience:
+            self.stage, self._since = self.stage + 1, end
 
 
 def valid(rates: Iterable[float], thres_fw: float) -> bool:

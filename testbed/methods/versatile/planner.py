@@ -46,7 +46,9 @@ class VersatileOptions(SlotOptions):
     grad_reuse: int | None = Field(None, ge=0, le=1_000_000)
     """gradReuse_bw, most steps in a row that saved gradients are used; None: from 10 to 0, dynamically."""
     patience: int = Field(PATIENCE, ge=1)
-    """After so many steps without a better loss both become stricter; only losses of complete results count."""
+    """Steps after that of the best loss until both become stricter. Only losses of complete results are seen."""
+    stage_window: int = Field(1, ge=1, le=1_000_000)
+    """Steps whose mean loss is compared; EdgePipe's Figure 5 takes a tenth of an epoch, 60."""
     window: int | None = Field(None, ge=1)
     """Steps from one judgement of credibility to the next; None: an epoch, or as many as records need to travel."""
     alpha: Fraction = ALPHA

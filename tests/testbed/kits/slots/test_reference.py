@@ -22,16 +22,19 @@ def drawn(name, seed):
     devices = draw.randint(1, 3) * groups if groups < 4 else groups
     hidden = [draw.randint(3, 14) for _ in range(layers - 2)]
     method = {"name": name, "layers": layers // groups, "margin": "50ms", "mapping": "random"}
-    own = {}
-    if name == "versatile":
+    if name == "edgepipe":
+        own = {"learns": draw.choice(["what_arrived", "with_all_results", "with_all_transmissions"])}
+        method |= own
+    else:
         own = {
             "thres_fw": draw.choice([None, 0.4, 0.6]),
             "grad_reuse": draw.choice([None, 0, 3]),
             "patience": draw.randint(1, 5),
+            "stage_window": draw.choice([1, 1, 2, 4]),
         }
         own |= {"granularity": draw.choice(["link", "neuron"]), "ideal": draw.random() < 0.3}
         method |= {"backward": own["granularity"], "sharing": "ideal" if own["ideal"] else "neuron"}
-        method |= {"rearrangement": False, **{key: own[key] for key in ("grad_reuse", "patience")}}
+        method |= {"rearrangement": False, **{key: own[key] for key in ("grad_reuse", "patience", "stage_window")}}
         method["thres_fw"] = own["thres_fw"] and f"{own['thres_fw']:.0%}"
     loss = draw.choice([2, 10, 20, 35, 50])
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": f"{loss}%"}}
@@ -72,7 +75,7 @@ def test_every_loss_is_that_of_the_papers_arithmetic(name, seed):
     written, own = drawn(name, seed)
     outcome = run(written)
     given = setting(written, outcome)
-    expected = (EdgePipe(given) if name == "edgepipe" else VersatileFL(given, **own)).train()
+    expected = (EdgePipe if name == "edgepipe" else VersatileFL)(given, **own).train()
     losses = [step["loss"] for step in of(outcome, "step")]
     assert losses == pytest.approx(expected.losses, rel=1e-6, abs=1e-6)
     # Also who had something to cast: more would be out of step with what was heard from the first difference on.
