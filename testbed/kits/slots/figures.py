@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from testbed.kits.slots.planner import SlotDetails, timetable_of
@@ -17,6 +18,21 @@ GOOD = 0.8
 def _deviation(record: Record) -> float | None:
     found = [event.fields.get("deviation") for event in record.of("evaluate")]
     return found[-1] if found else None
+
+
+def _accuracy(by: str) -> Callable[[Record], float | None]:
+    """Return the figure of the last evaluation: ``gathered``, by what ``one`` device heard, or by ``any``."""
+
+    def of(record: Record) -> float | None:
+        found = record.of("evaluate")
+        fields: Mapping[str, Any] = found[-1].fields if found else {}
+        accuracy: float | None = fields.get("accuracy")
+        if by == "gathered":
+            return accuracy if "one" in fields else None
+        value: float | None = fields.get(by, accuracy if by == "one" else None)
+        return value
+
+    return of
 
 
 def _passed(record: Record, passing: str) -> float | None:
@@ -108,6 +124,16 @@ DECLARED = Declared(
             "timeslots of training, without those of tests, until an evaluation first found an accuracy of 80 %",
             _time_to_good,
         ),
+        Figure(
+            "accuracy_one", "share", "of the tests, by the results that the device that leads heard", _accuracy("one")
+        ),
+        Figure(
+            "accuracy_any",
+            "share",
+            "of the tests, those right by the results that at least one device of the output layer heard",
+            _accuracy("any"),
+        ),
+        Figure("accuracy_gathered", "share", "of the tests, by results of which none is lost", _accuracy("gathered")),
         Figure("accuracy_deviation", "share", "standard deviation of the accuracy over the test runs", _deviation),
     ),
     events=(

@@ -53,6 +53,9 @@ class SlotOptions(Options):
     """How often all test samples pass at an evaluation, each time over the links as they are."""
     test_batch: int | None = Field(None, ge=1)
     """Samples of a test batch; None: those of `batch_size`. With all test samples in one, a test run is one pass."""
+    test_results: Literal["cast", "gathered"] = "cast"
+    """Which results of tests are scored: as the device that leads heard their casts, with zeros for those that it did
+    not, as where a model is deployed; or gathered there without loss after the tests. Gathered, both are figures."""
     evaluate_every: int | None = Field(None, ge=1)
     """Steps from one evaluation to the next; None: at the end only. The pipeline drains before each."""
     slot: Duration | None = Field(None, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Protocol
@@ -15,6 +16,7 @@ from testbed.kits.layers.layer_shard import LayerShard
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.slots.arrangement import Arrangement
 from testbed.kits.slots.casts import Acknowledged, CastExchange, Losses, Notes, Outputs, Repeated, Transmit
+from testbed.kits.slots.gathering import PATIENCE, Gathering
 from testbed.kits.slots.missing import OnMissing, Usable, Work
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import SlotDetails, SlotOptions, neuron_values, test_batch, timetable_of
@@ -91,6 +93,7 @@ class SlotProgram:
     ) -> None:
         assert job.dataset is not None
         problem, details = job.problem, job.plan.details
+        self._mailbox = mailbox
         self._device = mailbox.device
         self._table = table = timetable_of(details)
         self._leads = job.plan.lead == mailbox.device.name
@@ -109,6 +112,11 @@ class SlotProgram:
         """Losses of the micro-batches of the present step."""
         self._evaluated = 0
         """Steps that were trained before the last evaluation."""
+        self._gathering: Gathering | None = None
+        if problem.options.test_results == "gathered":
+            scores = TestRuns(job.dataset, test_batch(problem), problem.options.test_runs)
+            self._gathering = Gathering(mailbox, job.plan.lead, arranging.now.sizes[-1], scores)
+        self._evaluations: list[asyncio.Task[None]] = []
 
     def _segments(self) -> Iterator[SlotSegment]:
         return segments(self._table, *self._times)
@@ -122,6 +130,9 @@ class SlotProgram:
         while (group := await self._arranging.wait_for_group(last.end)) is not None:
             if await self._slots(group):
                 break
+        if self._gathering is not None:
+            await self._gathering.sent(last.end + PATIENCE * last.slot)
+            await asyncio.gather(*self._evaluations)
         if self._leads and self._evaluated < last.trained:
             text = (
                 f"the evaluation after step {last.trained} is lost: {self._device.name}, which leads, was off or had "
@@ -163,7 +174,8 @@ class SlotProgram:
 
     async def _test(self, segment: SlotSegment, action: LayerAction) -> None:
         layer, batch, number = action.layer, action.batch, segment.number(action.batch)
-        if layer == self._arranging.now.output:
+        last = layer == self._arranging.now.output
+        if last:
             # The results of the batch before were shared in a slot that is over.
             self._score(segment, batch)
 
@@ -172,7 +184,9 @@ class SlotProgram:
             inputs = self._on_missing.tested(arrived)
             return None if inputs is None else await self._neurons.infer(layer, batch, inputs)
 
-        await self._forward(layer, number, lambda: self._tests.images(batch), outputs)
+        values = await self._forward(layer, number, lambda: self._tests.images(batch), outputs)
+        if last and values is not None and self._gathering is not None:
+            self._gathering.computed(batch, self._arranging.now.of(self._device.name, layer), values)
 
     async def _forward(
         self,
@@ -180,12 +194,16 @@ class SlotProgram:
         number: int,
         images: Callable[[], torch.Tensor],
         outputs: Callable[[], Awaitable[torch.Tensor | None]],
-    ) -> None:
-        """Cast the own values of the samples, which is what the input layer does, or the outputs of the own neurons."""
+    ) -> torch.Tensor | None:
+        """Cast the own values of the samples, which is what the input layer does, or the outputs of the own neurons.
+
+        Return them, (samples, own values).
+        """
         held = self._arranging.now
         values = await outputs() if layer else pick(images(), 1, held.of(self._device.name, 0))
         if values is not None or self._on_missing.announces:
             await self._exchange.cast(min(layer + 1, held.output), Outputs(number, layer, values))
+        return values
 
     async def _backward(self, layer: int, batch: int, number: int) -> None:
         """Learn, and cast what the own neurons add to the losses of the layer before."""
@@ -231,23 +249,43 @@ class SlotProgram:
             self._on_missing.observe(step, loss)
 
     def _score(self, segment: SlotSegment, before: int) -> None:
-        """Score the test batches before one, on the device that leads: its view, as in `_note_loss`."""
-        for test in self._tests.unscored(before) if self._leads else ():
+        """Score the test batches before one by what this device heard, as in `_note_loss`."""
+        for test in self._tests.unscored(before) if self._leads or self._gathering is not None else ():
             output = self._arranging.now.output
             arrived = self._exchange.outputs(output, segment.number(test), self._tests.samples(test))
             results = self._on_missing.tested(arrived)
-            self._tests.score(test, torch.zeros_like(arrived.together()) if results is None else results)
+            results = torch.zeros_like(arrived.together()) if results is None else results
+            self._tests.score(test, results)
+            if self._gathering is not None:
+                self._gathering.heard(segment.trained, test, results)
 
     def _end(self, segment: SlotSegment) -> None:
         """Record, at the end of training, what has arrived; at that of tests, what came out of them."""
-        if not segment.tests:
-            for passing, tally in self._exchange.tally.items():
-                self._device.record("passed", to=passing, due=tally.due, came=tally.came)
+        if segment.tests:
+            self._evaluate(segment)
+            return
+        for passing, tally in self._exchange.tally.items():
+            self._device.record("passed", to=passing, due=tally.due, came=tally.came)
+        if self._leads:
+            self._device.record("tests", step=segment.trained)
+
+    def _evaluate(self, segment: SlotSegment) -> None:
+        """Score the last test batches, on the device that leads and, if results are gathered, on those like it."""
+        now, gathering = self._arranging.now, self._gathering
+        if not (self._leads or (gathering is not None and self._device.name in now.holders(now.output))):
+            return
+        self._score(segment, len(self._tests))
+        one = self._tests.finish()
         if not self._leads:
             return
-        if segment.tests:
-            self._score(segment, len(self._tests))
-            self._evaluated = segment.trained
-            self._device.record("evaluate", step=segment.trained, **self._tests.finish())
-        else:
-            self._device.record("tests", step=segment.trained)
+        self._evaluated = segment.trained
+        if gathering is None:
+            self._device.record("evaluate", step=segment.trained, **one)
+            return
+
+        async def gather() -> None:
+            until = segment.end + PATIENCE * segment.slot
+            found = await gathering.finish(segment.trained, now.holders(now.output), until)
+            self._device.record("evaluate", step=segment.trained, one=one["accuracy"], **found)
+
+        self._evaluations.append(self._mailbox.start(gather()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from testbed.data.batches import micro_batches
@@ -58,14 +59,17 @@ class TestRuns:
         """Return how many samples a test batch has."""
         return len(self._requests.samples(test % len(self._requests)))
 
+    def labels(self, test: int) -> npt.NDArray[Any]:
+        """Return the labels of a test batch, (samples,)."""
+        return self._requests.labels(test % len(self._requests))
+
     def unscored(self, before: int) -> range:
         """Return the test batches below a number that were not scored yet."""
         return range(self._scored, before)
 
     def score(self, test: int, results: torch.Tensor) -> None:
         """Count the results of a test batch, (samples, classes); tests are scored in their order."""
-        run, batch = divmod(test, len(self._requests))
-        self._scores[run].add(results, self._requests.labels(batch))
+        self._scores[test // len(self._requests)].add(results, self.labels(test))
         self._scored = test + 1
 
     def finish(self) -> dict[str, Any]:

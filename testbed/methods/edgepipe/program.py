@@ -7,7 +7,7 @@ import torch
 from testbed.device import Device
 from testbed.kits.layers.layer_shard import LayerShard
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.slots.casts import CASTS
+from testbed.kits.slots.gathering import KINDS
 from testbed.kits.slots.missing import Arrived, Usable, Work, back
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import SlotDetails
@@ -80,7 +80,7 @@ class TreatedAsNull:
 
 async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
     """Train and test, slot by slot, from the slot that it is."""
-    async with Mailbox(device, job.problem.links, CASTS) as mailbox:
+    async with Mailbox(device, job.problem.links, KINDS) as mailbox:
         neurons = Neurons(device, job.problem)
         held = Fixed(arrangement(job.problem, job.plan), neurons, device.name)
         null = TreatedAsNull(job.problem.options.learns, job.plan.details.micro_batches)

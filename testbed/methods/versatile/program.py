@@ -8,7 +8,8 @@ from typing import Any
 from testbed.data.batches import steps_per_epoch
 from testbed.device import Device
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.slots.casts import CASTS, Outputs, Sent, Values
+from testbed.kits.slots import gathering
+from testbed.kits.slots.casts import Outputs, Sent, Values
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import timetable_of
 from testbed.kits.slots.program import SlotProgram, answering_time, transmit_of
@@ -23,7 +24,7 @@ from testbed.models.slices import Channels
 from testbed.wire.message import Message
 
 VersatileJob = Job[VersatileOptions, VersatileDetails]
-KINDS: tuple[type[Any], ...] = (*CASTS, Complete, Arrange, Moved, Join, Leave)
+KINDS: tuple[type[Any], ...] = (*gathering.KINDS, Complete, Arrange, Moved, Join, Leave)
 STARTED = "started"
 """What a device keeps on its disk, to know when it boots that it was there before."""
 
