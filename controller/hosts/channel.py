@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -43,6 +45,32 @@ def _clock_frame() -> bytes:
     return HEAD.pack(CLOCK, 0, len(times)) + times
 
 
+class _Encrypted:
+    """A socket with TLS that one thread may read while another writes, which OpenSSL itself does not allow."""
+
+    def __init__(self, inner: ssl.SSLSocket) -> None:
+        inner.setblocking(False)
+        self._inner = inner
+        self._lock = threading.Lock()
+
+    def recv(self, count: int) -> bytes:
+        while True:
+            with self._lock, suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return self._inner.recv(count)
+            select.select([self._inner], [], [])
+
+    def sendall(self, content: bytes) -> None:
+        left = memoryview(content)
+        while left:
+            with self._lock, suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                left = left[self._inner.send(left) :]
+                continue
+            select.select([], [self._inner], [])
+
+    def shutdown(self, how: int) -> None:
+        self._inner.shutdown(how)
+
+
 class Channel:
     """Reaches the containers of a host; `close` ends it."""
 
@@ -62,8 +90,9 @@ class Channel:
         except APIError as error:
             raise HostError(f"{host}: its keeper cannot be reached: {error.explanation}") from error
         # The engine's client sets its own time limit on the connection, which may be silent for as long as it likes.
-        self._socket: Any = getattr(self._exec, "_sock", self._exec)
-        self._socket.settimeout(None)
+        found: Any = getattr(self._exec, "_sock", self._exec)
+        found.settimeout(None)
+        self._socket: Any = _Encrypted(found) if isinstance(found, ssl.SSLSocket) else found
         self._loop = asyncio.new_event_loop()
         self._streams = Streams(self._leaving.put, self._note_times)
         self._arriving = asyncio.StreamReader(limit=1 << 30, loop=self._loop)

@@ -57,6 +57,15 @@ class Host:
     kernel: str
 
 
+class _Certificates(TLSConfig):
+    """Those of a context, also where ``REQUESTS_CA_BUNDLE`` names others, which requests would prefer."""
+
+    def configure_client(self, client: docker.APIClient) -> None:
+        """Have the client of an engine use them."""
+        super().configure_client(client)
+        client.trust_env = False
+
+
 def reach(name: str) -> Host:
     """Connect to the engine of a context.
 
@@ -114,7 +123,7 @@ def _endpoint(name: str) -> tuple[str, TLSConfig | None]:
     if not all(each.exists() for each in files.values()):
         return str(found["Host"]), None
     pair, ca = (str(files["cert"]), str(files["key"])), str(files["ca"])
-    return str(found["Host"]), TLSConfig(client_cert=pair, ca_cert=ca, verify=not found.get("SkipTLSVerify"))
+    return str(found["Host"]), _Certificates(client_cert=pair, ca_cert=ca, verify=not found.get("SkipTLSVerify"))
 
 
 def known() -> list[str]:

@@ -15,7 +15,7 @@ from controller.lab.runstate import RunState
 from testbed.wire.lease import LEASE
 
 KEEPER = "keeper"
-LEASE_SECONDS = 20.0
+LEASE_SECONDS = 15.0
 """How long a host keeps what a run has there, when it does not hear of the controller."""
 _MEMORY = 256 << 20
 """Bytes."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
+import io
 import os
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +17,16 @@ import pytest
 
 from controller.hosts import survey
 from controller.hosts.contexts import reach
+from controller.hosts.images import bring
 from controller.hosts.lab import HostsLab, open_lab
 from controller.hosts.removal import remove
+from controller.lab.engine import connect
+from controller.lab.images import exists
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
-from tests.helpers.engines import engines, missing, run
+from tests.helpers.engines import engines, missing
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
 TREE = {
     "name": "hosts",
@@ -33,7 +38,10 @@ PLACE = {"source": "h1", "worker1": "h1", "worker2": "h2"}
 ABANDONED = """
 import sys, time
 from tests.integration.test_hosts import PLACE, TREE
+from controller.hosts.images import bring
 from controller.hosts.lab import HostsLab
+from controller.lab.engine import connect
+from controller.lab.images import exists
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 lab = HostsLab.create(trials(Scenario.model_validate(TREE))[0], ["h1", "h2"], PLACE)
@@ -42,23 +50,16 @@ time.sleep(600)
 """
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Have docker contexts h1 and h2, each of an engine of its own."""
     if why := missing():
         pytest.skip(why)
-    folder = tmp_path_factory.mktemp("engines")
-    with (
-        Path("/tmp/testbed-engines.lock").open("w") as lock,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        patch.setenv("DOCKER_CONFIG", str(folder / "docker"))
-        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
-        with engines(folder, 2) as urls:
-            for name, url in urls.items():
-                run("docker", "context", "create", name, "--docker", f"host={url}")
-            yield [*urls]
+    # Not in the folder of the tests, whose names are too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="engines-") as name, engines(Path(name), 2) as found:
+        monkeypatch.setenv("DOCKER_CONFIG", f"{name}/docker")
+        monkeypatch.setenv("XDG_STATE_HOME", f"{name}/state")
+        yield found
 
 
 def left(hosts: list[str]) -> int:
@@ -70,6 +71,7 @@ def left(hosts: list[str]) -> int:
 
 def test_a_lab_over_two_hosts(hosts: list[str]) -> None:
     # One test, so that one process of the tests has the engines, and has them once.
+    _an_image_is_brought(hosts)
     trial = trials(Scenario.model_validate(TREE))[0]
     lab = HostsLab.create(trial, hosts, PLACE, keep=True)
     try:
@@ -86,6 +88,19 @@ def test_a_lab_over_two_hosts(hosts: list[str]) -> None:
         lab.down()
     assert left(hosts) == 0
     _what_is_abandoned_is_removed_by_each_host(hosts)
+
+
+def _an_image_is_brought(hosts: list[str]) -> None:
+    here, name, archive = connect(), "testbed-brought", io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("empty"))
+    here.api.import_image_from_data(archive.getvalue(), repository=name, tag="1")
+    try:
+        reached = [reach(each) for each in hosts]
+        bring(here, reached, [f"{name}:1"], print)
+        assert all(exists(each.client, f"{name}:1") for each in reached)
+    finally:
+        here.images.remove(f"{name}:1")
 
 
 def _clocks_are_one(lab: HostsLab) -> None:

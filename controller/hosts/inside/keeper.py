@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,6 +24,7 @@ ENGINE = "/engine.sock"
 ROLE = "testbed.role"
 RUN = "testbed.run"
 _TICK = 1.0
+_AT_ONCE = 8
 _PATIENCE = 24 * 3600.0
 """Seconds for what cannot be removed yet: the overlay network stays while a host that is away uses it."""
 
@@ -61,12 +63,16 @@ def remove(run: str, path: str = ENGINE) -> int:
     ways += [f"/networks/{each['Id']}" for each in networks if each["Scope"] == "local" or manages]
     volumes = engine.ask("GET", f"/volumes?filters={filters}")["Volumes"] or []
     ways += [f"/volumes/{each['Name']}" for each in volumes]
-    for way in ways:
-        try:
-            engine.ask("DELETE", way)
-        except OSError as error:
-            print(f"{way}: {error}", flush=True)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(lambda way: _delete(path, way), ways))
     return len(ways)
+
+
+def _delete(path: str, way: str) -> None:
+    try:
+        Engine(path).ask("DELETE", way)
+    except (OSError, http.client.HTTPException) as error:
+        print(f"{way}: {error}", flush=True)
 
 
 def main() -> int:
