@@ -14,11 +14,13 @@ import numpy as np
 from testbed import validation
 from testbed.common import formats, usercode
 from testbed.common.errors import Diagnostic, InputError, Key
+from testbed.common.seeds import derive
 from testbed.common.usercode import Code
 from testbed.data import catalog as data
 from testbed.data.batches import Indices, steps_per_epoch
 from testbed.data.dataset import Dataset
-from testbed.data.split import split
+from testbed.data.split import class_counts, is_class
+from testbed.data.split import split as shared
 from testbed.deployment import Deployments, model_of
 from testbed.experiment import Experiment
 from testbed.faults import checks
@@ -36,7 +38,7 @@ from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import events_of
 from testbed.validation import find_method
-from testbed.workload import WorkloadPart
+from testbed.workload import SplitPart, WorkloadPart
 
 MOST_BYTES = 20_000_000
 """Bytes of the files of all programs together: they travel with the deployment, and lie in the device's memory."""
@@ -88,7 +90,23 @@ class Prepared:
         own = self.shares.get(device)
         if own is None and not lead:
             return None
-        return dataset.part(np.empty(0, np.int64) if own is None else own, lead)
+        part = dataset.part(np.empty(0, np.int64) if own is None else own, lead)
+        split = self.problem.workload.data.split
+        if own is None or not isinstance(split, SplitPart) or split.noise is None:
+            return part
+        place = 1 + list(self.shares).index(device)
+        seed = derive(self.problem.seed, "noise", device)
+        return part.noisy((split.noise * place / len(self.shares)) ** 0.5, seed)
+
+    def owned(self) -> dict[str, dict[int, int]]:
+        """Return how many training samples of which classes each device owns; empty where all are the lead's.
+
+        Labels that are no classes count as class 0. Raises `InputError` where the data cannot be read any more.
+        """
+        if not self.shares:
+            return {}
+        labels = data.train_labels(self.problem.workload.data, self.scenario.data_folder)
+        return class_counts(labels if is_class(labels) else np.zeros(len(labels), np.int64), self.shares)
 
 
 def prepare(trial: Trial) -> Prepared:
@@ -252,7 +270,7 @@ def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, I
         raise InputError(f"shares training samples among devices, but {reason}: leave it out", key)
     labels = data.train_labels(part, scenario.data_folder)
     groups = data.train_groups(part, scenario.data_folder)
-    shares = split(labels, problem.model.classes, owners, part.split, problem.seed, groups)
+    shares = shared(labels, problem.model.classes, owners, part.split, problem.seed, groups)
     size, most = problem.workload.batch_size, max(map(len, shares.values()))
     if size > most:
         text = f"a batch of {size} is more than the training samples of any device: use at most {most}"

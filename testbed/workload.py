@@ -74,6 +74,13 @@ class SplitPart(Part):
         description="how many samples a device has, of all classes alike, is drawn from a Dirichlet distribution of "
         "this concentration: 0.5 gives some devices few, 100 nearly as many to each",
     )
+    noise: float | None = Field(
+        None,
+        gt=0,
+        le=1000,
+        description="feature shift: all alike, but the samples of device i of N have Gaussian noise of this variance "
+        "times i/N",
+    )
     column: str | None = Field(
         None,
         description="of a table: samples with one value in this column, such as a user or a place, stay together; "
@@ -82,7 +89,7 @@ class SplitPart(Part):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        ways = ("sizes", "dirichlet", "shards", "quantity", "column")
+        ways = ("sizes", "dirichlet", "shards", "quantity", "noise", "column")
         if sum(getattr(self, key) is not None for key in ways) != 1:
             raise ValueError(f"takes exactly one of {', '.join(map(repr, ways[:-1]))} and '{ways[-1]}'")
         return self
@@ -96,6 +103,19 @@ Split = Annotated[
 
 
 _SIZE = r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$"
+
+
+class AugmentPart(Part):
+    """How training samples are changed at random, before the run."""
+
+    transforms: tuple[dict[str, Any], ...] = Field(
+        min_length=1,
+        description="transforms of torchvision.transforms by name with their options, one after the other, such as "
+        "{name: RandomCrop, size: 32, padding: 4}; they need the extra `vision`",
+    )
+    copies: int = Field(
+        4, ge=1, le=1000, description="how often each sample is drawn: epoch after epoch learns from the next of these"
+    )
 
 
 class DataPart(Part):
@@ -130,6 +150,7 @@ class DataPart(Part):
         description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: theirs, if it is one",
     )
     train: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="use only the first N training samples")
+    augment: AugmentPart | None = Field(None, description="of pictures: changes at random, by the seed")
     shuffle: bool = Field(
         True, description="whether training samples come in another order in each epoch, by the seed; else in their own"
     )

@@ -59,7 +59,7 @@ def run_recorded(
 
     file = prepared.scenario.weights_file
     weights = None if file is None else facts(file, prepared.problem.model)
-    recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights)
+    recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights, owned=prepared.owned())
     try:
         page = _page(recorder.path, runtime, console) if watch else nullcontext()
         with page, following(recorder.path, streams, callbacks) as stream:

@@ -133,12 +133,11 @@ def _programs(problem: Problem) -> dict[str, ProgramPart]:
 def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
     """Return who owns how many training samples of which classes; None where all are the lead's."""
     from testbed.data.catalog import train_labels
-    from testbed.data.split import class_counts
 
-    if not prepared.shares:
+    counts = prepared.owned()
+    if not counts:
         return None
     labels = train_labels(prepared.problem.workload.data, prepared.scenario.data_folder)
-    counts = class_counts(labels, prepared.shares)
     owners = [{"device": name, "samples": sum(counts[name].values()), "classes": counts[name]} for name in counts]
     return {"samples": len(labels), "owners": owners}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from controller.report import radiomap
+from controller.report import ownership, radiomap
 from controller.report.declared import Drawn, curves, head
 from controller.report.plots import FEW, STYLES, Axis, Draw, Line, Window, inline, line_plot, stacked_plot
 from controller.report.sections import directions, expected, holdings, sections
@@ -112,7 +112,7 @@ def render(run: Run) -> str:
             reproduce=_reproduce(run),
             scenario_text=scenario_yaml(scenario),
             plan_text=json.dumps(run.plan.model_dump(mode="json"), indent=2),
-            manifest=list(_flat(run.manifest)),
+            manifest=[pair for pair in _flat(run.manifest) if not pair[0].startswith("owned.")],
             version=run.manifest["versions"]["testbed"],
             date=run.manifest["date"],
         )
@@ -176,6 +176,10 @@ def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:
         yield _own_chart(curve, draw, end)
     if run.experiment.radio is not None:
         yield _map(run)
+    if owned := run.manifest.get("owned"):
+        most = max(count for each in owned.values() for count in each.values())
+        note = f"Training samples of each device by class: the largest disc is {most:,} samples, areas in proportion."
+        yield "Who owns what", note, partial(ownership.draw, owned)
 
 
 def _map(run: Run) -> tuple[str, str, Draw]:

@@ -43,6 +43,7 @@ class Recorder:
         plan: Plan,
         runtime: Literal["emulate", "simulate"],
         weights: Mapping[str, Any] | None = None,
+        owned: Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
         """Make ``folder``, which must not exist or be empty.
 
@@ -52,6 +53,7 @@ class Recorder:
             plan: who does what.
             runtime: on which clock.
             weights: which file the first weights were read from, if any.
+            owned: how many training samples of which classes each device owns, where they are shared.
 
         Raises:
             InputError: the folder holds something.
@@ -77,7 +79,7 @@ class Recorder:
                 )
             except FileExistsError:  # by another run, a moment ago
                 raise _taken(folder) from None
-            self._manifest = manifest(trial, runtime, weights)
+            self._manifest = {**manifest(trial, runtime, weights), **({"owned": owned} if owned else {})}
             self._manifest_file(self._manifest)
             scenario, sources = with_local_sources(trial.scenario)
             for name, text in {"scenario.yaml": scenario_yaml(scenario), **sources}.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from controller.running.live import LiveProgress
-from testbed.common.errors import TestbedError
+from testbed.common.errors import Diagnostic, InputError, TestbedError
 from testbed.prepare import Prepared, batches
 from testbed.validation import batch_problems
 
@@ -36,6 +36,13 @@ def load_data(prepared: Prepared) -> Dataset:
     if wrong := list(batch_problems(scenario.workload, len(found.train_labels))):
         # Of data in files nobody has counted the samples before.
         raise scenario.source.error(wrong)
+    if scenario.workload.data.augment is not None and scenario.workload.numerics != "none":
+        from testbed.data.augment import augmented
+
+        try:
+            found = augmented(found, scenario.workload.data.augment, prepared.problem.seed)
+        except InputError as error:
+            raise scenario.source.error([Diagnostic(("workload", *error.key), error.text)]) from None
     return found if prepared.problem.model.integers else found.floats()
 
 

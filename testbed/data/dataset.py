@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,11 @@ class Dataset:
     classes: int
     """Or, where labels are of float32, values of each; 0: it has no labels, and its arrays of labels hold zeros."""
     train_images: Images
-    """(samples, channels, height, width), scaled to [0, 1]; of one's own data (samples, ...), also of whole numbers."""
+    """(samples, channels, height, width), scaled to [0, 1]; of one's own data (samples, ...), also of whole numbers.
+
+    Augmented ones are several copies of all samples, one after the other. Of a file that is larger than memory they are
+    read as they are asked for, bytes then as they lie there: `batch` and `tests` scale them.
+    """
     train_labels: Labels
     """(samples,) of classes from 0; of one's own data (samples, ...), also of float32."""
     test_images: Images
@@ -33,6 +38,16 @@ class Dataset:
     """(training samples,): of a table that is split by a column, which value of it each has. Not sent to devices."""
     fields: Fields = ()
     """The inputs that a sample, a row of numbers then, consists of; empty: there is one. Not sent with the samples."""
+
+    def batch(self, indices: npt.NDArray[np.int64], epoch: int) -> Images:
+        """Return training samples, (samples, ...), of an epoch: each epoch sees another copy of augmented ones."""
+        samples = len(self.train_labels)
+        copy = epoch % max(1, len(self.train_images) // max(1, samples))
+        return _scaled(self.train_images[indices + copy * samples])
+
+    def tests(self, indices: Sequence[int]) -> Images:
+        """Return test samples, (samples, ...)."""
+        return _scaled(self.test_images[indices])
 
     @property
     def integers(self) -> bool:
@@ -53,18 +68,29 @@ class Dataset:
     def part(self, train: npt.NDArray[np.int64], tests: bool) -> Dataset:
         """Return a set with these training samples alone, (samples,) by their indices, and all or no test samples."""
         test = slice(None) if tests else slice(0)
+        copies = range(0, max(1, len(self.train_images)), max(1, len(self.train_labels)))
+        chosen = np.concatenate([train + begin for begin in copies])
         return replace(
             self,
-            train_images=_chosen(self.train_images, train),
+            train_images=_chosen(self.train_images, chosen),
             train_labels=self.train_labels[train],
             test_images=self.test_images[test],
             test_labels=self.test_labels[test],
         )
 
+    def noisy(self, deviation: float, seed: int) -> Dataset:
+        """Return the same with Gaussian noise of a standard deviation on the training samples, of float32."""
+        noise = np.random.default_rng(seed).normal(0, deviation, self.train_images.shape)
+        return replace(self, train_images=(_scaled(self.train_images) + noise).astype(np.float32))
+
     @property
     def shape(self) -> tuple[Any, ...]:
         """Shape of one sample: (channels, height, width) of an image."""
         return self.train_images.shape[1:]
+
+
+def _scaled(images: Images) -> Images:
+    return images.astype(np.float32) / np.float32(255) if images.dtype.kind == "u" else images
 
 
 def _blank(images: Images) -> Images:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from testbed.common import usercode
 from testbed.common.errors import InputError, Key
+from testbed.common.extras import need
 from testbed.common.fields import Fields, pack
 from testbed.data import pictures, tables
 from testbed.data.dataset import Dataset
@@ -37,6 +38,10 @@ _NAMES = (
     ("train_images", "train_labels", "test_images", "test_labels"),
     ("x_train", "y_train", "x_test", "y_test"),
 )
+_HUGGING_FACE = ("dataset_dict.json", "dataset_info.json")
+"""Files that data sets of Hugging Face have on disk, of several parts or of one."""
+_READ = 1 << 22
+"""Values of a file larger than memory that are looked at at once."""
 _PARTS = ("train_", "test_")
 """How the names of several inputs begin, and those of the labels beside them."""
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
@@ -65,6 +70,8 @@ def _load(text: str, place: Path, changed: int, test_share: float, group: str | 
     read, read_test, groups = _read(part, place, group)
     train, fields = _checked(read, f"{place}: the training samples", key)
     if read_test is None:
+        if isinstance(train[0], np.memmap):
+            raise InputError(f"{place}: no test samples: arrays that stay in files need some of their own", key)
         kept, left = holdout(train[1] if is_class(train[1]) else np.zeros(len(train[1]), np.int64), test_share)
         train, test = (train[0][kept], train[1][kept]), (train[0][left], train[1][left])
         groups = None if groups is None else groups[kept]
@@ -98,11 +105,14 @@ def _read(
     if part.file is None and place.suffix in tables.SUFFIXES:
         table = tables.read(place, part.label, part.columns, group)
         return (table.samples, table.labels), None, table.groups
+    if part.file is None and any((place / name).is_file() for name in _HUGGING_FACE):
+        return *_from_hugging_face(part, place), None
     if part.label or part.columns:
         raise InputError("names a column of a table, and this is no .csv or .parquet", ("data", "label"))
     if part.file is not None:
         return *_from_function(part, place), None
-    return *(_from_folders(place, part.size) if place.is_dir() else _from_arrays(place)), None
+    pictures_only = place.is_dir() and not [*place.glob("*.npy")]
+    return *(_from_folders(place, part.size) if pictures_only else _from_arrays(place)), None
 
 
 def _checked(samples: Samples, what: str, key: Key) -> tuple[tuple[npt.NDArray[Any], npt.NDArray[Any]], Fields]:
@@ -143,13 +153,24 @@ def _numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
         raise InputError(text, key)
     if values.dtype.kind == "b" or (values.dtype.kind in "ui" and values.dtype != np.uint8):
         return values.astype(bool if values.dtype.kind == "b" else np.int64)
+    if isinstance(values, np.memmap) and values.dtype in (np.float32, np.uint8):
+        step = max(1, _READ // max(1, values[0].size))
+        if values.dtype != np.uint8 and not all(
+            np.isfinite(values[at : at + step]).all() for at in range(0, len(values), step)
+        ):
+            raise InputError(_unsound(what), key)
+        return values
     with np.errstate(over="ignore"):
         scaled = values.astype(np.float32)
     if values.dtype == np.uint8:
         scaled /= 255
     if not np.isfinite(scaled).all():
-        raise InputError(f"{what}: hold values that are no finite numbers of float32: mend or leave them out", key)
+        raise InputError(_unsound(what), key)
     return scaled
+
+
+def _unsound(what: str) -> str:
+    return f"{what}: hold values that are no finite numbers of float32: mend or leave them out"
 
 
 def _labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
@@ -260,8 +281,41 @@ def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
     raise InputError(f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {names}", _PATH)
 
 
+def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
+    """Read what `datasets` saved; columns are the inputs of a sample by their names, one column its only input."""
+    library = need("datasets", "datasets", f"{place}: a data set of Hugging Face", _PATH)
+    try:
+        found = library.load_from_disk(str(place))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{place}: cannot be read by `datasets`: {error}", _PATH) from None
+    parts = found if isinstance(found, Mapping) else {"train": found}
+    test = next((parts[name] for name in ("test", "validation") if name in parts), None)
+    if "train" not in parts:
+        raise InputError(f"{place} holds {', '.join(parts)}: one has to be named train", _PATH)
+    return _of_columns(part, parts["train"], place), None if test is None else _of_columns(part, test, place)
+
+
+def _of_columns(part: DataPart, rows: Any, place: Path) -> Samples:
+    names = list(rows.column_names)
+    label = part.label or next((name for name in ("label", "labels") if name in names), "label")
+    if isinstance(part.columns, Mapping):
+        raise InputError("columns of such a data set are inputs by their own names: write a list", ("data", "columns"))
+    chosen = list(part.columns) if part.columns is not None else [name for name in names if name != label]
+    if missing := [name for name in (label, *chosen) if name not in names]:
+        text = f"{place} has no column {', '.join(missing)}: there are {', '.join(names)}"
+        raise InputError(text, ("data", "label" if label in missing else "columns"))
+    try:
+        inputs = {name: _stacked(rows[name], 0) for name in chosen}
+        labels = _stacked(rows[label], IGNORED)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{place}: samples have to be numbers: name their `columns`: {error}", _PATH) from None
+    return inputs if len(inputs) > 1 else next(iter(inputs.values())), labels
+
+
 def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
     try:
+        if place.is_dir():  # arrays that may be larger than memory
+            return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in place.glob("*.npy")}
         if place.suffix == ".npz":
             if not zipfile.is_zipfile(place):  # else numpy advises to unpickle it
                 raise InputError(f"{place} is no .npz file: write it by numpy.savez", _PATH)

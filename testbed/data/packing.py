@@ -9,9 +9,9 @@ from testbed.wire import tensors
 from testbed.wire.tensors import Buffer, TensorError
 
 _ARRAYS = {
-    "train_images": ("float32", "int64"),
+    "train_images": ("float32", "int64", "uint8"),
     "train_labels": ("int64", "float32"),
-    "test_images": ("float32", "int64"),
+    "test_images": ("float32", "int64", "uint8"),
     "test_labels": ("int64", "float32"),
 }
 """The types that each may have."""
@@ -35,7 +35,8 @@ def unpack(body: Buffer) -> Dataset:
         raise TensorError(f"a data set has the arrays {wanted}")
     for part in ("train", "test"):
         images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
-        if images.ndim < 2 or labels.shape[:1] != images.shape[:1]:
+        copies = part == "train" and len(labels) > 0 and len(images) % len(labels) == 0  # augmented
+        if images.ndim < 2 or labels.ndim < 1 or not (copies or len(labels) == len(images)):
             raise TensorError(f"{part}_images is (samples, ...), and {part}_labels (samples, ...) with as many")
     train, test = arrays["train_images"], arrays["test_images"]
     if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:

@@ -62,6 +62,8 @@ def _shared(
         return _sizes(labels, owners, how.sizes, seed), ""
     if how.dirichlet is not None:
         return _dirichlet(labels, len(owners), how.dirichlet, seed), larger
+    if how.noise is not None:  # what differs is the samples themselves
+        return _iid(labels, len(owners), seed), ""
     if how.quantity is not None:
         return _quantity(labels, len(owners), how.quantity, seed), larger
     if how.shards is not None:

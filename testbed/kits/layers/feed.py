@@ -40,7 +40,8 @@ class Training:
         """
         import torch
 
-        return torch.from_numpy(self._dataset.train_images[self._chosen(step)]), self.labels(step)
+        epoch = step // steps_per_epoch(self._samples, self._size)
+        return torch.from_numpy(self._dataset.batch(self._chosen(step), epoch)), self.labels(step)
 
     def labels(self, step: int) -> torch.Tensor:
         """Return the labels of a step, (samples,)."""
@@ -79,7 +80,7 @@ class Requests:
         """Return the samples of one request, (samples, ...); of images (samples, channels, height, width)."""
         import torch
 
-        return torch.from_numpy(self._dataset.test_images[self.samples(index)])
+        return torch.from_numpy(self._dataset.tests(self.samples(index)))
 
     def labels(self, index: int) -> npt.NDArray[Any]:
         """Return the labels that belong to one request's images, (samples, ...)."""

@@ -60,7 +60,7 @@ class Share:
         import torch
 
         chosen = batch(self.samples, self._size, self._seed, number)
-        images = torch.from_numpy(self._dataset.train_images[chosen])
+        images = torch.from_numpy(self._dataset.batch(chosen, number // self.per_epoch))
         labels = torch.from_numpy(self._dataset.train_labels[chosen])
         parts = [slice(begin, begin + self.mini_batch) for begin in range(0, len(labels), self.mini_batch)]
         return [(images[part], labels[part]) for part in parts]
