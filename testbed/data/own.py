@@ -54,7 +54,7 @@ def load(part: DataPart, place: Path, test_share: float) -> Dataset:
     for the test part where the data have none. What was read last is kept, until the file changes.
     """
     try:
-        changed = max(each.stat().st_mtime_ns for each in (place, *(place.rglob("*") if place.is_dir() else ())))
+        changed = sum(each.stat().st_mtime_ns for each in (place, *(place.rglob("*") if place.is_dir() else ())))
     except OSError as error:
         key = _PATH if part.file is None else _FILE
         raise InputError(f"{place} cannot be read: {error.strerror}: paths are relative to the scenario", key) from None
