@@ -167,33 +167,28 @@ def topology(seed, devices=6):
     return matrix(names, {(a, b): radio.reception_ratio((a, b)) for a in names for b in names if a != b})
 
 
-def misses(allocation, count=100):
+def misses(allocation, devices=6, count=100):
     """Return, for random topologies, by which share of the best score Algorithm 2 misses it."""
-    wanted = connectivity(partition(EVALUATED, 6, allocation))
+    wanted = connectivity(partition(EVALUATED, devices, allocation))
     found = []
     for seed in range(count):
-        ratios = topology(seed)
+        ratios = topology(seed, devices)
         best = score(wanted, ratios, exhaustive(wanted, ratios))
         found.append(1 - score(wanted, ratios, genetic(wanted, ratios, seed)) / best)
     return found
 
 
-def test_the_mapping_of_six_devices_reaches_the_best_of_all_orders_in_a_hundred_random_topologies():
-    assert max(misses("hybrid")) < 1e-12
-
-
-def test_a_vertical_mapping_misses_the_best_of_all_orders_by_little():
-    # One best order in 720, where the hybrid has eight alike: 1,000 random orders pass it by now and then.
-    found = misses("vertical")
-    assert sum(miss < 1e-12 for miss in found) == 79
-    assert max(found) < 0.03
+@pytest.mark.parametrize("allocation", ["vertical", "hybrid"])
+@pytest.mark.parametrize(("devices", "count"), [(4, 20), (5, 20), (6, 100), (7, 5), (8, 2)])
+def test_the_mapping_reaches_the_best_of_all_orders(allocation, devices, count):
+    # Of 6 devices in vertical groups, one order in 720 is the best: generations alone miss it in 21 of 100 topologies.
+    assert max(misses(allocation, devices, count)) < 1e-12
 
 
 def test_mappings_are_seeded_and_never_worse_than_none():
     wanted = connectivity(partition(EVALUATED, 6))
     ratios = topology(1)
     assert genetic(wanted, ratios, 5) == genetic(wanted, ratios, 5)
-    assert genetic(wanted, ratios, 5, count=0) == (0, 1, 2, 3, 4, 5)
     assert score(wanted, ratios, genetic(wanted, ratios, 5, 3)) >= score(wanted, ratios, (0, 1, 2, 3, 4, 5))
     assert sorted(by_chance(6, 1)) == list(range(6))
     assert by_chance(6, 1) == by_chance(6, 1)
