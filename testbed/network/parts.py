@@ -100,6 +100,12 @@ class RadioPart(Part):
         46.68, gt=0, description="in dB at 1 m; the default is that of free space at 5.15 GHz"
     )
     shadowing: float = Field(8.0, ge=0, description="standard deviation in dB, drawn for each transmission")
+    mean_reception: Fraction | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="mean reception ratio of all pairs, by the transmit power that gives it; beside no `transmit_power`",
+    )
     packets: int | None = Field(
         None,
         ge=1,

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from statistics import NormalDist
 
 from testbed.common.seeds import derive
@@ -80,6 +81,26 @@ class Propagation:
         if self.shadowing == 0:
             return float(margin >= 0)
         return NormalDist(0, self.shadowing).cdf(margin)
+
+
+def with_mean_reception(propagation: Propagation, positions: Iterable[Position], mean: float) -> Propagation:
+    """Return the propagation with the transmit power that makes the mean reception ratio of all pairs this.
+
+    ``mean`` is above 0 and below 1. Raises ValueError where there is no shadowing, or fewer than two positions.
+    """
+    distances = [math.dist(one, other) for one, other in combinations(positions, 2)]
+    if propagation.shadowing == 0 or not distances:
+        raise ValueError("without shadowing, or for one device alone, no power gives every mean")
+
+    def excess(power: float) -> float:
+        there = replace(propagation, transmit_power=power)
+        return sum(there.reception_ratio(distance) for distance in distances) / len(distances) - mean
+
+    weak, strong = -500.0, 500.0
+    while strong - weak > 1e-9:
+        middle = (weak + strong) / 2
+        weak, strong = (weak, middle) if excess(middle) > 0 else (middle, strong)
+    return replace(propagation, transmit_power=strong)
 
 
 def draw_positions(

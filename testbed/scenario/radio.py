@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from testbed.common.errors import Diagnostic, nearest
 from testbed.network.parts import RadioPart
-from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
+from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions, with_mean_reception
 from testbed.scenario.schema import Scenario
 
 
@@ -23,7 +23,10 @@ def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
         return None
     given = {name: device.position for name, device in scenario.devices.items() if device.position is not None}
     positions = draw_positions(names, given, part.area, seed)
-    return Radio(_propagation(part), positions, part.packets, seed)
+    propagation = _propagation(part)
+    if part.mean_reception is not None:
+        propagation = with_mean_reception(propagation, positions.values(), part.mean_reception)
+    return Radio(propagation, positions, part.packets, seed)
 
 
 def _propagation(part: RadioPart) -> Propagation:
@@ -57,6 +60,16 @@ def _problems(scenario: Scenario) -> Iterator[Diagnostic]:
     if part.preset not in TRANSCEIVERS:
         text = f"there is no radio '{part.preset}': {nearest(part.preset, TRANSCEIVERS)}"
         yield Diagnostic(("network", "radio", "preset"), text)
+    if part.mean_reception is not None:
+        yield from _problems_of_mean(scenario, part)
     if scenario.network.link.message_loss is not None:
         text = "is what `network.radio` computes for each pair: leave one of the two out"
         yield Diagnostic(("network", "link", "message_loss"), text)
+
+
+def _problems_of_mean(scenario: Scenario, part: RadioPart) -> Iterator[Diagnostic]:
+    key = ("network", "radio", "mean_reception")
+    if part.transmit_power is not None:
+        yield Diagnostic(key, "is reached by the transmit power: leave `transmit_power` out, or this")
+    if part.shadowing == 0 or sum(each.count or 1 for each in scenario.devices.values()) < 2:
+        yield Diagnostic(key, "needs two devices at least and some shadowing: no power gives every mean without")

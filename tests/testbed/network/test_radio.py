@@ -128,6 +128,19 @@ def test_power_and_sensitivity_beside_a_preset_win():
     assert experiment(devices=devices, network={"radio": radio}).links["a", "b"].message_loss == 1
 
 
+@pytest.mark.parametrize("mean", [0.5767, 0.777, 0.848])
+def test_links_of_a_layout_have_the_mean_reception_that_is_asked_for_and_keep_their_order(mean):
+    devices = {"pi": {"count": 6}}
+    usual, asked = (
+        experiment(devices=devices, network={"radio": {**RADIO, **keys}})
+        for keys in ({}, {"mean_reception": f"{mean:.2%}"})
+    )
+    ratios = {pair: 1 - link.message_loss for pair, link in asked.links.items()}
+    assert sum(ratios.values()) / len(ratios) == pytest.approx(mean, abs=1e-6)
+    by_ratio = sorted(ratios, key=ratios.__getitem__)
+    assert by_ratio == sorted(ratios, key=lambda pair: (1 - usual.links[pair].message_loss, by_ratio.index(pair)))
+
+
 def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost():
     first, second = (experiment(network={"radio": RADIO}, seed=seed) for seed in (1, 2))
     assert first.radio.positions != second.radio.positions
@@ -149,6 +162,22 @@ def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost
         ({"radio": {**RADIO, "path_loss_exponent": 0}}, {"a": {}}, "network.radio.path_loss_exponent: "),
         ({"radio": {**RADIO, "shadowing": -1}}, {"a": {}}, "network.radio.shadowing: "),
         ({"radio": {**RADIO, "packets": 0}}, {"a": {}}, "network.radio.packets: "),
+        ({"radio": {**RADIO, "mean_reception": "100%"}}, {"a": {}}, "network.radio.mean_reception: "),
+        (
+            {"radio": {**RADIO, "mean_reception": "80%"}},
+            {"a": {}},
+            "mean_reception: needs two devices at least and some",
+        ),
+        (
+            {"radio": {**RADIO, "mean_reception": "80%", "shadowing": 0}},
+            {"a": {"count": 2}},
+            "mean_reception: needs two devices at least and some shadowing",
+        ),
+        (
+            {"radio": {**RADIO, "mean_reception": "80%", "transmit_power": 3}},
+            {"a": {"count": 2}},
+            "mean_reception: is reached by the transmit power: leave `transmit_power` out",
+        ),
         (
             {"radio": {**RADIO, "preset": "lora"}},
             {"a": {}},
