@@ -104,7 +104,7 @@ class RadioPart(Part):
         None,
         gt=0,
         lt=1,
-        description="mean reception ratio of all pairs, by the transmit power that gives it; beside no `transmit_power`",
+        description="mean reception ratio of all pairs, by the transmit power that gives it; excludes `transmit_power`",
     )
     packets: int | None = Field(
         None,
