@@ -8,7 +8,7 @@ import threading
 
 from agent.control import ControlApplication
 from agent.http import serve
-from agent.receiving import DataApplication
+from agent.receiving import MOST_READING, DataApplication
 from agent.runner import Runner
 from agent.settings import Settings, control_address
 from testbed.wire.lease import Lease
@@ -29,7 +29,7 @@ def main() -> None:
     def make_room(peers: int) -> None:
         # Slow links keep a thread for minutes, and a peer that reconnects may leave another one waiting for a while.
         pool = data_server.requests
-        pool.grow(max(0, DATA_THREADS + 2 * peers - len(pool._threads)))
+        pool.grow(max(0, DATA_THREADS + MOST_READING * peers - len(pool._threads)))
 
     lease = Lease(os.environ, over.set)
     control = ControlApplication(Runner(settings, data, make_room), lease.renew)

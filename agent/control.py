@@ -26,6 +26,7 @@ from agent.http import (
     respond,
 )
 from agent.metrics import exposition, memory_limit, resident_bytes
+from testbed.wire.serving import refusal
 from testbed.wire.token import authorised
 
 if TYPE_CHECKING:
@@ -162,14 +163,14 @@ def _answer(status: int, document: object) -> Response:
 def _unknown(error: HTTPException) -> Response:
     from flask import request
 
-    return _answer(error.code or 500, {"error": f"{request.method} {request.path}: {error.name}"})
+    return _answer(error.code or 500, {"error": refusal(f"{request.method} {request.path}: {error.name}")})
 
 
 def _broken(error: Exception) -> Response:
     from flask import current_app, request
 
     current_app.logger.exception("request failed")
-    return _answer(500, {"error": f"{request.method} {request.path}: {error!r}"})
+    return _answer(500, {"error": refusal(f"{request.method} {request.path}: {error!r}")})
 
 
 def _number(body: bytearray, key: str, least: float, most: float) -> float:

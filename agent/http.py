@@ -13,10 +13,10 @@ from http import HTTPStatus
 from typing import Any
 
 from cheroot.server import HTTPServer
-from cheroot.wsgi import Gateway_10, Server
+from cheroot.wsgi import Gateway_10
 
 from agent.settings import Address
-from testbed.wire.serving import Connection, PatientServer
+from testbed.wire.serving import Connection, PatientServer, refusal
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
@@ -34,7 +34,7 @@ class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's w
     """The request is answered with this status and text."""
 
     def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
+        super().__init__(refusal(text))
         self.status = status
 
 
@@ -63,10 +63,11 @@ class _LingeringConnection(Connection):
         deadline = time.monotonic() + _HANG_UP_SECONDS
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
-            while (left := deadline - time.monotonic()) > 0:
-                self.socket.settimeout(left)
-                if not self.socket.recv(_DRAINED):
-                    return
+            self.socket.settimeout(_LINGER_SLICE)
+            while time.monotonic() < deadline and not self.server.requests.qsize:
+                with contextlib.suppress(TimeoutError):
+                    if not self.socket.recv(_DRAINED):
+                        return
 
     def communicate(self) -> bool:
         poll = select.poll()
@@ -89,14 +90,13 @@ class _LingeringConnection(Connection):
 def serve(address: Address, application: Application, threads: int, linger: bool = False) -> HTTPServer:
     """Return a server that listens already; its ``serve()`` blocks until ``stop()``.
 
-    With ``linger`` a connection keeps its thread between requests that follow each other closely, as peers' do; without
-    it gets one when the head of a request is there.
+    A connection gets a thread when the head of a request is there. With ``linger`` it keeps that between requests that
+    follow each other closely, as peers' do, whose links may be so slow that a head takes long.
     """
-    kind = Server if linger else PatientServer
-    server = kind(address, application, numthreads=threads, request_queue_size=128, timeout=STALLED_AFTER)
+    server = PatientServer(address, application, numthreads=threads, request_queue_size=128, timeout=STALLED_AFTER)
     server.gateway = _Gateway
     if linger:
-        server.ConnectionClass = _LingeringConnection
+        server.ConnectionClass, server.head_seconds = _LingeringConnection, STALLED_AFTER
     # Ten by default: a device with more peers than that would lose a connection for each message.
     server.keep_alive_conn_limit = sys.maxsize
     server.prepare()

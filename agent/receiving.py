@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from agent.http import (
     Environ,
@@ -18,6 +22,9 @@ from agent.http import (
 )
 from agent.settings import Settings
 from testbed.wire.message import Envelope, WireError, decode
+
+MOST_READING = 2
+"""Connections of one sender from which messages are read at once; there are so many threads for each."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,8 @@ class DataApplication:
         self._settings = settings
         self.inbox: Inbox | None = None
         """Inbox of the program that runs; without one, senders are asked to try again later."""
+        self._reading: dict[str, deque[Any]] = defaultdict(deque)
+        """Connections from which a message of a sender is being read, the oldest first."""
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Answer one request."""
@@ -124,10 +133,27 @@ class DataApplication:
             raise Refused(503, "the inbox is full")
         new = False
         try:
-            new = _receive(environ, size, start, inbox, sender)
+            with self._alone(sender, environ):
+                new = _receive(environ, size, start, inbox, sender)
         finally:
             if not new:
                 inbox.release(size)
+
+    @contextmanager
+    def _alone(self, sender: str, environ: Environ) -> Iterator[None]:
+        """Break off the oldest of too many connections of a sender, which has given up all of them but one.
+
+        A message whose rest never comes would else keep a thread for long, and many such messages all threads.
+        """
+        mine, all_ = environ["testbed.request"].conn.socket, self._reading[sender]
+        all_.append(mine)
+        if len(all_) > MOST_READING:
+            with suppress(OSError):
+                all_[0].shutdown(socket.SHUT_RDWR)
+        try:
+            yield
+        finally:
+            all_.remove(mine)
 
 
 def _receive(environ: Environ, size: int, start: float, inbox: Inbox, sender: str) -> bool:

@@ -12,10 +12,9 @@ import flask
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import InputError, TestbedError
-from testbed.common.formats import visible
 from testbed.network.link import links_from_json
 from testbed.network.topology import Cell
-from testbed.wire.serving import PatientServer
+from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
 
 _LARGEST_REQUEST = 16 << 20
@@ -34,7 +33,7 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
 
     @app.errorhandler(TestbedError)
     def refused(error: TestbedError) -> Any:
-        return {"error": visible(str(error))}, 400 if isinstance(error, InputError) else 500
+        return {"error": refusal(str(error))}, 400 if isinstance(error, InputError) else 500
 
     @app.errorhandler(ArithmeticError)
     @app.errorhandler(KeyError)
@@ -43,7 +42,7 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
     @app.errorhandler(RecursionError)
     def malformed(error: Exception) -> Any:
         app.logger.exception("a request was not understood")
-        return {"error": visible(f"the request was not understood: {error!r}")}, 400
+        return {"error": refusal(f"the request was not understood: {error!r}")}, 400
 
     app.get("/health", endpoint="health")(lambda: {"state": "ready"})
     app.get("/facts")(shaping.facts)

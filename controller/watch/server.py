@@ -19,10 +19,9 @@ from controller.results.declared import declared_in
 from controller.results.files import begun
 from controller.watch.feed import batches
 from testbed.common.errors import InputError, TestbedError
-from testbed.common.formats import visible
 from testbed.scenario.trial import Trial
 from testbed.trace.figures import Declared
-from testbed.wire.serving import PatientServer
+from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
 
 Strike = Callable[[Mapping[str, object]], str]
@@ -54,7 +53,7 @@ def application(
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     app.before_request(lambda: _authorise(token, origin))
     app.register_error_handler(RecursionError, lambda _error: ({"error": "the request is nested too deeply"}, 400))
-    app.register_error_handler(TestbedError, lambda error: ({"error": visible(str(error))}, 400))
+    app.register_error_handler(TestbedError, lambda error: ({"error": refusal(str(error))}, 400))
     app.get("/", endpoint="page")(lambda: page.render(facts=shown | facts))
     app.get("/events", endpoint="events")(lambda: _stream(folder, pace))
     if strike is not None:

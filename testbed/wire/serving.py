@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import socket
 import threading
@@ -13,12 +14,23 @@ from typing import Any
 from cheroot.server import HTTPConnection, HTTPRequest
 from cheroot.wsgi import Server
 
+from testbed.common.formats import visible
+
 HEAD_SECONDS = 5.0
 """Seconds in which a request's head has to come."""
 MOST_WAITING = 256
 """Connections without a whole head; beyond, the oldest is closed."""
 LARGEST_HEAD = 1 << 16
 _LOOK_SECONDS = 0.005
+_SENDS_NO_MORE = getattr(select, "POLLRDHUP", 0)  # which Linux alone has
+_LONGEST_REFUSAL = 4000
+
+
+def refusal(text: str) -> str:
+    """Return why a request is refused as an answer holds it: visible, and at most 4,000 bytes as JSON writes it."""
+    shown = visible(text)
+    # In JSON a character takes up to twelve bytes.
+    return shown if len(json.dumps(shown)) <= _LONGEST_REFUSAL else visible(text, _LONGEST_REFUSAL // 12 - 4)
 
 
 class Request(HTTPRequest):
@@ -43,6 +55,7 @@ class PatientServer(Server):
     """Cheroot's server, which many half-open connections cannot keep from answering others."""
 
     ConnectionClass = Connection
+    head_seconds = HEAD_SECONDS
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -55,7 +68,7 @@ class PatientServer(Server):
         if _is_complete(conn):
             super().process_conn(conn)
             return
-        self._waiting.append((time.monotonic() + HEAD_SECONDS, conn))
+        self._waiting.append((time.monotonic() + self.head_seconds, conn))
         self._came.set()
 
     def _watch(self) -> None:
@@ -80,9 +93,12 @@ def _is_complete(conn: Any) -> bool:
         return True
     poll = select.poll()
     try:
-        poll.register(conn.socket, select.POLLIN)
-        if not poll.poll(0):
+        poll.register(conn.socket, select.POLLIN | _SENDS_NO_MORE)
+        found = poll.poll(0)
+        if not found:
             return False
+        if found[0][1] & _SENDS_NO_MORE:
+            return True
         head = conn.socket.recv(LARGEST_HEAD, socket.MSG_PEEK)
     except (OSError, ValueError):
         return True  # a thread finds it broken, and lets go of it

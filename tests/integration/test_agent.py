@@ -347,6 +347,20 @@ def test_more_peers_than_threads_are_served_at_once(pair: list[LoopbackDevice]) 
     pair[1].agent.stop()
 
 
+@pytest.mark.parametrize("token", ["", "Bearer wrong", None], ids=["half a head", "refused", "half a message"])
+def test_connections_that_send_no_more_keep_no_peer_waiting(pair: list[LoopbackDevice], token: str | None) -> None:
+    run(pair, "nothing")
+    begun = head("POST", "/messages", "Content-Length: 100", token=TO_A if token is None else token) + b"x"
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            link = stack.enter_context(socket.create_connection((pair[0].host, 8701)))
+            link.sendall(begun[:40] if token == "" else begun)
+        time.sleep(0.2)
+        began = time.monotonic()
+        assert len(named(run(pair, "ping", count=2)["a"], "receive")) == 2
+        assert time.monotonic() - began < 5
+
+
 def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> None:
     device = LoopbackDevice("a", 6, {"TESTBED_MESSAGE_LIMIT": "1000"})
     device.boot()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 from tests.helpers import owners
+from tests.helpers.commands import command
 from tools.bench.pacing import loaded
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
@@ -262,19 +261,13 @@ def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> No
 
 def test_a_backend_that_the_kernel_lacks_is_one_line_and_3(tmp_path: Path) -> None:
     """Of the two there is one that this kernel lacks, or none."""
-    testbed = Path(sys.executable).with_name("testbed")
     path = tmp_path / "short.yaml"
     path.write_text(
         "name: emu-links\ndevices: {a: {}, b: {}}\nnetwork: {link: {delay: 1ms}}\n"
         "workload: {task: infer, model: {name: mlp}, method: {name: exchange}, requests: 5}\n"
     )
     for backend in ("netem", "userspace"):
-        done = subprocess.run(
-            [testbed, "run", path, "--links", backend, "--accept-links", "--out", tmp_path / backend],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = command("run", path, "--links", backend, "--accept-links", "--out", tmp_path / backend)
         if done.returncode == 3:
             assert "modules" in done.stderr
             assert len(done.stderr.strip().splitlines()) == 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.commands import command
 from tests.testbed.test_from_torch import by_the_script
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
@@ -17,11 +16,8 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
 def test_containers_learn_as_the_script_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    command = [Path(sys.executable).with_name("testbed"), "run", "scenarios/examples/fromtorch.yaml"]
     out = tmp_path / "out"
-    done = subprocess.run(
-        [*command, "--accept-links", "--out", out], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
+    done = command("run", ROOT / "scenarios/examples/fromtorch.yaml", "--accept-links", "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = json.loads((out / "metrics.json").read_text())
     losses, f1 = by_the_script()

@@ -29,6 +29,7 @@ from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
+from tests.helpers.commands import command
 
 pytestmark = pytest.mark.containers
 
@@ -74,7 +75,8 @@ def left_of(client: docker.DockerClient, run: str) -> list[str]:
     return [str(each.get("Names") or each["Name"]) for each in things if each["Labels"][RUN].startswith(run)]
 
 
-def command(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+def fed(given: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with an input."""
     return subprocess.run([TESTBED, *arguments], input=given, capture_output=True, text=True, timeout=60)
 
 
@@ -87,9 +89,9 @@ def inside(client: docker.DockerClient, lab: Lab, name: str, program: str) -> tu
 def test_a_command_runs_in_a_device_with_its_input_and_status(lab: Lab) -> None:
     given = "line\n" * 100_000
     program = "cat > /tmp/in; wc -l < /tmp/in; echo bad >&2; exit 7"
-    done = command("exec", "-i", "--run", lab.run_id, "source", "--", "sh", "-c", program, given=given)
+    done = fed(given, "exec", "-i", "--run", lab.run_id, "source", "--", "sh", "-c", program)
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (7, "100000", "bad")
-    unread = command("exec", "-i", "--run", lab.run_id, "source", "--", "true", given=20 * given)
+    unread = fed(20 * given, "exec", "-i", "--run", lab.run_id, "source", "--", "true")
     assert (unread.returncode, unread.stderr) == (0, "")
 
 
@@ -240,7 +242,7 @@ def test_another_process_finds_the_lab(lab: Lab) -> None:
     assert (again.token, again.subnet) == (lab.token, lab.subnet)
     assert again.experiment.links == lab.experiment.links
     assert again.shaper.facts()["backend"] == lab.shaper.facts()["backend"]
-    listed = json.loads(command("ps", "--json").stdout)[lab.run_id]
+    listed = json.loads(fed("", "ps", "--json").stdout)[lab.run_id]
     assert [(each["name"], each["state"]) for each in listed] == [
         (name, "running") for name in ("shaper", "source", "worker1", "worker2")
     ]

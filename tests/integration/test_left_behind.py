@@ -16,7 +16,6 @@ from typing import Any
 import docker
 import pytest
 
-from controller.cli.main import main
 from controller.lab import engine, runstate
 from controller.lab import lab as labs
 from controller.lab.containers import container_name
@@ -31,6 +30,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
+from tests.helpers.commands import command
 from tests.helpers.engineproxy import proxied
 from tests.integration.test_lab import children
 
@@ -165,32 +165,22 @@ def test_sigint_twice_leaves_nothing(client: docker.DockerClient, begun: Callabl
 
 
 def test_what_controller_and_reaper_left_is_offered_for_removal(
-    client: docker.DockerClient,
-    begun: Callable[..., Running],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    client: docker.DockerClient, begun: Callable[..., Running]
 ) -> None:
-    def told(*arguments: str) -> str:
-        """Run a command that succeeds; return what it says beside its answer."""
-        monkeypatch.setattr("sys.argv", ["testbed", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code in (None, 0)
-        return capfd.readouterr().err
-
     run = begun("left-both")
     run.stepped(1)
     name = run.run_id()
-    assert "was killed" not in told("profiles")
+    assert "was killed" not in command("profiles").stderr
     for pid in (*children(run.process.pid), run.process.pid):
         os.kill(pid, signal.SIGKILL)
     run.process.wait()
     time.sleep(1.0)
     assert left_of(client, "left-both") != []
-    assert f"'testbed down {name}'" in told("profiles")
-    assert told("down", name) == ""
+    assert f"'testbed down {name}'" in command("profiles").stderr
+    done = command("down", name)
+    assert (done.returncode, done.stderr) == (0, "")
     assert left_of(client, "left-both") == []
-    assert told("profiles") == ""
+    assert command("profiles").stderr == ""
 
 
 def test_containers_live_while_their_lease_is_renewed_or_while_they_are_to_stand(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_whole_runs import command, left_of, scenario
+from tests.helpers.commands import command
+from tests.integration.test_whole_runs import left_of, scenario
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ import torch
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
+from tests.helpers.commands import command
 from tests.helpers.delayed import Reference
 from tests.helpers.runs import scenario, written
 from tests.helpers.schedules import STEPS, random_keys
@@ -22,7 +21,6 @@ from tools.stress.generate import scenario as random_scenario
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 
-TESTBED = Path(sys.executable).with_name("testbed")
 SEEDS = int(os.environ.get("RANDOM_FAULTS_ON_CONTAINERS", "1"))
 """How many schedules; each takes half a minute or more."""
 
@@ -40,8 +38,7 @@ def test_random_faults_on_containers(seed: int, tmp_path: Path, monkeypatch: pyt
     tree["workload"]["method"]["patience"] = "1s"  # devices that share a machine are late now and then
     YAML().dump(json.loads(json.dumps(tree)), tmp_path / "scenario.yaml")
     results = tmp_path / "results"
-    command = [TESTBED, "run", tmp_path / "scenario.yaml", "--out", results, "--accept-links"]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    done = command("run", tmp_path / "scenario.yaml", "--out", results, "--accept-links")
     figures = json.loads((results / "metrics.json").read_text())
     if "not enough devices" in str(figures["error"]):
         return

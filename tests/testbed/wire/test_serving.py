@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ import requests
 from cheroot.wsgi import Server
 
 from testbed.wire import serving
-from testbed.wire.serving import PatientServer
+from testbed.wire.serving import PatientServer, refusal
 
 THREADS = 4
 
@@ -47,6 +48,24 @@ def test_others_are_answered_at_once_beside_sixty_half_open_connections(address:
             assert time.monotonic() - began < 1
 
 
+def test_who_sends_half_a_head_and_no_more_is_answered_at_once(address: tuple[str, int]) -> None:
+    with socket.create_connection(address) as link:
+        link.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX: ")
+        link.shutdown(socket.SHUT_WR)
+        began = time.monotonic()
+        while link.recv(1000):
+            pass
+        assert time.monotonic() - began < serving.HEAD_SECONDS / 2
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 10**6, "\N{GRINNING FACE}" * 10**4, "\0" * 10**4, '"' * 10**4, "\udc80" * 10**4]
+)
+def test_a_refusal_is_short_however_it_is_written(text: str) -> None:
+    assert len(json.dumps({"error": refusal(text)})) < 5000
+    assert refusal("a µ") == "a µ"
+
+
 def test_a_head_may_come_in_pieces_and_requests_follow_on_one_connection(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as link:
         for piece in (b"POST / HT", b"TP/1.1\r\nHost: x\r\n", b"Content-Length: 3\r\n\r", b"\n", b"abc"):
@@ -68,7 +87,7 @@ def test_a_header_that_continues_none_is_refused(address: tuple[str, int]) -> No
 
 
 def test_a_head_that_does_not_come_is_given_up(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(PatientServer, "head_seconds", 0.2)
     with socket.create_connection(address, timeout=5) as link:
         link.sendall(b"GET / HTTP/1.1\r\n")
         assert link.recv(100) == b""
