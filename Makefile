@@ -43,7 +43,7 @@ smoke: $(READY) ## the scenarios of scenarios/smoke, each with its expectations
 		echo "== $$file"; $(TESTBED) run "$$file" $(if $(RUNTIME),--runtime $(RUNTIME),--accept-links) $(ARGS) || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-stress: $(READY) ## random scenarios under random faults; ARGS="--seconds 600 --jobs 2", ARGS=--containers, --files, --messages
+stress: $(READY) ## random scenarios under random faults; ARGS="--seconds 600 --jobs 2", ARGS=--containers, --files, --messages, --signals
 	@$(VENV)/bin/python -m tools.stress $(ARGS)
 
 bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator

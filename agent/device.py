@@ -68,7 +68,7 @@ class RealDevice:
         self._incarnation = time.monotonic_ns()
         self._sequence = count()
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
-        self._disk = Disk(settings, origin)
+        self.disk = Disk(settings, origin)
         self._writing = asyncio.Lock()
         self._casts = asyncio.Lock()
         self._cast_number = count()
@@ -106,11 +106,11 @@ class RealDevice:
     async def save(self, name: str, message: Message) -> None:
         """Write to the disk, in a thread of its own."""
         async with self._writing:
-            await asyncio.to_thread(self._disk.save, name, message)
+            await asyncio.to_thread(self.disk.save, name, message)
 
     def saved(self, name: str) -> Message | None:
         """Read from the disk."""
-        return self._disk.saved(name)
+        return self.disk.saved(name)
 
     def between_works(self, call: Callable[[], T]) -> T:
         """Call something while the processor, if there is but one, does nothing else; blocks until it could."""

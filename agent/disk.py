@@ -8,10 +8,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from testbed.common.errors import HostError
+from testbed.common.quantities import format_size
 from testbed.wire.message import Message, decode, encode
 
 if TYPE_CHECKING:
     from agent.settings import Settings
+
+
+def used(folder: Path) -> int:
+    """Return the bytes that a folder takes on its disk, with all that is in it."""
+    blocks = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # gone meanwhile
+                blocks += os.lstat(os.path.join(path, name)).st_blocks  # noqa: PTH118 - of many files, quickly
+    return 512 * blocks
 
 
 class Disk:
@@ -21,7 +33,15 @@ class Disk:
         """``origin`` is when the workload began: the same for every start of a device in it."""
         self._device = settings.device
         self._root = Path(settings.disk)
+        self._limit = settings.disk_limit
         self._folder = self._root / origin.hex().replace(".", "_")
+
+    def check(self) -> None:
+        """Raise HostError where more is on the disk than there may be, whoever wrote it."""
+        held = used(self._root)
+        if held > self._limit:
+            limit = format_size(self._limit)
+            raise HostError(f"{self._root} of {self._device} holds {format_size(held)}, more than its quota of {limit}")
 
     def save(self, name: str, message: Message) -> None:
         """Write a message, or leave the one that was there as it is.

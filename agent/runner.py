@@ -39,6 +39,8 @@ _Arguments = TypeVarTuple("_Arguments")
 
 WATCH_SECONDS = 1.0
 """Between two records of what the host kept a device waiting for."""
+DISK_SECONDS = 2.0
+"""Between two looks at how much a device keeps."""
 STOP_SECONDS = 3.0
 """How long a program may take to end once it is cancelled."""
 
@@ -217,9 +219,16 @@ class Runner:
             await asyncio.sleep(origin - time.monotonic())
             self._record(time.monotonic(), origin, "started")
             watch = asyncio.create_task(_watch(device))
-            await deployment.method.program(device, job)
-            watch.cancel()
-            await asyncio.wait([watch])
+            full = asyncio.create_task(_watch_disk(device, self._task))
+            try:
+                await deployment.method.program(device, job)
+            except asyncio.CancelledError:
+                if full.done():
+                    full.result()  # raises what the program was ended for
+                raise
+            for task in (watch, full):
+                task.cancel()
+            await asyncio.wait([watch, full])
         except BaseException:
             self._data.inbox = None
             raise
@@ -248,6 +257,18 @@ async def _watch(device: RealDevice) -> None:
             record()
     finally:
         record()
+
+
+async def _watch_disk(device: RealDevice, program: asyncio.Task[None] | None) -> None:
+    """End the program where it keeps more than it may; raises `HostError` then."""
+    while True:
+        await asyncio.sleep(DISK_SECONDS)
+        try:
+            await asyncio.to_thread(device.disk.check)
+        except TestbedError:
+            if program is not None:
+                program.cancel()
+            raise
 
 
 def _fractions(body: bytearray, peers: Collection[str]) -> dict[str, float]:

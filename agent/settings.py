@@ -28,6 +28,8 @@ class Settings:
     cast: Address = (_ANYWHERE, CAST_PORT)
     disk: str = "/state"
     """Folder that outlives a restart of the device."""
+    disk_limit: int = 4 << 30
+    """Bytes that the program may keep there; beyond, it is ended."""
     message_limit: int = 256 << 20
     """Bytes of one message between devices."""
     body_limit: int = 2 << 30
@@ -54,7 +56,7 @@ class Settings:
                     optional[key] = address(environment[name])
                 except ValueError as error:
                     raise SystemExit(f"agent: {name}: {error}") from error
-        for key in ("message_limit", "body_limit", "inbox_limit", "event_limit"):
+        for key in ("disk_limit", "message_limit", "body_limit", "inbox_limit", "event_limit"):
             name = f"TESTBED_{key.upper()}"
             if name in environment:
                 if not environment[name].isdecimal():

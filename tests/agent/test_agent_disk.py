@@ -1,14 +1,16 @@
 """What a device keeps over its restarts."""
 
+import pytest
 import torch
 
 from agent.disk import Disk
 from agent.settings import Settings
+from testbed.common.errors import HostError
 from testbed.wire.message import Message
 
 
-def disk(path, origin=12.5):
-    return Disk(Settings("run", "source", "token", disk=str(path)), origin)
+def disk(path, origin=12.5, **keys):
+    return Disk(Settings("run", "source", "token", disk=str(path), **keys), origin)
 
 
 def test_a_later_start_reads_what_an_earlier_one_wrote(tmp_path):
@@ -37,3 +39,14 @@ def test_another_workload_finds_nothing_and_cleans_up(tmp_path):
     other.save("state", Message("state", {"step": 7}))
     assert disk(tmp_path).saved("state") is None
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_more_than_the_quota_is_seen_whoever_wrote_it(tmp_path):
+    held = disk(tmp_path, disk_limit=1 << 20)
+    held.save("state", Message("state", {"step": 1}))
+    held.check()
+    (tmp_path / "own" / "deep").mkdir(parents=True)
+    (tmp_path / "own" / "deep" / "file").write_bytes(bytes(2 << 20))
+    (tmp_path / "own" / "gone").symlink_to("nowhere")
+    with pytest.raises(HostError, match=r"of source holds 2.*KiB, more than its quota of 1MiB"):
+        held.check()

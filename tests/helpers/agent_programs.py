@@ -6,9 +6,11 @@ They use every call of `testbed.device`; a test names one in its deployment's sc
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from testbed import methods
@@ -141,6 +143,12 @@ async def cast(device: Device, job: Job, options: Instructions) -> None:
         device.record("log", text=message.kind)
 
 
+async def hoard(device: Device, job: Job, options: Instructions) -> None:
+    """Fill the disk with ``size`` bytes, and wait."""
+    Path(os.environ["TESTBED_DISK"], "hoard").write_bytes(bytes(options.size))
+    await device.sleep(60)
+
+
 async def compute(device: Device, job: Job, options: Instructions) -> None:
     """Work of known cost: quick, too slow, failing, queued."""
     speed = job.problem.device(device.name).speed
@@ -187,7 +195,7 @@ async def expose(device: Device, job: Job, options: Instructions) -> None:
 PROGRAMS: Mapping[str, Any] = {
     program.__name__: program
     for program in (
-        nothing, ping, stream, slow_reader, withdraw, persist, cast, compute, fail, endless, expose,
+        nothing, ping, stream, slow_reader, withdraw, persist, cast, compute, hoard, fail, endless, expose,
     )
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -359,6 +360,17 @@ def test_connections_that_send_no_more_keep_no_peer_waiting(pair: list[LoopbackD
         began = time.monotonic()
         assert len(named(run(pair, "ping", count=2)["a"], "receive")) == 2
         assert time.monotonic() - began < 5
+
+
+def test_who_keeps_more_than_its_quota_is_ended(tmp_path: Path) -> None:
+    device = LoopbackDevice("a", 7, {"TESTBED_DISK": str(tmp_path), "TESTBED_DISK_LIMIT": str(1 << 20)})
+    device.boot()
+    try:
+        events = run([device], "hoard", size=2 << 20)["a"]
+        assert named(events, "state")[-1].fields["state"] == "failed"
+        assert f"{tmp_path} of a holds 2MiB, more than its quota of 1MiB" in device.agent.health()["error"]
+    finally:
+        device.kill()
 
 
 def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> None:

@@ -31,8 +31,8 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 from tests.helpers.commands import command
-from tests.helpers.engineproxy import proxied
 from tests.integration.test_lab import children
+from tools.stress.engineproxy import proxied
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
 

@@ -1,7 +1,7 @@
-"""Attack the testbed: random scenarios under random faults, on either clock, files or messages that are wrong.
+"""Attack the testbed: random scenarios and faults on either clock, wrong files and messages, signals and lost engines.
 
-    python -m tools.stress [--containers | --files | --messages] [--seconds 600] [--jobs 2] [--first SEED] [--count N]
-        [--only METHOD] [--fresh] [--keep]
+    python -m tools.stress [--containers | --files | --messages | --signals] [--seconds 600] [--jobs 2]
+        [--first SEED] [--count N] [--only METHOD] [--fresh] [--keep]
 
 Goes on after the last seed that was tried (--fresh: from 0). Prints each violation with its seed, makes its scenario as
 small as it can be (not on containers), and writes that to .build/stress/. Exits with 1 when anything was violated.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from tools.stress import containers, files, messages
+from tools.stress import containers, files, messages, signals
 from tools.stress.check import violations
 from tools.stress.generate import Tree, scenario
 from tools.stress.reduce import reduced
@@ -83,6 +83,12 @@ def attack_by_messages(seed: int) -> tuple[int, str, list[str]]:
     return seed, "messages", messages.attack(seed, listeners)
 
 
+def attack_by_signals(seed: int) -> tuple[int, str, list[str]]:
+    """Return the seed, what a run on containers is struck by, and what is wrong after that."""
+    way, after, gap = signals.drawn(seed)
+    return seed, way, signals.violations(way, after, gap)
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to attack: what is done for a seed, and the file that shows what it violated."""
@@ -97,6 +103,7 @@ WAYS = {
     "containers": Way(attack_on_containers, lambda seed, _: written(scenario(seed))),
     "file": Way(attack_by_file, lambda seed, _: files.file(seed)[1]),
     "messages": Way(attack_by_messages, lambda seed, _: f"{messages.MESSAGES} messages of seed {seed}\n".encode()),
+    "signals": Way(attack_by_signals, lambda seed, _: f"{signals.drawn(seed)}\n".encode()),
 }
 """By the name under which the next seed is kept."""
 
@@ -115,6 +122,9 @@ def main() -> int:
     )
     way.add_argument(
         "--messages", dest="way", action="store_const", const="messages", help="requests, casts; 1,000 a seed"
+    )
+    way.add_argument(
+        "--signals", dest="way", action="store_const", const="signals", help="runs on containers that are ended"
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="stop after this time (default 120)")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default 2)")

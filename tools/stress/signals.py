@@ -1,14 +1,14 @@
-"""`python -m tools.stress.signals`: runs on containers are ended by signals at random instants, and must leave nothing.
+"""Runs on containers are ended by signals at random instants, or have no engine for a while, and must leave nothing.
 
-Each round starts a short run, waits for a random time, and sends what its draw says: SIGINT once, twice or three times,
+Each seed starts a short run, waits for a random time, and sends what its draw says: SIGINT once, twice or three times,
 SIGTERM, SIGHUP, SIGKILL of the controller, or of the controller and its reaper together, after which `testbed down` has
-to find everything. A violation is what the engine or the state folder still holds `PATIENCE` seconds later, a
-traceback, or a results folder that cannot be read.
+to find everything; or the engine does not answer for some seconds. A violation is what the engine or the state folder
+still holds `PATIENCE` seconds later, a traceback, a results folder that cannot be read, or a run without its engine for
+a while that does not end as it should.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -25,12 +25,16 @@ from controller.lab.engine import connect
 from controller.lab.removal import labelled_runs
 from controller.results import files
 from testbed.common.errors import TestbedError
+from tools.stress.engineproxy import proxied
 
+CUT = "engine cut"
 TESTBED = [str(Path(sys.executable).with_name("testbed"))]
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "smoke" / "pause.yaml"
 LONGEST = 25.0
 """Seconds after its start at which a run is struck, at most: it may be over by then."""
 PATIENCE = 40.0
+LONGEST_CUT = 12.0
+"""Seconds."""
 WAYS: dict[str, Sequence[signal.Signals]] = {
     "SIGINT": [signal.SIGINT],
     "SIGINT twice": [signal.SIGINT] * 2,
@@ -39,52 +43,49 @@ WAYS: dict[str, Sequence[signal.Signals]] = {
     "SIGHUP": [signal.SIGHUP],
     "SIGKILL": [signal.SIGKILL],
     "SIGKILL of both": [signal.SIGKILL],
+    CUT: [],
 }
 
 
-def main() -> int:
-    """Attack for some seconds; end with 1 where something was left or lost."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    draw, until, rounds, violations = random.Random(options.seed), time.monotonic() + options.seconds, 0, 0
-    print(f"seed {options.seed}", flush=True)
-    while time.monotonic() < until:
-        way, after = draw.choice(list(WAYS)), draw.uniform(0.5, LONGEST)
-        gap = draw.uniform(0.05, 1.5)
-        found = attack(way, after, gap)
-        rounds, violations = rounds + 1, violations + bool(found)
-        print(f"{rounds}: {way} after {after:.1f} s, {gap:.2f} s apart: {found or 'nothing left'}", flush=True)
-    print(f"{rounds} rounds, {violations} violations")
-    return 1 if violations else 0
+def drawn(seed: int) -> tuple[str, float, float]:
+    """Return the way of a seed, after how many seconds it strikes, and how many lie between its signals."""
+    draw = random.Random(seed)
+    way, after, gap = draw.choice(list(WAYS)), draw.uniform(0.5, LONGEST), draw.uniform(0.05, 1.5)
+    return way, after, LONGEST_CUT * gap / 1.5 if way == CUT else gap
 
 
-def attack(way: str, after: float, gap: float) -> str:
-    """Strike one run; say what is wrong then."""
-    with tempfile.TemporaryDirectory() as folder:
+def violations(way: str, after: float, gap: float) -> list[str]:
+    """Strike one run; return what is wrong then."""
+    with tempfile.TemporaryDirectory() as folder, proxied(Path(folder)) as proxy:
         os.environ["XDG_STATE_HOME"] = folder  # no run of anybody else's is counted, nor struck
         results = Path(folder) / "results"
         command = [*TESTBED, "run", str(SCENARIO), "--accept-links", "--out", str(results)]
+        environment = {**os.environ, "DOCKER_HOST": proxy.address} if way == CUT else None
         with (Path(folder) / "said").open("w+") as said:
-            run = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+            run = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True, env=environment)
             with suppress(subprocess.TimeoutExpired):
                 run.wait(after)
             known = set(runstate.runs())
+            if way == CUT:
+                proxy.cut()
+                time.sleep(gap)
+                proxy.mend()
             _strike(run, way, gap)
-            run.wait()
+            ended = run.wait()
             if way == "SIGKILL of both":
                 for each in known | set(runstate.runs()):
                     subprocess.run([*TESTBED, "down", each], stdout=said, stderr=said, check=False)
             wrong = _left(known | set(runstate.runs()))
             said.seek(0)
-            wrong += ["a traceback"] if "Traceback" in said.read() else []
+            text = said.read()
+            wrong += ["a traceback"] if "Traceback" in text else []
+            wrong += [f"status {ended}: {text[-500:]}"] if way == CUT and ended != 0 else []
         if (results / "manifest.json").exists():
             try:
                 files.load(results)
             except TestbedError as error:
                 wrong.append(f"results: {error}")
-        return ", ".join(wrong)
+        return [f"left: {each}" for each in wrong]
 
 
 def _strike(run: subprocess.Popen[bytes], way: str, gap: float) -> None:
@@ -109,7 +110,3 @@ def _left(runs: set[str]) -> list[str]:
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.5)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
