@@ -12,7 +12,9 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 from testbed.trace.events import Event
+from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
+from testbed.trace.record import Record
 
 LINK = Link(rate=8e6, delay=0.01)
 
@@ -138,3 +140,24 @@ def outcome(**changes: Any) -> Outcome:
 def write(folder: Path, trial: Trial, plan: Plan, outcome: Outcome) -> Path:
     """Write a run that is over into a folder."""
     return Recorder(folder, trial, plan, outcome.runtime).finish(outcome).path
+
+
+def record(**changes: Any) -> Record:
+    """The run as figures are computed from it; ``trial`` and what `outcome` takes may be others."""
+    own = changes.pop("trial", None) or trial()
+    return Record(outcome(**changes), own.experiment, plan())
+
+
+def calm_record(**changes: Any) -> Record:
+    """The same of a run that nothing disturbed."""
+    return record(**{"trial": trial(faults=()), "events": events(faulty=False)} | changes)
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    """What there is to say of the run."""
+    return metrics(outcome(**changes), trial().experiment, plan())
+
+
+def calm(**changes: Any) -> dict[str, Any]:
+    """What there is to say of a run that nothing disturbed."""
+    return metrics(outcome(**({"events": events(faulty=False)} | changes)), trial(faults=()).experiment, plan())

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
+from testbed.trace.phases import TABLE, phases
 from tests.helpers import recorded
 
 
@@ -90,3 +95,58 @@ def test_rounds_without_a_device_that_is_out_are_a_phase() -> None:
         ("kill worker1", 3, 2.0),
         ("after", 3, 1.0),
     ]
+
+
+@given(st.integers(0, 10**6))
+def test_phases_cover_the_run_once_and_are_named_after_what_goes_on_at_each_instant(seed: int) -> None:
+    draw = random.Random(seed)
+    events, windows = [], []
+    for number in range(draw.randint(0, 4)):
+        begin = draw.randint(0, 18)
+        end = draw.randint(begin, 20)
+        action, target = draw.choice(["throttle", "degrade"]), f"worker{number}"
+        events.append(fault(float(begin), action, target))
+        if draw.random() < 0.8:
+            events.append(fault(float(end), action, target, "undo"))
+        else:
+            end = 20
+        windows.append((f"{action} {target}", begin, end))
+    ended = Event(20.0, "a", "state", {"state": "finished"})
+    ordered = sorted([*steps([float(each) for each in range(1, 20)]), *events], key=lambda event: event.time)
+    record = recorded.record(events=[*ordered, ended])
+    found = {phase["name"]: phase["seconds"] for phase in phases(record)}
+    seconds: dict[frozenset[str], float] = {}
+    for second in range(20):
+        active = frozenset(name for name, begin, end in windows if begin <= second < end)
+        seconds[active] = seconds.get(active, 0) + 1
+    named = {frozenset(name.split(" + ")): each for name, each in found.items() if " " in name}
+    quiet = sum(each for name, each in found.items() if " " not in name)
+    if found:
+        assert named == {active: each for active, each in seconds.items() if active}
+        assert quiet == seconds.get(frozenset(), 0)
+        assert sum(found.values()) == pytest.approx(20.0)
+    else:
+        assert all(begin in (0, 20) and end in (0, 20) for _, begin, end in windows)
+
+
+def test_requests_count_where_they_lie_whole() -> None:
+    served = [
+        Event(time, "source", "request", {"request": place, "latency": 1.0})
+        for place, time in enumerate((1.5, 4.5, 6.0, 9.0))
+    ]
+    ended = Event(10.0, "a", "state", {"state": "finished"})
+    strikes = [fault(4.0, "throttle", "b"), fault(8.0, "throttle", "b", "undo")]
+    events = sorted([*served, *strikes, ended], key=lambda event: event.time)
+    found = phases(recorded.record(events=events))
+    # The second was under way when the fault struck; the last began as it was undone.
+    assert [(each["name"], each["requests"], each["latency"]) for each in found] == [
+        ("before", 1, 1.0),
+        ("throttle b", 1, 1.0),
+        ("after", 1, 1.0),
+    ]
+
+
+def test_a_phase_with_neither_steps_nor_requests_is_no_row_of_the_table() -> None:
+    found = measured([*steps([0.5, 1.0, 3.0, 5.0, 7.0]), fault(0.2, "throttle", "worker1")], 7.0)
+    assert len(found["phase_list"]) == 2
+    assert [each["name"] for each in TABLE.listed(found)] == ["throttle worker1"]
