@@ -258,8 +258,8 @@ def plan(
 ) -> Plan[RoundDetails]:
     """Return the plan for these portions; raises `InputError` where a device has too little memory.
 
-    ``copies``: for whom the server trains layers of its own, and from which on; one for all where devices train
-    ``in_turn``.
+    ``copies``: for whom the server trains layers of its own, and from which on; where devices train ``in_turn``, one
+    for all that have the same split point.
     """
     problem, server = team.problem, team.server
     depth, state_values = len(problem.model.units), problem.training.state_values
@@ -269,12 +269,14 @@ def plan(
         portion = portions[device.name]
         kept = training_bytes(problem.model, range(portion.split), team.batch(device), state_values)
         pieces.append(Piece(device=device.name, first=0, last=portion.split, memory=kept))
-    for name, first in (dict(list(copies.items())[:1]) if in_turn else copies).items():
-        mini_batch = team.batch(problem.device(name)) // portions[name].parallel
+    held = [([name], first, name) for name, first in copies.items()]
+    if in_turn:
+        of = {first: [name for name in copies if copies[name] == first] for first in copies.values()}
+        held = [(names, first, None) for first, names in of.items()]
+    for names, first, copy_for in held:
+        mini_batch = max(team.batch(problem.device(name)) // portions[name].parallel for name in names)
         kept = training_bytes(problem.model, range(first, depth), mini_batch, state_values)
-        pieces.append(
-            Piece(device=server.name, first=first, last=depth, memory=kept, copy_for=None if in_turn else name)
-        )
+        pieces.append(Piece(device=server.name, first=first, last=depth, memory=kept, copy_for=copy_for))
     times = [portion.round_time for portion in portions.values()]
     averaging = aggregation_time(problem.model, server, 1 if in_turn else len(times))
     found: Plan[RoundDetails] = Plan(
