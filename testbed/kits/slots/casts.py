@@ -121,7 +121,9 @@ class Acknowledged:
         self._mailbox.start(self._mailbox.cast([message.sender], answer))
 
     def _acknowledged(self, answer: Heard) -> None:
-        missing = self._missing.get((answer.what, answer.batch, answer.layer), set())
+        missing = self._missing.get((answer.what, answer.batch, answer.layer))
+        if missing is None:
+            return  # of a cast that is over: its slot had no time left
         missing.discard(answer.sender)
         if not missing and self._complete is not None and not self._complete.done():
             self._complete.set_result(None)
