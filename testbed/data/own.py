@@ -176,11 +176,14 @@ def _unsound(what: str) -> str:
 def _labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
     """Return labels of float32 or int64."""
     least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
-    if labels.dtype.kind not in "uif" or labels.min() < least or not np.isfinite(labels).all():
-        is_ = f"labels {labels.shape} of {labels.dtype}"
-        text = f"{what}: {is_}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
-        raise InputError(text, key)
-    return labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
+    if labels.dtype.kind in "uif" and labels.min() >= least:
+        with np.errstate(over="ignore"):
+            found = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
+        if np.isfinite(found).all():
+            return found
+    is_ = f"labels {labels.shape} of {labels.dtype}"
+    text = f"{what}: {is_}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
+    raise InputError(text, key)
 
 
 def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:

@@ -74,7 +74,8 @@ def _csv(place: Path) -> dict[str, npt.NDArray[Any]]:
     for number, row in enumerate(body, 2):
         if len(row) != len(header):
             raise InputError(f"{place}:{number}: has {len(row)} cells, the first line {len(header)}", _PATH)
-    return {name.strip(): np.array(column) for name, column in zip(header, zip(*body, strict=True), strict=True)}
+    names = _unlike(place, [name.strip() for name in header])
+    return {name: np.array(column) for name, column in zip(names, zip(*body, strict=True), strict=True)}
 
 
 def _parquet(place: Path) -> dict[str, npt.NDArray[Any]]:
@@ -83,12 +84,19 @@ def _parquet(place: Path) -> dict[str, npt.NDArray[Any]]:
         table = parquet.read_table(place)
     except (OSError, ValueError) as error:  # what pyarrow raises is a ValueError, too
         raise InputError(f"{place}: cannot be read as Parquet: {error}", _PATH) from None
-    return {name: table.column(name).to_numpy() for name in table.column_names}
+    return {name: table.column(name).to_numpy() for name in _unlike(place, table.column_names)}
+
+
+def _unlike(place: Path, names: Sequence[str]) -> Sequence[str]:
+    """Return the names of columns; raises `InputError` where two are alike."""
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise InputError(f"{place}: has two columns '{twice[0]}': rename one", _PATH)
+    return names
 
 
 def _numbers(place: Path, name: str, cells: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return a column's cells as whole numbers, numbers, or words numbered in the order of the alphabet."""
-    empty = [row for row, cell in enumerate(cells) if str(cell).strip() in ("", "None", "nan")]
+    empty = [row for row, cell in enumerate(cells) if str(cell).strip().lower().lstrip("+-") in ("", "none", "nan")]
     if empty:
         text = f"{place}: column '{name}' holds nothing in row {empty[0] + 1}: fill it or leave the row out"
         raise InputError(text, _PATH)

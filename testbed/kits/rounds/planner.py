@@ -269,7 +269,7 @@ def plan(
         portion = portions[device.name]
         kept = training_bytes(problem.model, range(portion.split), team.batch(device), state_values)
         pieces.append(Piece(device=device.name, first=0, last=portion.split, memory=kept))
-    held = [([name], first, name) for name, first in copies.items()]
+    held: list[tuple[list[str], int, str | None]] = [([name], first, name) for name, first in copies.items()]
     if in_turn:
         of = {first: [name for name in copies if copies[name] == first] for first in copies.values()}
         held = [(names, first, None) for first, names in of.items()]

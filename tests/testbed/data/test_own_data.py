@@ -106,6 +106,8 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     [
         ({"train_labels": LABELS[:7]}, "30 samples and 7 labels"),
         ({"train_labels": LABELS[:30] - 2}, "whole numbers from 0"),
+        ({"train_labels": np.full(30, 1e300)}, "finite numbers of float32"),
+        ({"train_labels": np.full(30, np.nan)}, "finite numbers of float32"),
         ({"test_images": IMAGES[30:, :, :2]}, "give both one shape"),
         ({"train_images": np.full((30, 4), np.nan)}, "hold values that are no finite numbers"),
         ({"train_images": np.full((30, 4), 1e300)}, "hold values that are no finite numbers of float32"),

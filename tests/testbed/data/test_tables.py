@@ -13,6 +13,7 @@ from controller.cli.main import testbed as command
 from testbed.common.errors import InputError
 from testbed.data import load
 from testbed.data.split import split
+from testbed.data.tables import read as read_table
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
@@ -146,3 +147,72 @@ def test_a_look_shows_classes_and_who_would_own_what(tmp_path: Path, capsys: pyt
     )
     command.main(["models", str(net), "build", "--data", f"{own}:load", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["input"] == [5]
+
+
+def of(folder: Path, text: str, label: str | None = "price", columns=None, group: str | None = None):
+    file = folder / "own.csv"
+    file.write_text(text)
+    return read_table(file, label, columns, group)
+
+
+def test_columns_are_whole_numbers_numbers_or_words_in_the_order_of_the_alphabet(tmp_path: Path) -> None:
+    text = "town,size,rooms,sold,price\nx,5,1.5,True,3\na,7,2,False,0\n"
+    words = of(tmp_path, text, columns=["town", "size", "sold"])
+    assert words.samples.tolist() == [[1, 5, 1], [0, 7, 0]]
+    assert words.samples.dtype == np.int64
+    assert words.labels.tolist() == [3, 0]
+    mixed = of(tmp_path, text)
+    assert mixed.samples.dtype == np.float32
+    assert mixed.samples.tolist() == [[1, 5, 1.5, 1], [0, 7, 2, 0]]
+    assert mixed.groups is None
+
+
+def test_the_column_that_splits_is_no_part_of_a_sample_unless_it_is_named(tmp_path: Path) -> None:
+    text = "town,size,price\nx,5,1\na,7,0\nx,8,0\n"
+    found = of(tmp_path, text, group="town")
+    assert found.samples.tolist() == [[5], [7], [8]]
+    assert found.groups.tolist() == [1, 0, 1]
+    assert of(tmp_path, text, columns=["town", "size"], group="town").samples.shape == (3, 2)
+
+
+def test_columns_of_several_inputs(tmp_path: Path) -> None:
+    text = "town,size,rooms,price\nx,5,1.5,1\na,7,2,0\n"
+    found = of(tmp_path, text, columns={"where": ["town"], "what": ["size", "rooms"]})
+    assert {name: each.tolist() for name, each in found.samples.items()} == {
+        "where": [[1], [0]],
+        "what": [[5, 1.5], [7, 2]],
+    }
+    assert [each.dtype for each in found.samples.values()] == [np.int64, np.float32]
+
+
+@pytest.mark.parametrize("cell", ["", " ", "nan", "NaN", "NAN", "None", "-nan"])
+def test_cells_that_hold_no_number_are_refused_however_they_are_written(tmp_path: Path, cell: str) -> None:
+    with pytest.raises(InputError, match="column 'size' holds nothing in row 2"):
+        of(tmp_path, f"size,price\n5,1\n{cell},0\n")
+
+
+def test_names_of_columns_may_have_blanks_and_a_byte_order_mark_before_them(tmp_path: Path) -> None:
+    assert of(tmp_path, "\ufeffsize, price\n5,1\n\n7,0\n").samples.tolist() == [[5], [7]]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"own\.csv: has two columns 'size': rename one"):
+        of(tmp_path, "size,size,price\n5,6,1\n7,8,0\n")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="needs pyarrow: the extra `frames`")
+def test_two_columns_of_one_name_are_refused_in_parquet_too(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    file = tmp_path / "own.parquet"
+    parquet.write_table(pyarrow.table([[1], [2], [3]], names=["size", "size", "price"]), file)
+    with pytest.raises(InputError, match=r"own\.parquet: has two columns 'size': rename one"):
+        read_table(file, "price", None, None)
+
+
+def test_a_table_without_a_label_says_which_columns_there_are(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has the columns size, price: name the one of the labels"):
+        of(tmp_path, "size,price\n5,1\n", label=None)
+    with pytest.raises(InputError, match="a sample needs one at least"):
+        of(tmp_path, "price\n1\n")
