@@ -48,11 +48,14 @@ def test_ratios_are_taken_repetition_by_repetition(tmp_path: Path) -> None:
         {"figure": "step_time", "at": gpipe, "over": one, "value": 2.5, "expect": ">= 2.5"},
         {"figure": "step_time", "at": one, "over_figure": "predicted_step_time"},
         {"figure": "plan.none", "at": one},
+        {"figure": "step_time", "at": gpipe, "minus": one, "value": "2s", "claim": "ranking"},
     )
-    time, ratio, predicted, absent = reproduction.reproduce(part, runs)
+    time, ratio, predicted, absent, less = reproduction.reproduce(part, runs)
     assert (time.ours, time.paper, time.ratio, time.runs, time.holds) == (4.0, 2.0, 2.0, 2, True)
     assert (ratio.ours, ratio.half_width, ratio.holds) == (2.0, 0.0, False)
     assert predicted.ours == pytest.approx(2.0 / 0.9)
+    assert (less.ours, less.kind, less.outcome) == (2.0, "seconds", "reproduced")
+    assert (time.outcome, ratio.outcome, absent.outcome) == ("not reproduced", "not reproduced", None)
     assert (absent.ours, absent.ratio, absent.runs) == (None, None, 0)
     reproduction.write(tmp_path, part, [time, ratio, predicted, absent])
     paper.write(tmp_path, part, [time, ratio, predicted, absent], runs)

@@ -1,0 +1,75 @@
+"""What is run again of publications' figures, and what the documentation shows of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from controller.lab.paths import ROOT
+from controller.results import papers
+from controller.results.reproduction import outcome
+from testbed.common.errors import InputError
+from testbed.scenario.schema import PaperRow
+
+DOCS = ROOT / "docs"
+
+
+def row(**keys: object) -> PaperRow:
+    return PaperRow.model_validate({"name": "row", "figure": "accuracy", **keys})
+
+
+@pytest.mark.parametrize(
+    ("kind", "paper", "ours", "reading", "word"),
+    [
+        ("seconds", 10.0, 10.5, "", "reproduced"),
+        ("seconds", 10.0, 10.51, "", "not reproduced"),
+        ("seconds", 10.0, 9.5, "so", "reproduced under a stated reading"),
+        ("share", 0.1276, 0.157, "", "reproduced"),
+        ("share", 0.1276, 0.16, "so", "not reproduced"),
+        ("seconds", None, 1.0, "", None),
+        ("seconds", 1.0, None, "", None),
+    ],
+)
+def test_a_figure_is_reproduced_within_five_percent_and_a_share_within_three_points(kind, paper, ours, reading, word):
+    assert outcome(row(), kind, paper, ours, reading) == word
+
+
+def test_a_ranking_is_reproduced_on_the_same_side():
+    over, minus = (row(claim="ranking", **{key: {"a": 1}}) for key in ("over", "minus"))
+    assert outcome(over, "number", 1.2, 3.0, "") == "reproduced"
+    assert outcome(over, "number", 1.2, 0.99, "") == "not reproduced"
+    assert outcome(minus, "share", 0.2, 0.01, "") == "reproduced"
+    assert outcome(minus, "share", 0.2, -0.01, "") == "not reproduced"
+
+
+def test_what_is_changed_of_a_scenario_makes_it_stale_and_how_long_it_may_take_does_not():
+    usual = papers.Entry("stahl-example")
+    kept = {"stahl-example": {"digest": usual.digest()}}
+    assert papers.stale([usual, papers.Entry("stahl-example", ("time_limit=5h",))], kept) == []
+    other = papers.Entry("stahl-example", ("seed=7",))
+    assert papers.stale([usual, other], kept) == [other]
+    assert papers.stale([usual], {}) == [usual]
+
+
+def test_runs_that_did_not_finish_are_no_result(tmp_path: Path) -> None:
+    entry = papers.Entry("stahl-example")
+    with pytest.raises(InputError, match="a run of stahl-example is not there: run 'testbed papers' again"):
+        papers.result(entry, tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"status": "running"}))
+    with pytest.raises(InputError, match="a run of stahl-example was cut off"):
+        papers.result(entry, tmp_path)
+
+
+def test_the_page_has_what_was_kept_and_nothing_typed_by_hand() -> None:
+    page = (DOCS / papers.PAGE).read_text(encoding="utf-8")
+    kept = papers.kept(DOCS)
+    assert papers.written(page, kept) == page
+    for name in kept:
+        assert f"<!-- papers: {name} -->" in page
+
+
+def test_every_listed_scenario_can_be_run() -> None:
+    names = [entry.scenario for entry in papers.listed(DOCS) if entry.digest()]
+    assert len(names) == len(set(names))
