@@ -15,7 +15,7 @@ from controller.report.comparison import BAND, curve, mean_line
 from controller.report.plots import SERIES, Axis, Bars, Draw, Line, bar_plot, line_plot, save_all
 from controller.report.tables import Cell, Column, Section, figures
 from controller.report.terminal import VERDICTS, where
-from controller.results.reproduction import ReproducedRow
+from controller.results.reproduction import ReproducedRow, table
 from controller.results.run import Run, point_text, value_text
 from testbed.common import formats
 from testbed.scenario.paper import is_at
@@ -34,16 +34,6 @@ def write(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Se
 def markdown(part: PaperPart, rows: Sequence[ReproducedRow]) -> str:
     """Return the table as Markdown."""
     return "\n".join([f"# {part.source}", "", *table(rows)]) + "\n"
-
-
-def table(rows: Sequence[ReproducedRow]) -> list[str]:
-    """Return the lines of the table in Markdown."""
-    lines = ["| | paper | ours | ± | ratio | runs | | note |", "|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        cells = [formats.of_kind(row.kind, value) for value in (row.paper, row.ours, row.half_width)]
-        ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
-        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.outcome or '', row.note])} |")
-    return lines
 
 
 def show(console: Console, source: str, rows: Sequence[ReproducedRow], folder: Path) -> None:

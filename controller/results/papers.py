@@ -16,10 +16,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from controller.report.paper import table
 from controller.results.manifest import RUNNING
 from controller.results.recorder import scenario_yaml
-from controller.results.reproduction import Outcome, ReproducedRow
+from controller.results.reproduction import Outcome, ReproducedRow, table
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load, read_keys
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from controller.results.run import Run, point_text
 from controller.results.summary import CONFIDENCE, all_figures, interval, is_number
+from testbed.common import formats
 from testbed.common.conditions import parse_condition
 from testbed.common.formats import FigureKind
 from testbed.scenario.expect import look_up
@@ -161,6 +162,16 @@ def figure(run: Run, name: str) -> float | None:
         run.plan.details.model_dump(mode="json") if name.startswith(PLAN) else run.metrics, name.removeprefix(PLAN)
     )
     return float(value) if is_number(value) else None
+
+
+def table(rows: Sequence[ReproducedRow]) -> list[str]:
+    """Return the lines of the table in Markdown."""
+    lines = ["| | paper | ours | ± | ratio | runs | | note |", "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = [formats.of_kind(row.kind, value) for value in (row.paper, row.ours, row.half_width)]
+        ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
+        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.outcome or '', row.note])} |")
+    return lines
 
 
 def write(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow]) -> None:
