@@ -125,7 +125,7 @@ def _scenario_table(scenarios: Sequence[Shipped]) -> str:
 def paper_pages(scenarios: Sequence[Shipped]) -> Iterator[tuple[str, str]]:
     """Yield place and text of each paper's page, and of the one before them."""
     head, *sections = re.split(r"(?m)^(?=## )", (ROOT / EXTRA).read_text())
-    pages = {family: [part for part in sections if f"papers/{family}" in part] for family in PAPERS}
+    pages = {family: [part for part in sections if re.search(f"papers(/|: ){family}", part)] for family in PAPERS}
     if sorted(part for parts in pages.values() for part in parts) != sorted(sections):
         raise ValueError(f"{EXTRA}: each section has to name scenarios of one paper")
     listed = "".join(f"- [{title}]({family}.md)\n" for family, title in PAPERS.items())
