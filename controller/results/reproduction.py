@@ -20,9 +20,9 @@ from testbed.scenario.schema import PaperPart, PaperRow
 from testbed.trace.figures import Figure
 
 CLOSE = 0.05
-"""Of the paper's figure: ours is the same if it differs by no more."""
+"""By how much ours may differ, as a share of the paper's figure."""
 POINTS = 0.03
-"""The same of a share, such as an accuracy: three points."""
+"""By how much a share, such as an accuracy, may differ: three points."""
 Outcome = Literal["reproduced", "reproduced under a stated reading", "not reproduced"]
 
 
