@@ -222,6 +222,10 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
         return ()
 
+    def advice(self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]) -> tuple[str, ...]:
+        """Return what is probably not meant, each with what to do, for `testbed plan` and `validate`; pure."""
+        return ()
+
     def draw(self, plan: Plan[MethodDetails]) -> str | None:
         """Draw the order of the work in lines of text, for `testbed plan`; None where there is nothing to draw."""
         return None

@@ -98,6 +98,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "even_step_time": _even_time(prepared),
         "schedule": prepared.method.draw(chosen),
         "alternatives": [asdict(each) for each in prepared.method.alternatives(problem)],
+        "advice": prepared.method.advice(problem, chosen),
         "details": chosen.details.model_dump(mode="json"),
     }
 
@@ -253,6 +254,8 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
         even = described["even_step_time"]
         other = "" if even is None else f" ({formats.seconds(even)} with partition: even)"
         console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]{other}")
+    for text in described["advice"]:
+        console.print(f"[yellow]{text}[/yellow]", soft_wrap=True)
     _print_hosts(console, described.get("hosts", ()))
     if described["data"]:
         console.print()

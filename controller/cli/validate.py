@@ -37,6 +37,8 @@ def validate(scenarios: tuple[str, ...], overrides: tuple[str, ...], as_json: bo
         for result in results:
             if result["ok"]:
                 click.echo(f"ok {result['file']}: {result['summary']}")
+                for text in result["advice"]:
+                    click.echo(f"   {text}")
             for error in result["errors"]:
                 click.echo(visible(error), err=True)
     if not all(result["ok"] for result in results):
@@ -53,8 +55,8 @@ def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         scenario = load(name, overrides)
         file = scenario.source.file
         runs = trials(scenario)
-        for each in runs if not in_results(scenario) else ():
-            prepare(each)
+        prepared = [prepare(each) for each in (runs if not in_results(scenario) else ())]
+        advice = [text for each in prepared for text in each.method.advice(each.problem, each.plan)]
     except InputError as error:
         return {"file": file, "ok": False, "errors": str(error).split("\n")}
     first = runs[0].experiment
@@ -63,7 +65,14 @@ def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     summary = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counted)
     if in_results(scenario):
         summary += "; its Python files, which lie among results, were not executed: no plan was checked"
-    return {"file": file, "ok": True, "runs": len(runs), "summary": summary, "errors": []}
+    return {
+        "file": file,
+        "ok": True,
+        "runs": len(runs),
+        "summary": summary,
+        "errors": [],
+        "advice": [*dict.fromkeys(advice)],
+    }
 
 
 @click.command()

@@ -4,11 +4,11 @@ from testbed.kits.messaging.membership import Hello
 from testbed.kits.rounds.client import send_difference
 from testbed.kits.rounds.messages import Begin, Begun, Update
 from testbed.kits.rounds.method import Hooks, RoundMethod, global_model
-from testbed.kits.rounds.options import RoundOptions
+from testbed.kits.rounds.options import TransferOptions
 from testbed.kits.rounds.server import Trained, mean
 
 
-class FedBuffOptions(RoundOptions):
+class FedBuffOptions(TransferOptions):
     """Options of `FedBuff`."""
 
     buffer: int = 2

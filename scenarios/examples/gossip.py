@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
 from testbed.common.seeds import derive
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.transfer import Precision, codecs
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.rounds.averaging import average
 from testbed.kits.rounds.consensus import CONSENSUS, Consensus, Snapshot
@@ -26,6 +28,8 @@ class GossipOptions(RoundOptions):
 
     patience: float = 10.0
     """Seconds for which the first device waits for others' weights when it scores them."""
+    transfer: Precision = "f32"
+    """How weights travel to a neighbour."""
 
 
 class Gossip(RoundMethod[GossipOptions]):
@@ -36,6 +40,7 @@ class Gossip(RoundMethod[GossipOptions]):
     Options = GossipOptions
     declared = CONSENSUS
     takes_weights = False
+    refuses: ClassVar = {"ema": "no device has the weights of all"}
 
     def hooks(self, options):
         """Train as in federated averaging."""
@@ -53,7 +58,8 @@ class Gossip(RoundMethod[GossipOptions]):
         """Train a round, send, average with what has come; let the first device score everyone's weights."""
         problem, draw = job.problem, random.Random(derive(job.problem.seed, "gossip", device.name))
         neighbours = [to for one, to in problem.links if one == device.name]
-        async with Mailbox(device, problem.links, (Weights, Snapshot)) as mailbox:
+        by = codecs(weights=problem.options.transfer)
+        async with Mailbox(device, problem.links, (Weights, Snapshot), codecs=by) as mailbox:
             training, consensus = local_training(device, job), Consensus(mailbox, job, problem.options.patience)
             state = training.layers.weights()
             for number in range(training.length.rounds):

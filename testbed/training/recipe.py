@@ -17,6 +17,7 @@ from testbed.training.metrics import Metric, aligned, make
 from testbed.training.optimizers import AVERAGE, MOMENTUM, Kept, Measured, Optimizer, Sgd, TorchOptimizer, measure
 from testbed.training.schedules import Schedule
 from testbed.training.schema import TrainingPart
+from testbed.training.sequences import read_right, temporal_loss
 
 if TYPE_CHECKING:
     import torch
@@ -96,11 +97,22 @@ class Recipe:
         """
         import torch
 
+        if isinstance(self._criterion, torch.nn.CTCLoss):
+            return temporal_loss(self._criterion, outputs, labels) * (len(labels) / samples)
         outputs = aligned(outputs, labels)
         if self._criterion is None and labels.ndim == 1:
             return torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / samples
         found: torch.Tensor = (self._criterion or torch.nn.functional.cross_entropy)(outputs, labels)
         return found if len(labels) == samples else found * (len(labels) / samples)
+
+    def right(self, outputs: torch.Tensor, labels: torch.Tensor) -> tuple[int, int]:
+        """Return how many answers are right, and how many there are: of samples, (samples, ...), or their tokens."""
+        import torch
+
+        if isinstance(self._criterion, torch.nn.CTCLoss):
+            return read_right(self._criterion.blank, outputs, labels), len(labels)
+        counted = labels >= 0
+        return int(((aligned(outputs, labels).argmax(dim=1) == labels) & counted).sum()), int(counted.sum())
 
     def prepare(self, gradients: Mapping[str, torch.Tensor], norms: torch.Tensor | None) -> None:
         """Clip gradients in place; ``norms`` are those of all the model's, (tensors,), if these are not all."""

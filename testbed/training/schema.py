@@ -145,7 +145,7 @@ class TrainingPart(Part):
         gt=0,
         lt=1,
         description="evaluate, and leave, the exponential moving average of the weights: this share of the average "
-        "before each update is kept",
+        "before each update is kept; in rounds, before each round",
     )
 
     @property

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from controller.cli.main import testbed as command_line
-from controller.running.inputs import InitialWeights
+from controller.running.inputs import InitialWeights, load_data
+from testbed.common.errors import InputError
+from testbed.methods import METHODS
+from testbed.models import create
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed.simulation import simulate
+from tests.helpers.runs import scenario
 
 FIRST = """\
 name: first
@@ -105,3 +111,35 @@ def test_a_method_that_does_not_say_that_it_takes_weights_is_not_given_any(tmp_p
     done = CliRunner().invoke(command_line, careless(tmp_path, "return", takes=False))
     assert "'careless' begins with weights drawn from the seed, and reads none" in str(done.exception)
     assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"program"}))
+def test_every_method_begins_with_given_weights_or_refuses_them(name, tmp_path):
+    method = METHODS[name]
+    key = {"task": "train", "steps": 1} if "train" in method.tasks else {"task": "infer"}
+    own = name in ("federated", "split-learning", "split-federated", "pipelearn")
+    data = {"name": "digits", "train": 64, "test": 40, "split": "iid" if own else "lead"}
+    radio = {"topology": "mesh", "link": {"rate": "20mbit", "delay": "1ms"}, "cells": [{"rate": "20mbit"}]}
+    model = {"name": "mlp", "hidden": [12, 10, 8], "weights": str(tmp_path / "given.safetensors")}
+    still = {"optimizer": {"learning_rate": 1e-12}}
+    work = {"data": data, "model": model, "training": still if "train" in method.tasks else {}, **key}
+    network = radio if name in ("edgepipe", "versatile") else {"topology": "mesh", "link": radio["link"]}
+    described = scenario(2 if own else 3, workload=work, method={"name": name}, network=network)
+    if "steps" not in key:
+        described = scenario(3, workload={**work, "steps": None}, method={"name": name}, network=network)
+    whole = create("mlp", {"hidden": [12, 10, 8]}, (1, 8, 8), 10)
+    given = {key: value * 1.5 for key, value in whole.build(0, len(whole.units), 99).state_dict().items()}
+    save_file(given, tmp_path / "given.safetensors")
+    if not method.takes_weights:
+        with pytest.raises(InputError, match="leave this out"):
+            prepare(trials(described)[0])
+        return
+    prepared = prepare(trials(described)[0])
+    read: list[str] = []
+    outcome = simulate(prepared, load_data(prepared), lambda event: read.append(event.event), given)
+    assert outcome.status == "finished", outcome.error
+    assert "weights" in read
+    if "train" in method.tasks:
+        left = {key: tensor for key, tensor in outcome.weights.items() if key in given}
+        assert left.keys() == given.keys()
+        assert all(torch.allclose(left[key], given[key], atol=1e-6) for key in given)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from testbed.training.metrics import aligned, update
+from testbed.training.metrics import update
 from testbed.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -46,9 +46,8 @@ class Score:
         wanted = torch.from_numpy(labels)
         self.samples += len(labels)
         if not wanted.is_floating_point():
-            counted = wanted >= 0
-            self._answers += int(counted.sum())
-            self._correct += int(((aligned(outputs, wanted).argmax(dim=1) == wanted) & counted).sum())
+            right, answers = self._training.right(outputs, wanted)
+            self._correct, self._answers = self._correct + right, self._answers + answers
         self._loss += float(self._training.loss(outputs, wanted, 1))
         for name, metric in self._metrics.items():
             update(metric, name, outputs, wanted)

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from testbed.kits.layers.shard import Adjust, Shard, State
+from testbed.kits.layers.shard import Adjust, Rows, Shard, State
 from testbed.kits.layers.versions import Versions
 from testbed.method import Problem
 from testbed.models.chain import Model
@@ -58,7 +58,9 @@ class ShapeShard:
         self.versions = Versions(torch.nn.Module())
         self._kept: dict[Hashable, tuple[int, ...]] = {}
 
-    def forward(self, key: Hashable, inputs: torch.Tensor, version: int | None = None) -> torch.Tensor:
+    def forward(
+        self, key: Hashable, inputs: torch.Tensor, version: int | None = None, rows: Rows | None = None
+    ) -> torch.Tensor:
         """Return outputs of the shape that `Shard.forward` gives."""
         self._kept[key] = tuple(inputs.shape)
         return self.infer(inputs)
@@ -66,7 +68,13 @@ class ShapeShard:
     forward_lightly = forward
 
     def forward_loss(
-        self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int, version: int | None = None
+        self,
+        key: Hashable,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        samples: int,
+        version: int | None = None,
+        rows: Rows | None = None,
     ) -> float:
         """Return no number, whatever the shapes of inputs and labels."""
         self._kept[key] = tuple(inputs.shape)

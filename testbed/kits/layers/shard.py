@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 State = Mapping[str, "torch.Tensor"]
 """Weights and buffers as `Model.build` names them, and the optimizer's state by ``kind:name``, such as momentum."""
+Key = tuple[Hashable, Hashable]
+"""The batch and the micro-batch that a forward is of."""
+Rows = tuple[int, int]
+"""Where in its batch a micro-batch begins, and the samples of the batch: it draws what the batch as a whole would."""
 Adjust = Callable[[str, "torch.Tensor", "torch.Tensor"], None]
 """Takes the name of a trained tensor, its values and their gradient, of one shape, and alters the gradient in place."""
 
@@ -75,19 +80,21 @@ class Shard:
         self._postponed: dict[Hashable, Callable[[], object]] = {}
         """Forwards that are done again, this time keeping what backward needs, just before their backward."""
 
-    def forward(self, key: Hashable, inputs: torch.Tensor, version: int | None = None) -> torch.Tensor:
+    def forward(
+        self, key: Key, inputs: torch.Tensor, version: int | None = None, rows: Rows | None = None
+    ) -> torch.Tensor:
         """Return the outputs for a micro-batch, keeping what its `backward` needs.
 
         ``inputs`` is (samples, ...) of the shape that the cut before ``first`` has (`Model.crossing`; several tensors
         flattened and joined, (samples, values)), the result likewise of the cut before ``last``. ``version``: which
-        weights to compute with, in asynchronous training; None: the newest.
+        weights to compute with, in asynchronous training; None: the newest. ``rows``: None: it is a whole batch.
         """
         inputs = inputs.detach().requires_grad_(self.first > 0)
-        outputs = self._train(key, inputs, version)
+        outputs = self._train(key, inputs, version, rows)
         self._kept[key] = (inputs, outputs)
         return outputs.detach()
 
-    def forward_lightly(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
+    def forward_lightly(self, key: Key, inputs: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         """Return the outputs, (samples, ...), keeping nothing but the inputs: `backward` computes them again (GPipe).
 
         The second time draws what the first one drew and leaves the running statistics alone.
@@ -95,19 +102,25 @@ class Shard:
         import torch
 
         with torch.no_grad():
-            outputs = self._run(key, inputs)
-        self._postponed[key] = partial(self._again, key, inputs)
+            outputs = self._run(key, inputs, rows)
+        self._postponed[key] = partial(self._again, key, inputs, rows)
         return outputs
 
-    def _again(self, key: Hashable, inputs: torch.Tensor) -> None:
+    def _again(self, key: Key, inputs: torch.Tensor, rows: Rows | None) -> None:
         inputs = inputs.detach().requires_grad_(self.first > 0)
         with self._statistics.set_aside(key):
-            outputs = self._run(key, inputs)
+            outputs = self._run(key, inputs, rows)
         self._statistics.drop(key)
         self._kept[key] = (inputs, outputs)
 
     def forward_loss(
-        self, key: Hashable, inputs: torch.Tensor, labels: torch.Tensor, samples: int, version: int | None = None
+        self,
+        key: Key,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        samples: int,
+        version: int | None = None,
+        rows: Rows | None = None,
     ) -> float:
         """Forward through the model's end; return this micro-batch's part of the batch's mean loss.
 
@@ -116,12 +129,12 @@ class Shard:
         to the mean, and their gradients to its gradient, however unevenly the batch was split.
         """
         inputs = inputs.detach().requires_grad_(self.first > 0)
-        outputs = self._train(key, inputs, version)
+        outputs = self._train(key, inputs, version, rows)
         loss = self._training.loss(outputs, labels, samples)
         self._kept[key] = (inputs, loss)
         return float(loss.detach())
 
-    def backward(self, key: Hashable, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
+    def backward(self, key: Key, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
         """Add up the gradients of a micro-batch; return the gradient of its inputs, None at the model's begin.
 
         ``gradient`` is that of the outputs and of their shape, the result of the inputs' shape. None where the forward
@@ -227,30 +240,41 @@ class Shard:
         for parameter in self._module.parameters():
             parameter.grad = None
 
-    def _train(self, key: Hashable, inputs: torch.Tensor, version: int | None) -> torch.Tensor:
+    def _train(self, key: Key, inputs: torch.Tensor, version: int | None, rows: Rows | None) -> torch.Tensor:
         if version is None:
-            return self._run(key, inputs)
+            return self._run(key, inputs, rows)
         self.versions.use(version)
         with self._statistics.set_aside(key):
-            return self._run(key, inputs)
+            return self._run(key, inputs, rows)
 
-    def _run(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the units one by one; where any draws random numbers, each by a seed of its own for this key.
+    def _run(self, key: Key, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        """Run the units one by one; where any draws random numbers, each by a seed of its own for this batch.
 
-        So the draws depend neither on where the model is cut nor on what other devices of the process do.
+        So the draws depend neither on where the model is cut, nor on how many parts a batch is of, nor on what other
+        devices of the process do.
         """
         import torch
 
+        begin, samples = rows or (0, len(inputs))
+
         def seeded(name: str) -> None:
-            torch.manual_seed(derive(self._seed, "draws", name, repr(key)))
+            torch.manual_seed(derive(self._seed, "draws", name, repr((key[0], 0) if rows else key)))
 
         if self._draws:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), self._of_batch(begin, len(inputs), samples):
                 outputs = self._module(inputs, seeded)
         else:
             outputs = self._module(inputs)
         assert isinstance(outputs, torch.Tensor)
         return outputs
+
+    @staticmethod
+    def _of_batch(begin: int, count: int, samples: int) -> AbstractContextManager[object]:
+        if count == samples:
+            return nullcontext()
+        from testbed.kits.layers.draws import RowsOfBatch
+
+        return RowsOfBatch(begin, count, samples)
 
 
 def _taken(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:

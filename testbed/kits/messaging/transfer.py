@@ -16,8 +16,11 @@ from testbed.wire.message import Message
 if TYPE_CHECKING:
     import torch
 
-Precision = Literal["f32", "f16", "bf16", "int8"]
-HOW = "f32, f16, bf16, or int8 with one scale for each tensor"
+Precision = Literal["f32", "f16", "bf16", "int8", "int8-channel"]
+HOW = (
+    "f32, f16, bf16, int8 with one scale for each tensor, or int8-channel with one for each output channel of a weight "
+    "and each sample of an activation"
+)
 _SCALE, _INDEX, _SHAPE = "~scale", "~index", "~shape"
 
 
@@ -84,13 +87,21 @@ class _Cast:
         return parts[""].float()
 
 
+@dataclass(frozen=True)
 class _Int8:
+    channels: bool = False
+    """Whether each entry of the first axis has a scale of its own."""
     share = 0.25
 
     def pack(self, tensor: torch.Tensor) -> Parts:
         import torch
 
-        scale = (tensor.abs().amax() / 127).reshape(1) if tensor.numel() else tensor.new_zeros(1)
+        scale = tensor.new_zeros(1)
+        if tensor.numel():
+            channels = len(tensor) if self.channels and tensor.ndim > 1 else 1
+            scale = tensor.reshape(channels, -1).abs().amax(1) / 127
+            if channels > 1:
+                scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
         values = (tensor / torch.where(scale > 0, scale, torch.ones_like(scale))).round().clamp(-127, 127)
         return {"": values.to(torch.int8), _SCALE: scale}
 
@@ -123,7 +134,13 @@ def codec(how: Precision | LargestPart) -> Codec | None:
     """Return what carries tensors so; None for float32 as it is."""
     if isinstance(how, LargestPart):
         return _Largest(how.top_k)
-    return {"f32": None, "f16": _Cast("float16"), "bf16": _Cast("bfloat16"), "int8": _Int8()}[how]
+    casts: dict[str, Codec] = {
+        "f16": _Cast("float16"),
+        "bf16": _Cast("bfloat16"),
+        "int8": _Int8(),
+        "int8-channel": _Int8(channels=True),
+    }
+    return casts.get(how)
 
 
 def share(how: Precision | LargestPart) -> float:

@@ -64,14 +64,14 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
         for index, shard in enumerate(shards):
             cost = costs.forward(units[index : index + 1], samples)
             if index + 1 < len(shards):
-                values = await timed(forward, index, partial(shard.forward, run, values), cost)
+                values = await timed(forward, index, partial(shard.forward, (run, 0), values), cost)
             else:
-                await timed(forward, index, partial(shard.forward_loss, run, values, labels, samples), cost)
+                await timed(forward, index, partial(shard.forward_loss, (run, 0), values, labels, samples), cost)
         gradient: torch.Tensor | None = None
         for index in reversed(range(len(shards))):
             one, shard = units[index : index + 1], shards[index]
             gradient = await timed(
-                backward, index, partial(shard.backward, run, gradient), costs.backward(one, samples)
+                backward, index, partial(shard.backward, (run, 0), gradient), costs.backward(one, samples)
             )
             await timed(update, index, partial(shard.update, run), costs.update(one, problem.training))
     return UnitTimes(tuple(forward), tuple(backward), tuple(update))

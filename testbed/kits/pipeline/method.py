@@ -81,6 +81,10 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         given: Job[AsynchronousOptions] = job
         await run_pipeline(device, given, asynchronous(self.Partitioner(job.problem), job.problem.options))
 
+    def advice(self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]) -> tuple[str, ...]:
+        """Return what momentum does to gradients that are some batches old."""
+        return partitioners.momentum_advice(problem, plan.details.in_flight)
+
     def draw(self, plan: Plan[AsynchronousDetails]) -> str | None:
         """Draw the first batches as a grid, a row a stage and a column a slot; updates take none."""
         stages = len(plan.pieces)

@@ -175,6 +175,18 @@ class Partitioner(Generic[Known]):
         """Take back what was measured between two devices: it is so no more."""
 
 
+def momentum_advice(problem: Problem[AsynchronousOptions], window: int) -> tuple[str, ...]:
+    """Say what momentum does to gradients that are some batches old; ``window``: batches under way at once."""
+    share, old = problem.workload.training.optimizer.momentum, window - 1
+    if not share or not old:
+        return ()
+    far = f"{1 / (1 - share):.0f}"
+    return (
+        f"momentum {share:g} carries each update on for {far} batches, and gradients are up to {old} old when "
+        f"they arrive: training may not learn; leave momentum out, or take a learning_rate {far} times smaller",
+    )
+
+
 class AsynchronousDetails(Details):
     """What the plan of an asynchronous pipeline shows, with the devices as they are; in seconds of a batch."""
 

@@ -244,14 +244,15 @@ class _Executor:
         key, inputs, version = (given.batch, given.micro), given.tensor, policy.version(given.batch)
         shard, cost = stage.shard, costs.forward(stage.units, len(inputs))
         span = self._span("forward", *key)
+        rows = micro_batches(given.samples, given.micros)[given.micro].start, given.samples
         loss = 0.0
         if stage.position.after is None:
             labels = await self._labels_of(given)
-            work = partial(shard.forward_loss, key, inputs, labels, given.samples, version)
+            work = partial(shard.forward_loss, key, inputs, labels, given.samples, version, rows)
             loss, seconds = await stage.timed(work, cost, span)
         else:
             forward = shard.forward_lightly if policy.recompute else partial(shard.forward, version=version)
-            outputs, seconds = await stage.timed(partial(forward, key, inputs), cost, span)
+            outputs, seconds = await stage.timed(partial(forward, key, inputs, rows=rows), cost, span)
             stage.post(stage.position.after, replace(given, tensor=outputs))
         self.under_way[number] = passage = Passage(*key, len(inputs), loss, seconds)
         policy.forward_done(passage)

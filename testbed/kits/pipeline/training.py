@@ -18,7 +18,7 @@ from testbed.kits.pipeline.checkpointing import FromCheckpoint
 from testbed.kits.pipeline.forwarding import evaluate
 from testbed.kits.pipeline.measuring import Survey
 from testbed.kits.pipeline.messages import Activation, Drained, End, Labels, Loss, Updated
-from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
+from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner, momentum_advice
 from testbed.kits.pipeline.planning import SynchronousOptions
 from testbed.kits.pipeline.recovery import FromReplicas
 from testbed.method import Job, Problem
@@ -131,7 +131,7 @@ class AsynchronousTrainer:
         self._recovery = recovery
         self._partitioner = partitioner
         self._options = problem.options
-        self._momentum = problem.workload.training.optimizer.momentum or 0.0
+        self._problem = problem
         self._training = Training(job.dataset, problem.workload, problem.seed)
         self._steps = self._training.steps
         points = recovery.points
@@ -168,14 +168,9 @@ class AsynchronousTrainer:
 
     def _warn(self) -> None:
         """Record, once, what momentum does to gradients that are some batches old."""
-        share, old = self._momentum, self._options.window(len(self._supervisor.layout)) - 1
-        if not self.start and share and old:
-            far = f"{1 / (1 - share):.0f}"
-            text = (
-                f"momentum {share:g} carries each update on for {far} batches, and gradients are up to {old} old when "
-                f"they arrive: training may not learn; leave momentum out, or take a learning_rate {far} times smaller"
-            )
-            self._device.record("log", text=text)
+        for text in momentum_advice(self._problem, self._options.window(len(self._supervisor.layout))):
+            if not self.start:
+                self._device.record("log", text=text)
 
     async def _stretch(self, first: int) -> tuple[int, StagePartition | None]:
         """Train from a batch on until all are done or something else is to be done.

@@ -105,7 +105,7 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
             mini_batches = local.share.iteration(step)
             samples = sum(len(labels) for _, labels in mini_batches)
             for micro, (images, labels) in enumerate(mini_batches):
-                activation = await local.layers.forward(step, micro, images)
+                activation = await local.layers.forward(step, micro, images, samples)
                 mailbox.post(server, DeviceActivation(mailbox.configuration, step, micro, samples, activation, labels))
             for micro, (_, labels) in enumerate(mini_batches):
                 gradient = await mailbox.take(ActivationGradient, (step, micro))

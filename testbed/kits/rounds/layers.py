@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,13 @@ class Layers:
     """Some layers of the model under training on one device; every call takes the device's time."""
 
     def __init__(self, device: Device, problem: Problem, first: int, last: int) -> None:
-        """Units ``first`` up to but without ``last``, with the weights that the seed gives."""
+        """Units ``first`` up to but without ``last``, with the weights that the seed gives.
+
+        A moving average is that of rounds, and none is kept here.
+        """
+        workload = problem.workload
+        training = workload.training.model_copy(update={"ema": None})
+        problem = replace(problem, workload=workload.model_copy(update={"training": training}))
         self.first = first
         self.last = last
         self._device = device
@@ -46,9 +53,9 @@ class Layers:
 
         await self._device.compute(load, costs.copy(self._units, self.training), Span("load", number))
 
-    async def forward(self, step: int, micro: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of a mini-batch, (samples, ...), like its inputs."""
-        work = partial(self._shard.forward, (step, micro), inputs)
+    async def forward(self, step: int, micro: int, inputs: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return the outputs of a mini-batch, (samples, ...), like its inputs; the iteration has ``samples``."""
+        work = partial(self._shard.forward, (step, micro), inputs, rows=(micro * len(inputs), samples))
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
 
     async def forward_loss(
@@ -58,7 +65,8 @@ class Layers:
 
         ``inputs`` are (samples, ...), ``labels`` (samples,).
         """
-        work = partial(self._shard.forward_loss, (step, micro), inputs, labels, samples)
+        rows = (micro * len(inputs), samples)
+        work = partial(self._shard.forward_loss, (step, micro), inputs, labels, samples, rows=rows)
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
 
     async def backward(

@@ -71,7 +71,6 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     timing_only = True
     takes_weights = True
     judges = True
-    refuses: ClassVar[Mapping[str, str]] = {"ema": "the server averages the weights of the devices, not of their steps"}
 
     @abstractmethod
     def hooks(self, options: O) -> Hooks:
@@ -106,7 +105,6 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     """
 
     refuses: ClassVar[Mapping[str, str]] = {
-        **RoundMethod.refuses,
         "clip.norm": "neither side of the model knows the gradients of the other",
     }
     in_turn = False
@@ -149,9 +147,9 @@ def global_model(device: Device, job: Job[O, RoundDetails], merge: Merge = mean)
     tests = Requests(job.dataset, problem.workload.batch_size)
     schedule = EvaluationSchedule(problem.options.evaluate_every, Participants(problem).length.rounds)
     layers = Layers(device, problem, 0, len(problem.model.units))
-    model = GlobalModel(device, layers, job.weights, tests, schedule, merge)
+    model = GlobalModel(device, layers, job.weights, tests, schedule, merge, problem.workload.training.ema)
     if model.numbers:
-        device.expose(lambda: model.stopping.result(model.state))
+        device.expose(lambda: model.stopping.result(model.result()))
     return model
 
 

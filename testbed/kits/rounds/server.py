@@ -17,6 +17,7 @@ from testbed.kits.rounds.estimate import AGGREGATION_FLOPS
 from testbed.kits.rounds.layers import Layers
 from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Update
 from testbed.kits.rounds.rounds import Rounds
+from testbed.training.optimizers import AVERAGE
 from testbed.training.stopping import Stopping
 from testbed.wire.message import Message
 
@@ -79,8 +80,13 @@ class GlobalModel:
         tests: Requests,
         schedule: EvaluationSchedule,
         merge: Merge = mean,
+        ema: float | None = None,
     ) -> None:
-        """``weights`` to begin with; None: those of ``layers``, which are all of the model's."""
+        """``weights`` to begin with; None: those of ``layers``, which are all of the model's.
+
+        ``ema``: evaluate the moving average of the weights after each round, this share of which is kept; None: them.
+        """
+        self._ema = ema
         kept = device.saved(GLOBAL)
         self.rounds = 0 if kept is None else int(kept["rounds"])
         """Rounds that are in the global model."""
@@ -112,10 +118,21 @@ class GlobalModel:
 
     async def merge(self, trained: Sequence[Trained]) -> None:
         """Become what the devices' models make of it; stay what it is where there are none."""
+        import torch
+
         if trained:
             work = partial(self._merge if self.numbers else mean, self.state, trained, self._memory)
             cost = Cost(AGGREGATION_FLOPS * self._layers.parameters * len(trained))
             self.state = await self._device.compute(work, cost, Span("average", self.rounds))
+            for name, tensor in self.state.items() if self._ema else ():
+                kept = self._memory.get(AVERAGE + name)
+                if kept is not None and self._ema and tensor.is_floating_point():
+                    tensor = torch.lerp(tensor, kept, self._ema)
+                self._memory[AVERAGE + name] = tensor
+
+    def result(self) -> State:
+        """Return what is evaluated, and what the run leaves: the weights, or their moving averages."""
+        return {name: self._memory.get(AVERAGE + name, tensor) for name, tensor in self.state.items()}
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
         """Count a round that began at ``start``, and save to the disk, with what there is to record of it."""
@@ -142,10 +159,10 @@ class GlobalModel:
         self._device.record("round", **made)
         self._device.record("step", step=made["round"], samples=sum(made["samples"].values()), **loss)
         if self._schedule.due(self.rounds):
-            score = await evaluation(self._layers, self.state, self._tests, self.rounds)
+            score = await evaluation(self._layers, self.result(), self._tests, self.rounds)
             fields = score.fields()
             self._device.record("evaluate", step=self.rounds, **fields)
-            self.stopping.judge(self.rounds, fields, lambda: self.state)
+            self.stopping.judge(self.rounds, fields, self.result)
         await self._device.save(REPORTED, Message(REPORTED, {"rounds": self.rounds}))
 
 

@@ -52,7 +52,7 @@ class Whole:
 
     def __init__(self, model: Model, layer: GraphLayer, optimizer: OptimizerPart) -> None:
         unit = model.build(layer.unit, layer.unit + 1, seed=5)[0]
-        self.modules = [unit[number] for number in layer.numbers]
+        self.modules = [unit[int(name)] for name in layer.modules]
         for module in self.modules:
             for parameter in module.parameters():
                 torch.nn.init.normal_(parameter)

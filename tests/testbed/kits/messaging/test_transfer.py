@@ -13,17 +13,17 @@ from testbed.simulation import simulate
 from testbed.wire.message import Message
 from tests.helpers.runs import of, scenario
 
-WAYS = ["f16", "bf16", "int8", LargestPart(top_k="10%")]
+WAYS = ["f16", "bf16", "int8", "int8-channel", LargestPart(top_k="10%")]
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_travels_is_as_small_as_said_and_has_the_shape_again(how, device):
-    tensors = {"a": torch.randn(30, 40, device=device), "n": torch.tensor([3], device=device), "e": torch.zeros(0, 3)}
+    tensors = {"a": torch.randn(30, 400, device=device), "n": torch.tensor([3], device=device), "e": torch.zeros(0, 3)}
     by = codec(how)
     sent = packed(Message("m", {"step": 1}, tensors), by)
     size = sum(tensor.nbytes for name, tensor in sent.tensors.items() if name.startswith("a"))
-    assert size == pytest.approx(share(how) * 30 * 40 * 4, rel=0.05)
+    assert size == pytest.approx(share(how) * 30 * 400 * 4, rel=0.05)
     found = unpacked(sent, by)
     assert found.fields == {"step": 1}
     for name, tensor in tensors.items():
@@ -33,11 +33,18 @@ def test_what_travels_is_as_small_as_said_and_has_the_shape_again(how, device):
         assert all(torch.equal(again.tensors[name], found.tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize(("how", "most"), [("f16", 2e-3), ("bf16", 2e-2), ("int8", 0.02)])
+@pytest.mark.parametrize(("how", "most"), [("f16", 2e-3), ("bf16", 2e-2), ("int8", 0.02), ("int8-channel", 0.02)])
 def test_values_are_near(how, most):
     tensor, by = torch.randn(1000).clamp(-3, 3), codec(how)
     assert float((by.unpack(by.pack(tensor)) - tensor).abs().max()) <= most
     assert torch.equal(by.unpack(by.pack(torch.zeros(4))), torch.zeros(4))
+
+
+def test_a_channel_of_small_values_keeps_them():
+    tensor = torch.stack([torch.full((5,), 1000.0), torch.linspace(0, 0.01, 5)])
+    whole, by_channel = (by.unpack(by.pack(tensor)) for by in (codec("int8"), codec("int8-channel")))
+    assert whole[1].abs().max() == 0
+    assert torch.allclose(by_channel[1], tensor[1], atol=1e-4)
 
 
 def test_the_largest_values_are_exact_and_others_zero():

@@ -105,3 +105,16 @@ def test_a_device_with_fewer_samples_than_a_batch_is_named_and_a_batch_beyond_al
     assert not of(run(spec(10)), "log")
     with pytest.raises(InputError, match="batch_size: a batch of 41 is more than the training samples of any device"):
         prepared(spec(41))
+
+
+def test_the_moving_average_is_that_of_the_rounds() -> None:
+    def left(steps: int, **training: object) -> dict[str, torch.Tensor]:
+        work = {"steps": steps, "training": {"optimizer": {"learning_rate": 0.1}, **training}}
+        weights = run(scenario("federated", 2, workload=work)).weights
+        assert weights is not None
+        return weights
+
+    first, second, third = (left(steps) for steps in (1, 2, 3))
+    for name, tensor in left(3, ema=0.75).items():
+        expected = 0.75 * (0.75 * first[name] + 0.25 * second[name]) + 0.25 * third[name]
+        assert torch.allclose(tensor, expected, atol=1e-6), name

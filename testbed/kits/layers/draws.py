@@ -1,0 +1,37 @@
+"""Random numbers of some rows of a batch as the whole batch draws them: dropout is the same in however many parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class RowsOfBatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has what is drawn for each of some samples drawn for all of the batch, and takes the rows of those.
+
+    Every dropout of torch draws in this way, and modules that drop whole samples. What has no rows for each sample is
+    drawn as it is.
+    """
+
+    def __init__(self, begin: int, count: int, samples: int) -> None:
+        """``count`` rows from ``begin`` on, of a batch of ``samples``."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._begin = begin
+        self._count = count
+        self._samples = samples
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is not torch.ops.aten.bernoulli_.float or not args[0].ndim or args[0].shape[0] % self._count:
+            return func(*args, **options)
+        drawn, *probability = args
+        each = drawn.shape[0] // self._count
+        # Draws go by memory: the whole batch lies in it as these rows do.
+        order = sorted(range(drawn.ndim), key=lambda axis: -drawn.stride(axis))
+        sizes = (each * self._samples, *drawn.shape[1:])
+        whole = drawn.new_empty([sizes[axis] for axis in order])
+        whole = whole.permute([order.index(axis) for axis in range(drawn.ndim)])
+        func(whole, *probability, **options)
+        return drawn.copy_(whole.narrow(0, each * self._begin, each * self._count))
