@@ -28,6 +28,10 @@ one in groups; ``other`` is what no layer does: updates, copies, averages."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
+Precision = Literal["f32", "f16", "bf16", "int8"]
+"""What a device computes in: float32; 16 bits, what is trained stays float32; or weights of 8 bits, for inference."""
+
+
 class Work(NamedTuple):
     """What layers do."""
 

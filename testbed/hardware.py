@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from testbed.device import KINDS, Cost, Kind, Work
+from testbed.device import KINDS, Cost, Kind, Precision, Work
+
+SHARES: Mapping[Precision, tuple[float, float]] = {
+    "f32": (1, 1),
+    "f16": (0.5, 0.5),
+    "bf16": (0.5, 0.5),
+    "int8": (1, 0.25),
+}
+"""Bytes of values that layers read and write, and of weights, for each byte of float32."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,12 @@ class DeviceSpec:
     """Drawn while idle, and while it computes; None: not known, and no energy is reckoned."""
     kinds: Mapping[Kind, Rates] = field(default_factory=dict)
     """Rates of layers by their kind, where they are known; ``speed`` and ``memory_rate`` are those of all others."""
+    precision: Precision = "f32"
+    """What layers compute in; rates are those of float32."""
+    faster: float = 1.0
+    """How many times as fast FLOPs are in that precision."""
+    gpu: bool = False
+    """Whether its container is given the host's GPUs."""
 
     def joules(self, up: float, computing: float) -> float | None:
         """Return the energy of ``up`` seconds, ``computing`` of them busy: idle * up + (busy - idle) * computing."""
@@ -72,8 +86,26 @@ class DeviceSpec:
     @cached_property
     def rates(self) -> tuple[tuple[tuple[Kind, ...], Rates], ...]:
         """Kinds that have rates together, with these; each kind once. Devices with equal ones take the same time."""
+        if self.precision != "f32":
+            plain = replace(self, precision="f32").rates
+            layers = tuple(
+                (tuple(kind for kind in kinds if kind != "other"), self._narrow(each)) for kinds, each in plain
+            )
+            return *(pair for pair in layers if pair[0]), *(
+                (("other",), each) for kinds, each in plain if "other" in kinds
+            )
         others = tuple(kind for kind in KINDS if kind not in self.kinds)
         return (others, Rates(self.speed, self.memory_rate)), *(((kind,), each) for kind, each in self.kinds.items())
+
+    def _narrow(self, rates: Rates) -> Rates:
+        """Return rates of layers in its precision; what no layer does, such as updates, stays in float32."""
+        values, weights = SHARES[self.precision]
+        speed, memory, weight = rates.speed, rates.memory_rate, rates.weight_rate
+        return Rates(
+            None if speed is None else speed * self.faster,
+            None if memory is None else memory / values,
+            None if weight is None else weight / weights,
+        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +130,8 @@ class Profile:
     """Rates of layers by their kind, where they are known."""
     watts: tuple[float, float] | None = None
     """Drawn while idle, and while it computes; None: not known."""
+    precisions: Mapping[Precision, float] = field(default_factory=dict)
+    """FLOP/s in other precisions than float32, where they are known."""
 
 
 _GIB = 2.0**30
@@ -142,6 +176,7 @@ _PROFILES = (
         4 * _GIB,
         "peak of the GPU, float32: never reached",
         "128 CUDA cores x 2 FLOP x 921.6 MHz, from NVIDIA's data sheet (472 GFLOP/s in float16)",
+        precisions={"f16": 472e9},
     ),
     Profile(
         "laptop",

@@ -175,6 +175,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """Whether it can do without numbers, as ``workload.numerics: none`` asks for."""
     takes_weights: ClassVar[bool] = False
     """Whether its program on the lead begins with `Job.weights`; else a scenario that names weights is refused."""
+    precisions: ClassVar[bool] = False
+    """Whether devices compute in the precision that the scenario gives them; else only float32 is taken."""
     samples_everywhere: ClassVar[bool] = False
     """Whether every device of the plan is given all samples, since it reads a part of each; else see `data_owners`."""
     judges: ClassVar[bool] = False

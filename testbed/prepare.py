@@ -120,6 +120,7 @@ def prepare(trial: Trial) -> Prepared:
         _check_weights(method, problem)
         _check_training(method, problem)
         _check_normalisation(method, problem)
+        _check_precision(method, problem)
         shares = _shares(scenario, method, problem)
         problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
         plan = method.plan(problem)
@@ -163,6 +164,18 @@ def _check_training(method: Method, problem: Problem) -> None:
         if key in given:
             text = f"'{method.name}' does not do this ({reason}): leave it out, or take another method"
             raise InputError(text, ("training", *key.split(".")))
+
+
+def _check_precision(method: Method, problem: Problem) -> None:
+    for device in problem.devices:
+        if device.precision == "f32":
+            continue
+        if not method.precisions:
+            text = f"'{method.name}' computes in float32: leave this out of {device.name}"
+            raise InputError(text, ("devices", device.name, "precision"))
+        if device.precision == "int8" and problem.workload.task == "train":
+            text = f"int8 is of weights that are not trained: take f16 or bf16 for {device.name}"
+            raise InputError(text, ("devices", device.name, "precision"))
 
 
 def _check_normalisation(method: Method, problem: Problem) -> None:

@@ -96,6 +96,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "idle": [device.name for device in experiment.devices if device.name not in chosen.devices],
         "step_time": chosen.step_time,
         "even_step_time": _even_time(prepared),
+        "f32_step_time": _plain_time(prepared),
         "schedule": prepared.method.draw(chosen),
         "alternatives": [asdict(each) for each in prepared.method.alternatives(problem)],
         "advice": prepared.method.advice(problem, chosen),
@@ -123,6 +124,15 @@ def _even_time(prepared: Prepared) -> float | None:
         return None
     even = replace(prepared.problem, options=options.model_copy(update={"partition": "even"}))
     return prepared.method.plan(even).step_time
+
+
+def _plain_time(prepared: Prepared) -> float | None:
+    """Return the step time that is predicted if all devices compute in float32; None where they do anyway."""
+    problem = prepared.problem
+    if all(device.precision == "f32" for device in problem.devices):
+        return None
+    devices = tuple(replace(device, precision="f32") for device in problem.devices)
+    return prepared.method.plan(replace(problem, devices=devices)).step_time
 
 
 def _programs(problem: Problem) -> dict[str, ProgramPart]:
@@ -253,6 +263,8 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     if described["step_time"] is not None:
         even = described["even_step_time"]
         other = "" if even is None else f" ({formats.seconds(even)} with partition: even)"
+        if described["f32_step_time"] is not None:
+            other += f" ({formats.seconds(described['f32_step_time'])} if all devices computed in f32)"
         console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]{other}")
     for text in described["advice"]:
         console.print(f"[yellow]{text}[/yellow]", soft_wrap=True)

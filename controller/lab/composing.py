@@ -27,6 +27,7 @@ TOKEN = "${TESTBED_TOKEN:?}"
 _OF_HOST: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "CapAdd": ("cap_add", list),
     "CapDrop": ("cap_drop", list),
+    "DeviceRequests": ("gpus", lambda _: "all"),
     "ExtraHosts": ("extra_hosts", list),
     "LogConfig": ("logging", lambda found: {"driver": found["Type"], "options": dict(found["Config"])}),
     "Memory": ("mem_limit", int),

@@ -9,7 +9,7 @@ from typing import Any
 import docker
 from docker.constants import DEFAULT_DOCKER_API_VERSION
 from docker.errors import APIError, NotFound
-from docker.types import EndpointConfig, HostConfig, LogConfig, Mount
+from docker.types import DeviceRequest, EndpointConfig, HostConfig, LogConfig, Mount
 
 from controller.lab.networks import network_name
 from controller.lab.removal import DEVICE, ROLE, RUN, labelled_runs
@@ -162,6 +162,7 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
         pids_limit=256,
         nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
         sysctls=_SYSCTLS,
+        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if spec.gpu else None,
         # Before what the engine answers, which is the control network's: closed to other devices.
         extra_hosts=dict(addresses),
         **({"network_mode": network_name(state.run, "data")} if state.hosts else {}),

@@ -2,17 +2,15 @@
 
 import random
 from dataclasses import dataclass
-from typing import ClassVar
 
 from testbed.common.seeds import derive
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.transfer import Precision, codecs
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.rounds.averaging import average
 from testbed.kits.rounds.consensus import CONSENSUS, Consensus, Snapshot
 from testbed.kits.rounds.method import Hooks, RoundMethod, local_training
-from testbed.kits.rounds.options import RoundOptions
+from testbed.kits.rounds.options import PeerOptions
 from testbed.kits.rounds.planner import Participants, whole_plan
 
 
@@ -23,13 +21,11 @@ class Weights(Typed, kind="weights"):
     state: State
 
 
-class GossipOptions(RoundOptions):
+class GossipOptions(PeerOptions):
     """Options of `Gossip`."""
 
     patience: float = 10.0
     """Seconds for which the first device waits for others' weights when it scores them."""
-    transfer: Precision = "f32"
-    """How weights travel to a neighbour."""
 
 
 class Gossip(RoundMethod[GossipOptions]):
@@ -40,7 +36,6 @@ class Gossip(RoundMethod[GossipOptions]):
     Options = GossipOptions
     declared = CONSENSUS
     takes_weights = False
-    refuses: ClassVar = {"ema": "no device has the weights of all"}
 
     def hooks(self, options):
         """Train as in federated averaging."""
@@ -58,8 +53,7 @@ class Gossip(RoundMethod[GossipOptions]):
         """Train a round, send, average with what has come; let the first device score everyone's weights."""
         problem, draw = job.problem, random.Random(derive(job.problem.seed, "gossip", device.name))
         neighbours = [to for one, to in problem.links if one == device.name]
-        by = codecs(weights=problem.options.transfer)
-        async with Mailbox(device, problem.links, (Weights, Snapshot), codecs=by) as mailbox:
+        async with Mailbox(device, problem.links, (Weights, Snapshot), codecs=problem.options.codecs) as mailbox:
             training, consensus = local_training(device, job), Consensus(mailbox, job, problem.options.patience)
             state = training.layers.weights()
             for number in range(training.length.rounds):

@@ -69,6 +69,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     Options = SequentialOptions
     timing_only = True
     takes_weights = True
+    precisions = True
     replans = True
     Details = SequentialDetails
 

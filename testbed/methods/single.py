@@ -43,6 +43,7 @@ class Single(Method[SingleOptions]):
     Options = SingleOptions
     timing_only = True
     takes_weights = True
+    precisions = True
     judges = True
 
     def plan(self, problem: Problem[SingleOptions]) -> Plan:
@@ -54,14 +55,15 @@ class Single(Method[SingleOptions]):
         device, workload, model = problem.device(chosen), problem.workload, problem.model
         units = model.units
         if workload.task == "train":
-            memory = training_bytes(model, range(len(units)), workload.batch_size, problem.training.state_values)
+            size, state_values = workload.batch_size, problem.training.state_values
+            memory = training_bytes(model, range(len(units)), size, state_values, precision=device.precision)
             work = [
                 costs.forward(units, workload.batch_size),
                 costs.backward(units, workload.batch_size),
                 costs.update(units, problem.training),
             ]
         else:
-            memory = inference_bytes(model, range(len(units)), workload.batch_size)
+            memory = inference_bytes(model, range(len(units)), workload.batch_size, device.precision)
             work = [costs.forward(units, workload.batch_size)]
         costs.check_memory(device, memory)
         return Plan(
@@ -77,7 +79,7 @@ class Single(Method[SingleOptions]):
             return
         assert job.dataset is not None
         problem = job.problem
-        shard = make(problem, 0, len(problem.model.units))
+        shard = make(problem, 0, len(problem.model.units), device.name)
         if job.weights is not None:
             shard.load(job.weights)
         stopping = Stopping(problem.training)

@@ -83,7 +83,8 @@ class AsynchronousPipeline(TrainingPipeline):
         stages = len(self.devices)
         samples = in_flight(stages, stage, self.window) * self.batch_size
         versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
-        own = training_bytes(self.model, range(first, last), samples, self.state_values, versions)
+        units, precision = range(first, last), self.devices[stage].precision
+        own = training_bytes(self.model, units, samples, self.state_values, versions, precision)
         return own + self.extra(stage, first, last)
 
     def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:

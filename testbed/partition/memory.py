@@ -10,26 +10,36 @@ Asynchronous training the same with 4 P for each of the versions of the weights 
 
 Inference, for a batch of S samples: 4 P + S x the most that one unit reads, passes by for later ones and makes.
 
+On devices of another precision values take half the bytes in 16 bits, and weights those of the precision where they
+are not trained.
+
 Left out: the interpreter and torch themselves, scratch space of the kernels, messages under way, and the layer
 whose gradient is being computed.
 """
 
 from __future__ import annotations
 
+from testbed.device import Precision
+from testbed.hardware import SHARES
 from testbed.models.chain import Model
 
 
-def training_bytes(model: Model, units: range, samples: int, state_values: float, versions: int = 1) -> float:
+def training_bytes(
+    model: Model, units: range, samples: int, state_values: float, versions: int = 1, precision: Precision = "f32"
+) -> float:
     """Return the bytes that a training stage needs with ``samples`` samples in flight and ``versions`` of its weights.
 
-    ``state_values`` are those that the optimizer keeps for each parameter.
+    ``state_values`` are those that the optimizer keeps for each parameter. What is trained is of float32 in any
+    ``precision``.
     """
     copies = versions + 1 + state_values
     entering = model.cut_bytes(units.start) if units else 0
-    return float(copies * model.weight_bytes(units) + samples * (model.activation_bytes(units) + entering))
+    values = SHARES[precision][0] * samples * (model.activation_bytes(units) + entering)
+    return float(copies * model.weight_bytes(units) + values)
 
 
-def inference_bytes(model: Model, units: range, samples: int) -> float:
+def inference_bytes(model: Model, units: range, samples: int, precision: Precision = "f32") -> float:
     """Return the bytes that an inference stage of these units needs with ``samples`` samples at once."""
     widest = max((model.cut_bytes(index) + model.units[index].activation_bytes for index in units), default=0)
-    return float(model.weight_bytes(units) + samples * widest)
+    values, weights = SHARES[precision]
+    return float(weights * model.weight_bytes(units) + values * samples * widest)

@@ -87,7 +87,7 @@ class Chain:
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
-        return inference_bytes(self.model, range(first, last), self.batch_size)
+        return inference_bytes(self.model, range(first, last), self.batch_size, self.devices[stage].precision)
 
     @cached_property
     def _memory(self) -> OfStage:
@@ -323,11 +323,11 @@ class SynchronousPipeline(TrainingPipeline):
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
-        units, samples = range(first, last), self._in_flight[stage]
+        units, samples, precision = range(first, last), self._in_flight[stage], self.devices[stage].precision
         if self._recomputes(stage):
             inputs = self.units[first].input_bytes * samples
-            return training_bytes(self.model, units, self._sizes[0], self.state_values) + inputs
-        return training_bytes(self.model, units, samples, self.state_values)
+            return training_bytes(self.model, units, self._sizes[0], self.state_values, precision=precision) + inputs
+        return training_bytes(self.model, units, samples, self.state_values, precision=precision)
 
     def _recomputes(self, stage: int) -> bool:
         return self.recompute and stage + 1 < len(self.devices)

@@ -169,6 +169,7 @@ def _profile(part: ProfilePart) -> Profile:
         memory_rate=part.memory_rate,
         kinds={kind: Rates(each.speed, each.memory_rate, each.weight_rate) for kind, each in part.kinds.items()},
         watts=watts,
+        precisions=part.precisions,
     )
 
 
@@ -212,6 +213,14 @@ def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
             text = f"there is no profile '{named}': {nearest(str(named), PROFILES)}"
             problems.append(Diagnostic((*key, "profile"), text))
             continue
+        if part.precision not in ("f32", "int8", *profile.precisions) and part.speed is None:
+            text = f"no speed in {part.precision} is known of {profile.name}: give `speed`, measured in that precision"
+            problems.append(Diagnostic((*key, "precision"), text))
+        if part.gpu and scenario.workload.task != "program":
+            text = (
+                "is for programs of one's own: methods compute on processors, at the rates of the profile, which may "
+            )
+            problems.append(Diagnostic((*key, "gpu"), text + "be those of a GPU by kinds of layers: leave it out"))
         problems += _device_problems(part, key)
         names = device_names(name, part)
         if len(names[-1]) > _MAX_NAME:
@@ -240,6 +249,9 @@ def _device(name: str, part: DevicePart, profile: Profile) -> DeviceSpec:
         memory_rate=part.memory_rate if part.memory_rate is not None else profile.memory_rate,
         kinds=profile.kinds if part.speed is None and part.memory_rate is None else {},
         processors=part.processors if part.processors is not None else profile.processors,
+        precision=part.precision,
+        faster=1.0 if part.speed is not None else profile.precisions.get(part.precision, profile.speed) / profile.speed,
+        gpu=part.gpu,
         watts=profile.watts if part.watts is None else (part.watts.idle, part.watts.busy),
     )
 

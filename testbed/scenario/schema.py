@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, mo
 
 from testbed.common.part import Name, Part
 from testbed.common.quantities import ByteRate, Duration, Rate, Size, Speed
-from testbed.device import Kind
+from testbed.device import Kind, Precision
 from testbed.faults.parts import FaultPart
 from testbed.network.parts import NetworkPart
 from testbed.scenario.source import Source
@@ -60,6 +60,9 @@ class ProfilePart(Part):
         default_factory=dict,
         description="rates of layers by their kind; `speed` and `memory_rate` are those of all that is not named",
     )
+    precisions: dict[Precision, Speed] = Field(
+        default_factory=dict, description="speed of layers in f16, bf16 or with weights of int8, where it is known"
+    )
     memory: Size = Field(gt=0, description="the device's")
     processors: int = Field(1, ge=1, le=1000, description="that compute at once")
     watts: WattsPart | None = Field(None, description="what it draws, for the figure `energy`")
@@ -98,6 +101,15 @@ class DevicePart(Part):
         ge=1,
         le=1000,
         description="compute this number of things at once, each at `speed`; default: the profile's, mostly 1",
+    )
+    precision: Precision = Field(
+        "f32",
+        description="what its layers compute in. f16, bf16: as torch's autocast does, what is trained stays float32; "
+        "int8: weights of 8 bits, for inference. Its speed is of the profile's `precisions`, or `speed`; int8 is as "
+        "fast as f32 by default",
+    )
+    gpu: bool = Field(
+        False, description="for programs of one's own: the container is given the host's GPUs, as docker run --gpus all"
     )
     memory: Size | None = Field(None, gt=0, description="overrides the profile's memory")
     watts: WattsPart | None = Field(None, description="what it draws, for the figure `energy`; default: the profile's")

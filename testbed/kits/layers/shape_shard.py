@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def shard(problem: Problem, first: int, last: int) -> Shard | ShapeShard:
-    """Return units ``first`` up to but without ``last``, with numbers or without as the workload says."""
+def shard(problem: Problem, first: int, last: int, device: str) -> Shard | ShapeShard:
+    """Return units ``first`` up to but without ``last`` on a device, with numbers or without as the workload says."""
     if problem.workload.numerics == "none":
         return ShapeShard(problem.model, first, last, problem.training)
-    return Shard(problem.model, first, last, problem.seed, problem.training)
+    precision = problem.device(device).precision
+    return Shard(problem.model, first, last, problem.seed, problem.training, precision)
 
 
 @lru_cache(maxsize=1024)

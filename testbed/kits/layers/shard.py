@@ -8,8 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from testbed.common.seeds import derive
+from testbed.device import Precision
 from testbed.kits.layers.statistics import Statistics
 from testbed.kits.layers.versions import Versions
+from testbed.kits.messaging.transfer import codec
 from testbed.models.chain import Model
 from testbed.training.optimizers import AVERAGE, is_weight
 from testbed.training.recipe import Recipe
@@ -60,7 +62,9 @@ class Shard:
     backward is done: a batch that was only forwarded, and may have to be forwarded again, has left no trace.
     """
 
-    def __init__(self, model: Model, first: int, last: int, seed: int, training: Recipe) -> None:
+    def __init__(
+        self, model: Model, first: int, last: int, seed: int, training: Recipe, precision: Precision = "f32"
+    ) -> None:
         from torch.fx import GraphModule
         from torch.nn.modules.dropout import _DropoutNd
 
@@ -70,6 +74,8 @@ class Shard:
         self._module = model.build(first, last, seed)
         # A network of the user's may draw without a module that says so.
         self._draws = any(isinstance(module, _DropoutNd | GraphModule) for module in self._module.modules())
+        self._precision = precision
+        self._narrow_weights()
         self._training = training
         self._optimizer = training.optimizer()
         self._averages: dict[str, torch.Tensor] = {}
@@ -210,12 +216,27 @@ class Shard:
         if self._averages:
             self.versions.put({name: torch.nn.Parameter(average) for name, average in self._averages.items()})
         self._module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._narrow():
             outputs = self._module(inputs.detach())
         self._module.train()
         self.versions.use(self.versions.newest)
         assert isinstance(outputs, torch.Tensor)
-        return outputs
+        return outputs.float()
+
+    def _narrow(self) -> AbstractContextManager[object]:
+        """Compute in 16 bits within, as torch's autocast does; in float32 where the device does."""
+        import torch
+
+        kinds = {"f16": torch.float16, "bf16": torch.bfloat16}
+        kind = kinds.get(self._precision)
+        return nullcontext() if kind is None else torch.autocast("cpu", dtype=kind)
+
+    def _narrow_weights(self) -> None:
+        """Leave of matrices and kernels what 8 bits and a scale for each output channel hold, where the device does."""
+        by = codec("int8-channel") if self._precision == "int8" else None
+        for weight in self._module.parameters():
+            if by is not None and weight.ndim > 1:
+                weight.data = by.unpack(by.pack(weight.detach()))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the newest weights, of buffers and of the optimizer's state."""
@@ -231,6 +252,7 @@ class Shard:
         """
         self.versions.use(self.versions.newest)
         self._module.load_state_dict(weights_of(state))
+        self._narrow_weights()
         self._kept.clear()
         self._postponed.clear()
         self._statistics.clear()
@@ -261,12 +283,13 @@ class Shard:
             torch.manual_seed(derive(self._seed, "draws", name, repr((key[0], 0) if rows else key)))
 
         if self._draws:
-            with torch.random.fork_rng(devices=[]), self._of_batch(begin, len(inputs), samples):
+            with torch.random.fork_rng(devices=[]), self._of_batch(begin, len(inputs), samples), self._narrow():
                 outputs = self._module(inputs, seeded)
         else:
-            outputs = self._module(inputs)
+            with self._narrow():
+                outputs = self._module(inputs)
         assert isinstance(outputs, torch.Tensor)
-        return outputs
+        return outputs.float()
 
     @staticmethod
     def _of_batch(begin: int, count: int, samples: int) -> AbstractContextManager[object]:

@@ -50,7 +50,7 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
     ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
     """
     units, samples = problem.model.units, len(labels)
-    shards = [make(problem, unit, unit + 1) for unit in range(len(units))]
+    shards = [make(problem, unit, unit + 1, device.name) for unit in range(len(units))]
     forward, backward, update = ([0.0] * len(units) for _ in range(3))
 
     async def timed(spent: list[float], index: int, work: Callable[[], T], cost: Cost) -> T:

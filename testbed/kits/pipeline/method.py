@@ -25,6 +25,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
     Options = SynchronousOptions
     timing_only = True
     takes_weights = True
+    precisions = True
     judges = True
     replans = True
     Details = PipelineDetails
@@ -62,6 +63,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     tasks = ("train",)
     timing_only = True
     takes_weights = True
+    precisions = True
     judges = True
     refuses: ClassVar[Mapping[str, str]] = {"clip.norm": "each update would wait for all stages, which value does not"}
     replans = True

@@ -107,7 +107,7 @@ class Stage:
         """Build the shard, from the state or from the seed."""
 
         def build() -> Shard | ShapeShard:
-            made = shard(self.problem, *self.position.units)
+            made = shard(self.problem, *self.position.units, self.device.name)
             if self.state is not None:
                 made.load(self.state)
             return made

@@ -33,7 +33,7 @@ class Layers:
         self._device = device
         self._units = problem.model.units[first:last]
         self.training = problem.training
-        self._shard = shard(problem, first, last)
+        self._shard = shard(problem, first, last, device.name)
 
     @property
     def parameters(self) -> int:

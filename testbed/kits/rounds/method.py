@@ -70,6 +70,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     declared = DECLARED
     timing_only = True
     takes_weights = True
+    precisions = True
     judges = True
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from testbed.common.quantities import Duration, Fraction
-from testbed.kits.messaging.transfer import AS_IT_IS, RoundsPart
+from testbed.kits.messaging.transfer import AS_IT_IS, HOW, Codec, Precision, RoundsPart, codecs
 from testbed.method import Options
 
 
@@ -32,6 +32,17 @@ class TransferOptions(RoundOptions):
     """The same, and how what is sent travels."""
 
     transfer: RoundsPart = Field(RoundsPart(), description="how what devices and server send each other travels")
+
+
+class PeerOptions(RoundOptions):
+    """Rounds without a server, whose devices send each other messages of the kind ``weights``."""
+
+    transfer: Precision = Field("f32", description=f"how weights travel: {HOW}")
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """What carries them."""
+        return codecs(weights=self.transfer)
 
 
 def transfer_of(options: RoundOptions) -> RoundsPart:

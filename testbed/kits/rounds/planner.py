@@ -109,6 +109,8 @@ class Participants:
                         "the topology star",
                         ("network", "topology"),
                     )
+        if self.serverless and workload.training.ema:
+            raise InputError("no device has the weights of all: leave it out", ("training", "ema"))
         if workload.epochs is not None and options.local_steps is not None:
             raise InputError("goes with a workload in `steps`, not in `epochs`", ("method", "local_steps"))
         if workload.epochs is None and options.local_epochs is not None:
@@ -263,11 +265,12 @@ def plan(
     """
     problem, server = team.problem, team.server
     depth, state_values = len(problem.model.units), problem.training.state_values
-    evaluated = inference_bytes(problem.model, range(depth), problem.workload.batch_size)
+    evaluated = inference_bytes(problem.model, range(depth), problem.workload.batch_size, server.precision)
     pieces = [Piece(device=server.name, first=0, last=depth, memory=evaluated)]
     for device in team.devices:
         portion = portions[device.name]
-        kept = training_bytes(problem.model, range(portion.split), team.batch(device), state_values)
+        units = range(portion.split)
+        kept = training_bytes(problem.model, units, team.batch(device), state_values, precision=device.precision)
         pieces.append(Piece(device=device.name, first=0, last=portion.split, memory=kept))
     held: list[tuple[list[str], int, str | None]] = [([name], first, name) for name, first in copies.items()]
     if in_turn:
@@ -275,7 +278,8 @@ def plan(
         held = [(names, first, None) for first, names in of.items()]
     for names, first, copy_for in held:
         mini_batch = max(team.batch(problem.device(name)) // portions[name].parallel for name in names)
-        kept = training_bytes(problem.model, range(first, depth), mini_batch, state_values)
+        units = range(first, depth)
+        kept = training_bytes(problem.model, units, mini_batch, state_values, precision=server.precision)
         pieces.append(Piece(device=server.name, first=first, last=depth, memory=kept, copy_for=copy_for))
     times = [portion.round_time for portion in portions.values()]
     averaging = aggregation_time(problem.model, server, 1 if in_turn else len(times))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_a_device_has_in_compose_what_it_has_in_a_lab() -> None:
     told = json.loads(files["links.json"])
     assert told["endpoints"][0]["uplink"] == 1e7
     assert len(told["links"]) == len(trial.experiment.links)
+
+
+def test_a_device_with_a_gpu_is_given_those_of_the_host() -> None:
+    spec = replace(trials(load("quickstart"))[0].experiment.devices[0], gpu=True)
+    settings = device_settings(STATE, "i", spec, {"source": "10.0.0.2"})
+    (request,) = settings["host_config"]["DeviceRequests"]
+    assert (request["Count"], request["Capabilities"]) == (-1, [["gpu"]])
+    assert service(settings, 1, {})["gpus"] == "all"
 
 
 def test_no_setting_of_a_container_is_forgotten() -> None:
