@@ -48,7 +48,7 @@ def run_recorded(
     """Run one trial and write it to ``folder`` from its first event on; return the run as it lies there.
 
     With ``watch`` a page shows it in the browser meanwhile; ``streams`` name those of `controller.results.streams`,
-    beside ``callbacks`` of one's own.
+    beside those that the scenario names and ``callbacks`` of one's own.
     Raises what the runtime raises; what was seen until then is in the folder.
     """
     from controller.report import boxes, html
@@ -62,7 +62,8 @@ def run_recorded(
     recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights, owned=prepared.owned())
     try:
         page = _page(recorder.path, runtime, console) if watch else nullcontext()
-        with page, following(recorder.path, streams, callbacks) as stream:
+        wanted = dict.fromkeys([*streams, *prepared.scenario.results.to])
+        with page, following(recorder.path, [*wanted], callbacks) as stream:
 
             def see(event: Event) -> None:
                 recorder.event(event)

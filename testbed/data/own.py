@@ -68,6 +68,9 @@ def _load(text: str, place: Path, changed: int, test_share: float, group: str | 
     part = DataPart.model_validate_json(text)
     key = _PATH if part.file is None else _FILE
     read, read_test, groups = _read(part, place, group)
+    if group is not None and groups is None:
+        read, groups = _without(read, group)
+        read_test = None if read_test is None else _without(read_test, group)[0]
     train, fields = _checked(read, f"{place}: the training samples", key)
     if read_test is None:
         if isinstance(train[0], np.memmap):
@@ -113,6 +116,15 @@ def _read(
         return *_from_function(part, place), None
     pictures_only = place.is_dir() and not [*place.glob("*.npy")]
     return *(_from_folders(place, part.size) if pictures_only else _from_arrays(place)), None
+
+
+def _without(samples: Samples, group: str) -> tuple[Samples, npt.NDArray[np.int64] | None]:
+    """Return samples without the input that says how they are split, and which of its values each has."""
+    values, labels = samples
+    if not isinstance(values, Mapping) or group not in values:
+        return samples, None
+    inputs = {name: each for name, each in values.items() if name != group}
+    return (inputs if len(inputs) > 1 else next(iter(inputs.values())), labels), tables.numbered(values[group])
 
 
 def _checked(samples: Samples, what: str, key: Key) -> tuple[tuple[npt.NDArray[Any], npt.NDArray[Any]], Fields]:

@@ -69,7 +69,9 @@ def _shared(
     if how.shards is not None:
         return _shards(labels, classes, len(owners), how.shards, seed), "use more samples or fewer devices"
     if groups is None:
-        raise InputError("is for tables, .csv and .parquet: these data have no columns", (*_KEY, "column"))
+        raise InputError(
+            "is for tables, and samples with an input of that name: these data have no columns", (*_KEY, "column")
+        )
     return _column(groups, len(owners)), "the column has too few values: use fewer devices"
 
 

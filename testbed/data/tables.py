@@ -57,7 +57,7 @@ def read(place: Path, label: str | None, columns: Columns | None, group: str | N
         whole = all(values[name].dtype.kind == "i" for name in names)
         return np.stack([values[name].astype(np.int64 if whole else np.float32) for name in names], axis=1)
 
-    groups = None if group is None else _words(cells[group])
+    groups = None if group is None else numbered(cells[group])
     samples = {name: together(names) for name, names in inputs.items()} or together(chosen)
     return Table(samples, _numbers(place, label, cells[label]), groups)
 
@@ -107,8 +107,9 @@ def _numbers(place: Path, name: str, cells: npt.NDArray[Any]) -> npt.NDArray[Any
             return cells.astype(kind)
         except ValueError:
             continue
-    return _words(cells)
+    return numbered(cells)
 
 
-def _words(cells: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def numbered(cells: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return values, (rows,), as whole numbers in the order of the alphabet."""
     return np.unique([str(cell) for cell in cells], return_inverse=True)[1].astype(np.int64)

@@ -220,6 +220,16 @@ SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
 """Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
 
 
+class ResultsPart(Part):
+    """What is written of each run beside its folder's own files."""
+
+    to: tuple[Literal["csv", "tensorboard", "mlflow", "wandb"], ...] = Field(
+        (),
+        description="losses, accuracies and latencies as they come, as of `testbed run --stream`: stream.csv, or for "
+        "TensorBoard, MLflow or, offline, Weights & Biases, each by its library",
+    )
+
+
 class Scenario(Part):
     """A whole experiment in one file."""
 
@@ -248,6 +258,7 @@ class Scenario(Part):
     expect: dict[str, str] = Field(
         default_factory=dict, description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'"
     )
+    results: ResultsPart = Field(default_factory=lambda: ResultsPart(), description="what else is written of a run")
     time_limit: Duration = Field(
         600.0, gt=0, description="the run fails when it is not over by then", json_schema_extra={"default": "10min"}
     )

@@ -129,3 +129,9 @@ def test_a_run_without_streams_writes_none(tmp_path: Path) -> None:
         for event in recorded.events():
             run.event(event)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scenario_says_where_its_results_go(tmp_path: Path) -> None:
+    keys = {"results": {"to": ["csv"]}, "workload.epochs": 1, "faults": []}
+    simulate(load("quickstart", keys), tmp_path / "run")
+    assert len((tmp_path / "run" / "stream.csv").read_text().splitlines()) >= 3
