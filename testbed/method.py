@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypeVar
 
 from testbed.common.part import Part
+from testbed.common.quantities import Duration
 from testbed.common.usercode import Code
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
@@ -157,6 +158,13 @@ class Job(Generic[ProblemOptions, PlanDetails]):
         if self.given is not None:
             self.on_weights()
         return self.given
+
+
+StepsOrTime = Annotated[
+    Annotated[int, Field(ge=1), Tag("[steps]")] | Annotated[Duration, Field(gt=0), Tag("[time]")],
+    Discriminator(lambda value: "[time]" if isinstance(value, str | float) else "[steps]"),
+]
+"""How often: every so many steps or rounds, or after a time such as 30s."""
 
 
 class Method(ABC, Generic[MethodOptions, MethodDetails]):

@@ -159,6 +159,9 @@ def _check_training(method: Method, problem: Problem) -> None:
     if part.judged and getattr(problem.options, "evaluate_every", None) is None:
         text = "'until', 'patience' and 'best' look at evaluations: write how often there is one, evaluate_every"
         raise InputError(text, ("method",))
+    if part.judged and isinstance(getattr(problem.options, "evaluate_every", None), float):
+        text = "'until', 'patience' and 'best' look at evaluations after so many steps or rounds: give a number of them"
+        raise InputError(text, ("method", "evaluate_every"))
     given = part.given()
     for key, reason in method.refuses.items():
         if key in given:

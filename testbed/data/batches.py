@@ -25,9 +25,28 @@ def steps_per_epoch(samples: int, batch_size: int) -> int:
     return max(1, samples // batch_size)
 
 
-def is_due(done: int, every: int | None) -> bool:
+def is_due(done: int, every: float | None) -> bool:
     """Say whether what is done every so many steps is due after ``done`` of them; None and 0 are never."""
     return bool(every) and done > 0 and done % (every or 1) == 0
+
+
+class Due:
+    """Says when it is time for what is done every so many steps, or after so many seconds."""
+
+    def __init__(self, every: float | None, now: float) -> None:
+        """``every``: steps, if it is a whole number, else seconds, which begin ``now``; None: never."""
+        self._every = every
+        self._last = now
+
+    def __call__(self, done: int, now: float) -> bool:
+        """Say whether it is time after ``done`` steps, ``now``."""
+        if isinstance(self._every, float):
+            return done > 0 and now - self._last >= self._every
+        return is_due(done, self._every)
+
+    def made(self, now: float) -> None:
+        """Count seconds anew."""
+        self._last = now
 
 
 @lru_cache(maxsize=4)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from testbed.common.errors import InputError, nearest
-from testbed.data.batches import is_due
+from testbed.data.batches import Due
 from testbed.data.dataset import Dataset
 from testbed.device import Device, Span
 from testbed.kits.layers import costs
@@ -18,7 +18,7 @@ from testbed.kits.layers.score import Score, loss_fields
 from testbed.kits.layers.shape_shard import ShapeShard
 from testbed.kits.layers.shape_shard import shard as make
 from testbed.kits.layers.shard import Shard, result_of
-from testbed.method import Job, Method, Options, Problem
+from testbed.method import Job, Method, Options, Problem, StepsOrTime
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.plan import Piece, Plan
 from testbed.training.stopping import Stopping
@@ -31,7 +31,7 @@ class SingleOptions(Options):
     """Options of `Single`."""
 
     device: str | None = Field(None, description="which one; default: the first of the scenario")
-    evaluate_every: int | None = Field(None, ge=1, description="in steps; default: at the end only")
+    evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
 
 
 class Single(Method[SingleOptions]):
@@ -100,6 +100,7 @@ async def _train(
     units = problem.model.units
     training = Training(dataset, problem.workload, problem.seed)
     requests = Requests(dataset, problem.workload.batch_size)
+    due = Due(problem.options.evaluate_every, device.now())
     for step in range(training.steps):
         images, labels = training.batch(step)
         samples = len(labels)
@@ -111,11 +112,12 @@ async def _train(
         await device.compute(update, costs.update(units, problem.training), Span("update", step))
         device.record("step", step=step, samples=samples, **loss_fields(loss))
         done = step + 1
-        if done == training.steps or is_due(done, problem.options.evaluate_every):
+        if done == training.steps or due(done, device.now()):
             score = Score(problem.training)
             for index in range(len(requests)):
                 score.add(await _answer(device, problem, shard, requests, index, "evaluate"), requests.labels(index))
             device.record("evaluate", step=done, **score.fields())
+            due.made(device.now())
             stopping.judge(done, score.fields(), lambda: result_of(shard.state()))
             if stopping.reason:
                 break

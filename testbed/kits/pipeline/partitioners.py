@@ -13,7 +13,7 @@ from testbed.common.quantities import Duration
 from testbed.data.batches import is_due
 from testbed.kits.layers import costs
 from testbed.kits.pipeline.planning import StagesOptions, all_devices, stage_pieces
-from testbed.method import Problem
+from testbed.method import Problem, StepsOrTime
 from testbed.network.link import Pair
 from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities, divisible_limit
 from testbed.partition.redistribution import StagePartition
@@ -30,7 +30,7 @@ class AsynchronousOptions(StagesOptions):
     aggregate: int = Field(
         0, ge=0, description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never"
     )
-    evaluate_every: int | None = Field(None, ge=1, description="in steps; default: at the end only")
+    evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
     return_window: Duration = Field(0.0, description="how long a lost device may take to come back")
     selection: Duration = Field(5.0, description="how long devices may take to answer before training begins without")
     chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")

@@ -14,7 +14,7 @@ from testbed.common.quantities import Duration
 from testbed.hardware import DeviceSpec
 from testbed.kits.layers import costs
 from testbed.kits.messaging.transfer import CrossingPart, share
-from testbed.method import Options, Problem
+from testbed.method import Options, Problem, StepsOrTime
 from testbed.partition import Chain, Cuts, SynchronousPipeline
 from testbed.plan import Details, Piece, Plan
 from testbed.schedule import SCHEDULES
@@ -56,7 +56,7 @@ class SynchronousOptions(StagesOptions):
         description="all stages but the last keep no activations and compute them again before backward, as in GPipe",
     )
     checkpoint_every: int = Field(20, ge=1, description="steps after which the first device gathers all weights")
-    evaluate_every: int | None = Field(None, ge=1, description="in steps; default: at the end only")
+    evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
 
     @property
     def micro_batch_count(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from testbed.data.batches import is_due, micro_batches
+from testbed.data.batches import Due, micro_batches
 from testbed.kits.layers.feed import Requests, Training
 from testbed.kits.layers.score import loss_fields
 from testbed.kits.layers.shard import State
@@ -62,6 +62,7 @@ class SynchronousTrainer:
         self._options = job.problem.options
         self._training = Training(job.dataset, job.problem.workload, job.problem.seed)
         self._evaluations = Evaluations(supervisor, job, self._training.steps, self._is_kept, recovery.weights)
+        self._due = Due(self._options.evaluate_every, supervisor.device.now())
         self._reports: dict[str, Loss | Updated] = {}
         """What has been reported of the present step, by kind."""
         supervisor.mailbox.on(Loss, self._report)
@@ -74,15 +75,17 @@ class SynchronousTrainer:
 
     async def run(self) -> None:
         """Train from the last checkpoint to the end, gather the weights, evaluate. Raises `Lost`."""
-        steps, every = self._training.steps, self._options.evaluate_every
+        steps, due, now = self._training.steps, self._due, self._supervisor.device.now
         for step in range(self.start, steps):
             await self._step(step)
             done = step + 1
             if self._supervisor.membership.joiners and self._options.checkpoints(done, steps):
                 await self._supervisor.until(partial(self._is_kept, done))
                 await self._recovery.let_join()
-            if done < steps and is_due(done, every) and not await self._evaluations.make(done):
-                return
+            if done < steps and due(done, now()):
+                if not await self._evaluations.make(done):
+                    return
+                due.made(now())
         await self._evaluations.make(steps)
 
     def _is_kept(self, step: int) -> bool:
@@ -137,6 +140,7 @@ class AsynchronousTrainer:
         points = recovery.points
         self._evaluations = Evaluations(supervisor, job, self._steps, points.has_all, points.weights)
         self._survey = Survey(supervisor, recovery, partitioner, problem, self._training)
+        self._due = Due(self._options.evaluate_every, self._device.now())
         self._done = 0
         """The batch after the last one that is done on all stages."""
         self._evaluated = 0
@@ -161,6 +165,7 @@ class AsynchronousTrainer:
                 self._evaluated = step
                 if not await self._evaluations.make(step):
                     return
+                self._due.made(self._device.now())
             if step < self._steps and wanted is not None:
                 await self._change(step, wanted)
                 step = self.start
@@ -251,8 +256,7 @@ class AsynchronousTrainer:
                     raise
 
     def _evaluates(self, step: int) -> bool:
-        every = self._options.evaluate_every
-        return every is not None and step % every == 0 and step not in (self._evaluated, self._steps)
+        return self._due(step, self._device.now()) and step not in (self._evaluated, self._steps)
 
     def _better(self) -> StagePartition | None:
         """Return the partition that is worth changing to now; None where there is none."""

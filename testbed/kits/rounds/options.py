@@ -10,7 +10,7 @@ from pydantic import Field
 
 from testbed.common.quantities import Duration, Fraction
 from testbed.kits.messaging.transfer import AS_IT_IS, HOW, Codec, Precision, RoundsPart, codecs
-from testbed.method import Options
+from testbed.method import Options, StepsOrTime
 
 
 class RoundOptions(Options):
@@ -25,7 +25,7 @@ class RoundOptions(Options):
     round_deadline: Duration | None = Field(
         None, description="a round ends then without devices that are late; default: three times what it should take"
     )
-    evaluate_every: int = Field(1, ge=1, description="rounds from one evaluation to the next")
+    evaluate_every: StepsOrTime = Field(1, description="rounds from one evaluation to the next, or a time")
 
 
 class TransferOptions(RoundOptions):

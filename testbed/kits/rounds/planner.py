@@ -109,6 +109,8 @@ class Participants:
                         "the topology star",
                         ("network", "topology"),
                     )
+        if self.serverless and isinstance(options.evaluate_every, float):
+            raise InputError("devices report after the same rounds: give their number", ("method", "evaluate_every"))
         if self.serverless and workload.training.ema:
             raise InputError("no device has the weights of all: leave it out", ("training", "ema"))
         if workload.epochs is not None and options.local_steps is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from testbed.data.batches import Due
 from testbed.device import Cost, Device, Span
 from testbed.kits.layers.feed import Requests
 from testbed.kits.layers.score import Score, loss_fields
@@ -59,14 +60,10 @@ def mean(state: State, trained: Sequence[Trained], memory: Memory) -> State:
 class EvaluationSchedule:
     """After which rounds a model is evaluated."""
 
-    every: int
-    """Rounds from one evaluation to the next."""
+    every: float
+    """Rounds from one evaluation to the next, or seconds if it is no whole number."""
     rounds: int
     """Rounds of the whole workload; after the last there is always an evaluation."""
-
-    def due(self, done: int) -> bool:
-        """Say whether it is time after so many rounds."""
-        return done % self.every == 0 or done == self.rounds
 
 
 class GlobalModel:
@@ -105,6 +102,7 @@ class GlobalModel:
         self._merge = merge
         self._tests = tests
         self._schedule = schedule
+        self._due = Due(schedule.every, device.now())
 
     @property
     def finished(self) -> bool:
@@ -158,10 +156,11 @@ class GlobalModel:
         loss = {name: made.pop(name) for name in ("loss",) if name in made}
         self._device.record("round", **made)
         self._device.record("step", step=made["round"], samples=sum(made["samples"].values()), **loss)
-        if self._schedule.due(self.rounds):
+        if self.rounds == self._schedule.rounds or self._due(self.rounds, self._device.now()):
             score = await evaluation(self._layers, self.result(), self._tests, self.rounds)
             fields = score.fields()
             self._device.record("evaluate", step=self.rounds, **fields)
+            self._due.made(self._device.now())
             self.stopping.judge(self.rounds, fields, self.result)
         await self._device.save(REPORTED, Message(REPORTED, {"rounds": self.rounds}))
 
