@@ -123,8 +123,9 @@ def test_every_method_begins_with_given_weights_or_refuses_them(name, tmp_path):
     model = {"name": "mlp", "hidden": [12, 10, 8], "weights": str(tmp_path / "given.safetensors")}
     still = {"optimizer": {"learning_rate": 1e-12}}
     work = {"data": data, "model": model, "training": still if "train" in method.tasks else {}, **key}
+    chosen = {"name": name, **({"final_weights": True} if name in ("edgepipe", "versatile") else {})}
     network = radio if name in ("edgepipe", "versatile") else {"topology": "mesh", "link": radio["link"]}
-    described = scenario(2 if own else 3, workload=work, method={"name": name}, network=network)
+    described = scenario(2 if own else 3, workload=work, method=chosen, network=network)
     if "steps" not in key:
         described = scenario(3, workload={**work, "steps": None}, method={"name": name}, network=network)
     whole = create("mlp", {"hidden": [12, 10, 8]}, (1, 8, 8), 10)
