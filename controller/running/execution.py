@@ -119,7 +119,7 @@ class Execution:
         status, error = ended(status, error, self._events, weights_given=self._weights is not None)
         fidelity = monitor.stop()
         computed = self._prepared.problem.workload.numerics == "full"
-        weights = self._final_weights() if computed and status == "finished" else None
+        weights, lost = self._final_weights() if computed and status == "finished" else (None, [])
         self._stop_all()
         return Outcome(
             runtime="emulate",
@@ -127,7 +127,7 @@ class Execution:
             error=error,
             events=self._events.ordered(),
             weights_file=weights,
-            fidelity=fidelity,
+            fidelity={**fidelity, "lost": lost} if lost else fidelity,
         )
 
     # Programs
@@ -338,14 +338,14 @@ class Execution:
 
     # The end
 
-    def _final_weights(self) -> bytes | None:
+    def _final_weights(self) -> tuple[bytes | None, list[str]]:
+        """Return the weights that the lead exposes, if it does, and what is lost."""
         try:
-            return self._lab.agent(self._lead).weights()
+            return self._lab.agent(self._lead).weights(), []
         except AgentGone:
-            self._say(f"{self._lead} went down as its program ended: its weights are gone")
+            return None, [f"the weights, since {self._lead} went down as its program ended"]
         except TestbedError:  # the lead need not expose any
-            pass
-        return None
+            return None, []
 
     def _stop_all(self) -> None:
         """End the programs that still run and take in what they recorded to the last."""

@@ -51,6 +51,8 @@ shortest delay in the scenario. Single late packets do little to a step, and wha
 beyond this is no link of the kind that was asked for, whatever it carries."""
 CLOCKS = 1e-3
 """Seconds by which clocks of several hosts may be off."""
+GAPS_SHOWN = 5
+"""Numbers of missing steps that are named."""
 LOST_EVENTS = 0.01
 """Share of the messages sent whose reception may be missing from the log without a fault to explain it."""
 
@@ -70,7 +72,7 @@ def verdict(record: Record) -> dict[str, Any]:
     Of ``outcome.fidelity`` these figures are understood, each optional: ``host_load``, ``host_saturated`` and
     ``host_stolen`` (shares of the run), ``queues`` (per device, packets dropped by kind) and ``lateness`` (of the delay
     lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``), and ``clocks`` (of several hosts, by how many
-    seconds each may be off).
+    seconds each may be off), ``lost`` (what a run that finished does not have, in words).
     """
     outcome, experiment = record.outcome, record.experiment
     checks = [
@@ -151,9 +153,20 @@ def _course(outcome: Outcome) -> Check:
     return Check("course", False, f"the run {verb}{why}")
 
 
+def _gaps(log: EventLog, wanted: str) -> list[str]:
+    """Name the steps (requests) that nobody recorded, though later ones were."""
+    ended = [wanted, "failed"] if wanted == "request" else [wanted]
+    found = {number for name in ended for (number,) in log.of(name).rows(wanted) if isinstance(number, int)}
+    if not found or len(found) == max(found) - min(found) + 1:
+        return []
+    missing = sorted(set(range(min(found), max(found))) - found)
+    shown = ", ".join(map(str, missing[:GAPS_SHOWN])) + (", ..." if len(missing) > GAPS_SHOWN else "")
+    return [f"{len(missing)} {wanted}{'s' * (len(missing) > 1)} ({shown})"]
+
+
 def _record(record: Record) -> Check:
     """Look for what must be in the log and is not."""
-    log, experiment = record.log, record.experiment
+    outcome, log, experiment = record.outcome, record.log, record.experiment
     silent = sorted(set(record.plan.devices) - log.devices)
     if silent:
         return Check("events", False, f"no events from {', '.join(silent)}")
@@ -161,6 +174,8 @@ def _record(record: Record) -> Check:
     if not log.of(wanted):
         hint = "" if wanted == "exit" else f': programs say what they have done by device.record("{wanted}", ...)'
         return Check("events", False, f"no {wanted} was recorded{hint}")
+    if outcome.status == "finished" and (lost := [*_gaps(log, wanted), *outcome.fidelity.get("lost", ())]):
+        return Check("events", False, f"the run finished without {' and '.join(lost)}")
     if not experiment.faults and not log.of("fault"):
         sent = Counter(log.of("send").rows("device", "peer"))
         received = Counter(log.of("receive").rows("peer", "device"))

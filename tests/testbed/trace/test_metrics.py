@@ -9,6 +9,17 @@ from tests.helpers import recorded
 from tests.helpers.recorded import calm, figures
 
 
+def test_a_run_that_finished_says_which_steps_it_is_without_and_what_else() -> None:
+    events = [each for each in recorded.events(faulty=False) if each.event != "step" or each.fields["step"] != 1]
+    assert calm()["verdict"]["trusted"]
+    assert calm(events=events)["verdict"]["reasons"] == ["the run finished without 1 step (1)"]
+    fidelity = recorded.outcome().fidelity | {"lost": ["the weights"]}
+    (reason,) = calm(events=events, fidelity=fidelity)["verdict"]["reasons"]
+    assert reason == "the run finished without 1 step (1) and the weights"
+    ended = calm(events=events, status="interrupted", error="stopped")["verdict"]["reasons"]
+    assert ended == ["the run was interrupted: stopped"]
+
+
 def test_learning_and_pace_of_the_recorded_run() -> None:
     found = figures()
     assert found["accuracy"] == 0.95
