@@ -55,7 +55,7 @@ def test_the_largest_values_are_exact_and_others_zero():
 def trained(method, **keys):
     split = {"split": "iid"} if method["name"] not in ("pipeline", "ftpipehd") else {}
     data = {"name": "digits", "train": 400, "test": 100, **split}
-    work = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 60, "data": data, **keys}
+    work = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 30, "data": data, **keys}
     prepared = prepare(trials(scenario(2, workload=work, method=method))[0])
     outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
     assert outcome.status == "finished", outcome.error

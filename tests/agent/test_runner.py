@@ -1,0 +1,133 @@
+"""The life of a device's program, and what is refused when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import runner as runners
+from agent.http import Refused
+from agent.receiving import DataApplication
+from agent.runner import Runner
+from agent.settings import Settings
+from testbed import methods
+from testbed.wire.token import data_token
+from tests.helpers.agents import RUN_TOKEN, LoopbackDevice, deployment
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runner]:
+    monkeypatch.setitem(methods._CLASSES, "scripted", "tests.helpers.agent_programs:Scripted")
+    monkeypatch.setenv("TESTBED_DISK", str(tmp_path))
+    settings = Settings("test-run", "a", "t", cast=("127.0.0.1", 0), disk=str(tmp_path), disk_limit=1 << 20)
+    runner = Runner(settings, DataApplication(settings), lambda _peers: None)
+    yield runner
+    if runner.state == "running":
+        runner.stop()
+
+
+def deployed(runner: Runner, do: str, **options: Any) -> Runner:
+    """Hand out one of the scripted programs to a device that has a peer, which is not there."""
+    devices = [LoopbackDevice("a", 0), LoopbackDevice("b", 1)]
+    runner.deploy(bytearray(deployment(devices[0], devices, do, **options)))
+    return runner
+
+
+def ended(runner: Runner) -> Runner:
+    deadline = time.monotonic() + 20
+    while runner.state == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return runner
+
+
+def refusal(act: Any, *arguments: Any) -> tuple[int, str]:
+    with pytest.raises(Refused) as refused:
+        act(*arguments)
+    return refused.value.status, str(refused.value)
+
+
+def test_a_device_that_was_given_nothing_refuses_what_needs_it(made: Runner) -> None:
+    idle = "comes after a deployment and before the start; this device is idle"
+    assert refusal(made.start, 0.0) == (409, f"a start {idle}")
+    assert refusal(made.stop) == (409, "no program runs: this device is idle")
+    assert refusal(made.weights) == (409, "this device's program exposes no weights")
+    assert refusal(made.set_message_loss, bytearray(b'{"message_loss": {}}')) == (409, "links come after a deployment")
+    for put in (made.put_data, made.put_shard):
+        assert refusal(put, bytearray(b"garbage"))[0] == 400
+    made.leave()  # nobody to say it to
+    assert refusal(made.deploy, bytearray(b"{}"))[0] == 400
+    assert made.state == "idle"
+
+
+def test_a_program_runs_once_and_after_another_deployment_again(made: Runner) -> None:
+    for _ in range(2):
+        deployed(made, "nothing")
+        assert made.state == "ready"
+        made.start(time.monotonic())
+        assert (ended(made).state, made.error) == ("finished", None)
+        assert refusal(made.start, 0.0)[1].endswith("this device is finished")
+
+
+def test_what_a_program_fails_with_is_kept_until_the_next(made: Runner) -> None:
+    deployed(made, "fail").start(time.monotonic())
+    assert ended(made).state == "failed"
+    assert made.error is not None
+    assert "Traceback" in made.error
+    assert deployed(made, "nothing").error is None
+
+
+def test_a_program_that_waits_is_stopped_and_nothing_else_is_deployed_meanwhile(made: Runner) -> None:
+    deployed(made, "endless").start(time.monotonic())
+    assert refusal(deployed, made, "nothing") == (409, "cannot deploy while a program runs; stop it first")
+    made.stop()
+    assert made.state == "stopped"
+
+
+def test_a_program_is_stopped_before_it_begins(made: Runner) -> None:
+    deployed(made, "nothing").start(time.monotonic() + 30)
+    made.stop()
+    assert made.state == "stopped"
+
+
+def test_who_fills_its_disk_is_ended_with_the_reason(made: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners, "DISK_SECONDS", 0.1)
+    deployed(made, "hoard", size=2 << 20).start(time.monotonic())
+    assert ended(made).state == "failed"
+    assert made.error == f"{made.settings.disk} of a holds 2MiB, more than its quota of 1MiB"
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"nonsense", "the body is JSON such as"),
+        (b"[" * 100_000, "the body is JSON such as"),
+        (b'{"message_loss": 1}', "holds 'message_loss' alone"),
+        (b'{"message_loss": {}, "more": 1}', "holds 'message_loss' alone"),
+        (b'{"message_loss": {"c": 0.1}}', "'c' is no peer"),
+        (b'{"message_loss": {"b": true}}', "is a fraction from 0 to 1"),
+        (b'{"message_loss": {"b": 1.1}}', "is a fraction from 0 to 1"),
+    ],
+)
+def test_losses_that_are_none_are_refused(made: Runner, body: bytes, complaint: str) -> None:
+    status, text = refusal(deployed(made, "nothing").set_message_loss, bytearray(body))
+    assert status == 400
+    assert complaint in text
+
+
+def test_messages_are_taken_while_a_program_runs_and_after_it_ended_well(made: Runner) -> None:
+    data = made._data
+    deployed(made, "nothing")
+    assert data.inbox is None
+    made.start(time.monotonic())
+    ended(made)
+    assert data.inbox is not None
+    token = data_token(RUN_TOKEN, "b", "a")
+    assert data.inbox.sender({"HTTP_AUTHORIZATION": f"Bearer {token}"}) == "b"
+    deployed(made, "fail").start(time.monotonic())
+    ended(made)
+    assert data.inbox is None

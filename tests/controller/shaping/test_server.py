@@ -1,0 +1,97 @@
+"""The shaper over HTTP: who may ask, what is understood, and what an error becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+from controller.shaping.plan import Endpoint
+from controller.shaping.server import application
+from testbed.common.errors import HostError, InputError
+from testbed.network.link import Link, Pair
+from testbed.network.topology import Cell
+
+
+class Remembering:
+    """What the server stands before, without a kernel."""
+
+    seed = 1
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+
+    def attach(self, endpoints: list[Endpoint], links: Mapping[Pair, Link], cells: list[Cell]) -> None:
+        self.done.append((endpoints, links, cells))
+
+    def set(self, links: Mapping[Pair, Link]) -> None:
+        if ("a", "gone") in links:
+            raise InputError("there is no device 'gone'")
+        if ("a", "broken") in links:
+            raise HostError("the kernel\x1b refuses")
+        self.done.append(links)
+
+    def facts(self) -> dict[str, Any]:
+        return {"backend": "none"}
+
+    def show(self) -> dict[str, Any]:
+        return {"devices": {}}
+
+    def statistics(self, reset: bool) -> dict[str, Any]:
+        return {"reset": reset}
+
+
+@pytest.fixture
+def shaping() -> Remembering:
+    return Remembering()
+
+
+@pytest.fixture
+def client(shaping: Remembering) -> FlaskClient:
+    renewed = shaping.done.append
+    made = application(shaping, "secret", lambda: renewed("renewed")).test_client()  # type: ignore[arg-type]
+    made.environ_base["HTTP_AUTHORIZATION"] = "Bearer secret"
+    return made
+
+
+def link(destination: str) -> dict[str, Any]:
+    return {"links": [{"source": "a", "destination": destination, **Link(delay=0.01).to_json()}]}
+
+
+def test_without_the_token_only_health_is_told(client: FlaskClient) -> None:
+    client.environ_base["HTTP_AUTHORIZATION"] = "Bearer wrong"
+    assert client.get("/health").json == {"state": "ready"}
+    assert [client.get(path).status_code for path in ("/facts", "/show", "/statistics")] == [401] * 3
+    assert client.post("/set", json=link("b")).status_code == 401
+
+
+def test_requests_reach_what_they_are_for(client: FlaskClient, shaping: Remembering) -> None:
+    assert client.get("/facts").json == {"backend": "none"}
+    assert client.get("/statistics?reset=1").json == {"reset": True}
+    assert client.get("/statistics").json == {"reset": False}
+    assert client.post("/lease").json == {}
+    endpoint = {"name": "a", "pid": 7, "address": "10.0.0.2"}
+    cell = {"devices": ["a", "b"], "rate": 5e6}
+    assert client.post("/attach", json={"endpoints": [endpoint], **link("b"), "seed": 4, "cells": [cell]}).json == {}
+    assert client.post("/set", json=link("b")).json == {}
+    assert shaping.seed == 4
+    links = {("a", "b"): Link(delay=0.01)}
+    assert shaping.done == ["renewed", ([Endpoint("a", 7, "10.0.0.2")], links, [Cell(("a", "b"), 5e6)]), links]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        (link("gone"), 400, "there is no device 'gone'"),
+        (link("broken"), 500, "the kernel\\x1b refuses"),
+        ([], 400, "the body of a request is a JSON object"),
+        ({}, 400, "the request was not understood: KeyError('links')"),
+        ({"links": 1}, 400, "the request was not understood: TypeError"),
+    ],
+)
+def test_what_cannot_be_done_is_said(client: FlaskClient, body: Any, status: int, error: str) -> None:
+    answer = client.post("/set", json=body)
+    assert answer.status_code == status
+    assert error in (answer.json or {})["error"]

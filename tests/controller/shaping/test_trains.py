@@ -1,0 +1,66 @@
+"""Rates, from the instants at which frames came."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from controller.shaping.ends import SMALL_FRAME, FarEnds, Listener
+from controller.shaping.plan import FRAME, burst
+from controller.shaping.trains import _Train, _train, _unmetered, seconds
+from testbed.network.link import Link
+
+ENDS = {name: FarEnds(("127.0.0.1", 1)) for name in "ab"}
+PAIR = ("a", "b")
+
+
+def came(rate: float, late: bool = False, lost: int = 0, **link: float) -> _Train:
+    """Return a train of which frames came at this rate, after a bucketful at once; the first ones metered are lost."""
+    train = _train(PAIR, Link(rate=10e6, **link), late, ENDS)
+    skipped = _unmetered(10e6, train.frame)
+    train.stamps = {
+        number: 5.0 + max(0, number - skipped) * train.frame * 8 / rate
+        for number in range(train.frames)
+        if not skipped <= number < skipped + lost
+    }
+    return train
+
+
+@pytest.mark.parametrize("rate", [1e6, 10e6, 12e6])
+@pytest.mark.parametrize("lost", [0, 5])
+def test_the_rate_is_that_of_the_frames_after_the_bucket(rate: float, lost: int) -> None:
+    assert came(rate, lost=lost).rate() == pytest.approx(rate)
+    assert came(rate, lost=lost, jitter=0.001, delay=0.005).rate() == pytest.approx(rate)
+    # Of a downlink nobody knows which frames came to it: all that came count.
+    assert came(rate, late=True, lost=0).rate() == pytest.approx(rate)
+
+
+def test_too_little_is_no_rate() -> None:
+    train = came(1e6)
+    last = max(train.stamps)
+    for stamps in ({}, {last: 1.0}, {last - 1: 2.0, last: 2.0}, {0: 1.0, 1: 2.0}):
+        train.stamps = stamps
+        assert train.rate() is None
+
+
+def test_frames_are_small_on_slow_links_and_never_too_few() -> None:
+    slow, fast = (_train(PAIR, Link(rate=rate), False, ENDS) for rate in (8e3, 1e9))
+    assert slow.frame == SMALL_FRAME
+    assert fast.frame == FRAME
+    for train in (slow, fast):
+        # Half of what the bucket lets through at once: the rest of the train keeps the pace.
+        assert train.together * train.frame <= burst(train.link.rate or 0) / 2
+        assert train.frames >= 24 + _unmetered(train.link.rate or 0, train.frame)
+    assert seconds({PAIR: Link(rate=1e6, delay=0.5)}, (), ENDS) > 0.7
+
+
+def test_a_socket_that_has_something_is_heard_of() -> None:
+    receivers = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
+    with receivers[0] as one, receivers[1] as other:
+        for each in receivers:
+            each.bind(("127.0.0.1", 0))
+        with Listener(receivers) as listener:
+            assert listener.ready(0.001) == []
+            one.sendto(b"x", other.getsockname())
+            assert listener.ready(2.0) == [other]
