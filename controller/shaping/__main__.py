@@ -8,6 +8,7 @@ import signal
 import sys
 
 from controller.shaping import server
+from controller.shaping.confinement import confine
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import TestbedError
 from testbed.wire.lease import Lease
@@ -20,6 +21,7 @@ def main() -> int:
     if not token:
         print("shaper: TESTBED_TOKEN is not set: give the token of the run", file=sys.stderr)
         return 2
+    confine()  # before there are threads, each of which would have to do so itself
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Ahead of the devices' own work, so that probes measure links and not how busy the host is.
     with contextlib.suppress(OSError):
