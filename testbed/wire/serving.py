@@ -34,7 +34,15 @@ def refusal(text: str) -> str:
 
 
 class Request(HTTPRequest):
-    """Cheroot's request, which refuses headers that begin with the continuation of none."""
+    """Cheroot's request, which refuses addresses that are none and headers that begin as the continuation of none."""
+
+    def read_request_line(self) -> bool:
+        """Read the first line; answer 400 and return False where it names no address."""
+        try:
+            return bool(super().read_request_line())  # type: ignore[no-untyped-call]
+        except ValueError:  # which urllib raises for brackets that hold no IPv6 address
+            self.simple_response("400 Bad Request", "Illegal address.")
+            return False
 
     def read_request_headers(self) -> bool:
         """Read the headers; answer 400 and return False where they are none."""

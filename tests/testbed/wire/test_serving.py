@@ -80,9 +80,12 @@ def test_a_head_may_come_in_pieces_and_requests_follow_on_one_connection(address
             assert len(session.post("http://{}:{}/".format(*address), data=b"x" * size, timeout=5).content) == size + 2
 
 
-def test_a_header_that_continues_none_is_refused(address: tuple[str, int]) -> None:
+@pytest.mark.parametrize("begun", [b"GET / HTTP/1.1\r\n\tx", b"GET //]da>a? HTTP/1.1", b"GET http://[x/ HTTP/1.1"])
+def test_a_header_that_continues_none_and_an_address_that_is_none_are_refused(
+    address: tuple[str, int], begun: bytes
+) -> None:
     with socket.create_connection(address) as link:
-        link.sendall(b"GET / HTTP/1.1\r\n\tx\r\nHost: x\r\n\r\n")
+        link.sendall(begun + b"\r\nHost: x\r\n\r\n")
         assert link.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
