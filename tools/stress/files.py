@@ -146,8 +146,16 @@ def attack(seed: int) -> list[str]:
         return [f"{text} ({original.parent.name}/{original.name})" for text in answered(path)]
 
 
+@cache
+def _import() -> None:
+    """Have imported what networks and data of one's own need, which takes longer than any answer."""
+    for name in ("own", "fromtorch"):
+        prepare(trials(load(SCENARIOS / "examples" / f"{name}.yaml"))[0])
+
+
 def answered(path: Path) -> Iterator[str]:
     """Yield what is wrong with the answer to a file."""
+    _import()
     size, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     try:
         for trial in trials(load(path))[:2]:
