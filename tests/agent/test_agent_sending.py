@@ -196,10 +196,10 @@ def test_a_full_window_waits_for_acknowledgements() -> None:
 def test_nothing_leaves_too_early(receiver: Receiver) -> None:
     async def main() -> list[Delivery]:
         lane = Lane("b", receiver.address, TOKEN)
-        due = time.monotonic() + 0.1
+        due = time.monotonic() + 0.5  # of which a busy host needs some to send what is not held back
         found = await asyncio.gather(lane.deliver(numbered(0)), lane.deliver(numbered(1), not_before=due))
         lane.close()
-        assert found[0].ended < due <= found[1].begun < due + 0.05
+        assert found[0].ended < due <= found[1].begun < due + 0.2
         return found
 
     asyncio.run(main())

@@ -24,7 +24,7 @@ from controller.lab import runstate
 from controller.lab.engine import connect
 from controller.lab.removal import labelled_runs
 from controller.results import files
-from testbed.common.errors import TestbedError
+from testbed.common.errors import HostError, TestbedError
 from tools.stress.engineproxy import proxied
 
 CUT = "engine cut"
@@ -79,7 +79,9 @@ def violations(way: str, after: float, gap: float) -> list[str]:
             said.seek(0)
             text = said.read()
             wrong += ["a traceback"] if "Traceback" in text else []
-            wrong += [f"status {ended}: {text[-500:]}"] if way == CUT and ended != 0 else []
+            # Before a run has begun, that there is no engine is all there is to say.
+            unbegun = ended == HostError.exit_code and "no Docker engine answers" in text
+            wrong += [f"status {ended}: {text[-500:]}"] if way == CUT and ended != 0 and not unbegun else []
         if (results / "manifest.json").exists():
             try:
                 files.load(results)
