@@ -89,10 +89,10 @@ def update(metric: Metric, name: str, outputs: torch.Tensor, labels: torch.Tenso
     are yes or no for several classes become whole numbers.
     """
     try:
-        if type(metric).__name__.startswith(("Multilabel", "Binary")):
-            labels = labels.long()
+        yes_or_no = type(metric).__name__.startswith(("Multilabel", "Binary"))
         if not isinstance(metric, _OfFile) and not type(metric).__name__.endswith("Perplexity"):
-            outputs = aligned(outputs, labels)
+            outputs = aligned(outputs, labels.float() if yes_or_no else labels)
+        labels = labels.long() if yes_or_no else labels
         metric.update(outputs, labels)
     except (TypeError, ValueError, RuntimeError) as error:
         text = f"'{name}' does not take outputs {tuple(outputs.shape)} and labels {tuple(labels.shape)}: {error}"

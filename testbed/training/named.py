@@ -32,10 +32,11 @@ def find(
     known = {
         _plain(name, suffix): (name, each)
         for name, each in vars(module).items()
-        if inspect.isclass(each) and issubclass(each, base) and each is not base and name not in without
+        if inspect.isclass(each) and issubclass(each, base) and each is not base
+        if not name.startswith("_") and name not in without
     }
     if (wanted := _plain(part.name, suffix)) not in known:
-        names = ", ".join(sorted(name for name, _ in known.values() if not name.startswith("_")))
+        names = ", ".join(sorted(name for name, _ in known.values()))
         raise InputError(f"{module.__name__} has no '{part.name}' that works here: there are {names}", (*key, "name"))
     found: Callable[..., Any] = known[wanted][1]
     return found

@@ -39,6 +39,12 @@ class Schedule:
         if missing := [part.title for part in parts[:-1] if part.steps is None]:
             raise InputError(f"{missing[0]}: write with 'steps' how long it lasts until the next one takes over", _KEY)
         self._every = parts[0].every
+        for part in parts:
+            if "every" in part.model_fields_set and part.every != self._every:
+                raise InputError(f"{part.title}: 'every' is that of the first one for all: write it there alone", _KEY)
+            if part.steps is not None and part.steps < self._every:
+                text = f"{part.title}: of {part.steps} steps none is a step of the schedule, which takes {self._every}"
+                raise InputError(f"{text}: make 'steps' more, or 'every' less", _KEY)
         self._last = None if steps is None else (steps - 1) // self._every
         self._optimizer = optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
         ends = [*accumulate((part.steps or 0) // self._every for part in parts[:-1])]

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.training.recipe import Recipe
-from testbed.training.schema import TrainingPart
+from testbed.training.schedules import Schedule
+from testbed.training.schema import SchedulePart, TrainingPart
 
 SCHEDULES = {
     "one-cycle": ({"max_lr": 0.5}, lambda adam: lr_scheduler.OneCycleLR(adam, max_lr=0.5, total_steps=40)),
@@ -71,3 +73,38 @@ def test_a_function_of_a_file_is_a_schedule():
 def test_one_cycle_beyond_its_end_stays_where_it_ended():
     recipe = scheduled({"name": "one-cycle", "max_lr": 0.5})
     assert recipe.settings(70) == recipe.settings(39)
+
+
+def halving(**keys):
+    return {"name": "exponential", "gamma": 0.5, **keys}
+
+
+def test_each_part_of_a_list_takes_as_many_training_steps_as_the_first():
+    recipe = scheduled({"name": "constant", "factor": 0.1, "steps": 20, "every": 10}, halving(every=10))
+    assert [recipe.settings(step)["lr"] for step in (0, 19, 20, 29, 30)] == pytest.approx([0.01, 0.01, 0.1, 0.1, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ([halving(steps=20), halving(every=10)], "'every' is that of the first one for all: write it there alone"),
+        ([halving(steps=9, every=10), halving()], "of 9 steps none is a step of the schedule, which takes 10"),
+        ([halving(), halving()], "exponential: write with 'steps' how long it lasts"),
+        ([{"name": "lambda"}], "has no 'lambda' that works here"),
+        ([{"name": "reduce-lr-on-plateau"}], "has no 'reduce-lr-on-plateau' that works here"),
+        ([{"name": "cyclic"}], "cyclic: missing 2 required positional arguments: 'base_lr' and 'max_lr'"),
+    ],
+)
+def test_what_is_wrong_with_a_schedule_is_said(schedule, words):
+    with pytest.raises(InputError, match=words):
+        scheduled(*schedule).settings(0)
+
+
+def test_a_schedule_of_unknown_length_says_which_argument_it_lacks():
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with pytest.raises(InputError, match="one-cycle: write 'total_steps', since how many steps there are"):
+        Schedule([SchedulePart(name="one-cycle", max_lr=0.5)], {}, None, sgd)
+    steady = Schedule([SchedulePart(name="exponential", gamma=0.5)], {}, None, sgd)
+    assert steady.at(10)["lr"] == pytest.approx(0.1 / 1024)
