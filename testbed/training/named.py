@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
@@ -47,7 +48,7 @@ def make(called: Callable[..., Any], part: NamedPart, key: Key, *given: Any, **o
     try:
         return called(*given, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        text = str(error).replace(f"{getattr(called, '__name__', '')}.__init__() ", "")
+        text = re.sub(r"\w+\.__init__\(\) ", "", str(error))
         raise InputError(f"{part.title}: {text or type(error).__name__}", key) from error
 
 

@@ -1,7 +1,5 @@
-"""Partitions: the dynamic programs against brute force, memory and times against their formulas, errors that help."""
+"""Partitions over devices in a row: the best that fit, what they keep in memory, and what they take."""
 
-import math
-import operator
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
@@ -17,9 +15,9 @@ from testbed.models import create
 from testbed.models.chain import Model, chain
 from testbed.models.layers import Linear
 from testbed.network.link import Link
-from testbed.partition import Chain, SynchronousPipeline
-from testbed.partition.cuts import Costs, Cuts, best, even, least_bottleneck, trade_offs
-from testbed.partition.memory import inference_bytes, training_bytes
+from testbed.partition.cuts import Cuts
+from testbed.partition.memory import training_bytes
+from testbed.partition.pipeline import Chain, SynchronousPipeline
 from testbed.schedule import SCHEDULES
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import ENVELOPE, Message, encode
@@ -54,53 +52,6 @@ def pipeline(*speeds: float, link: Link | None = None, memory: float = 1e9, **ot
         **other,
     }
     return SynchronousPipeline(devices=row, links=mesh(row, link or Link()), **settings)
-
-
-@st.composite
-def random_costs(draw: st.DrawFn) -> tuple[int, int, Costs, Costs]:
-    """Two kinds of cost over one random chain; some pieces are forbidden."""
-    units = draw(st.integers(1, 6))
-    stages = draw(st.integers(1, units))
-    cost = st.integers(0, 6).map(float) | st.just(math.inf)
-
-    def table() -> Costs:
-        stage = {
-            (index, first, last): draw(cost)
-            for index in range(stages)
-            for first in range(units)
-            for last in range(first + 1, units + 1)
-        }
-        between = {(index, cut): draw(cost) for index in range(stages) for cut in range(1, units)}
-        return Costs(lambda *key: stage[key], lambda *key: between[key])
-
-    return units, stages, table(), table()
-
-
-@given(random_costs())
-def test_the_dynamic_programs_equal_brute_force(case: tuple[int, int, Costs, Costs]) -> None:
-    units, stages, bottleneck, total = case
-    everything = all_cuts(units, stages)
-    for combine in (max, operator.add):
-        cost, cuts = best(units, stages, total, combine)
-        assert cost == min(total.of(each, combine) for each in everything)
-        assert math.isinf(cost) or total.of(cuts, combine) == cost
-
-    cost, cuts = least_bottleneck(units, stages, bottleneck, total)
-    assert cost == min(bottleneck.of(each, max) for each in everything)
-    tied = [each for each in everything if bottleneck.of(each, max) == cost]
-    if math.isfinite(cost):
-        assert bottleneck.of(cuts, max) == cost or math.isinf(total.of(cuts, operator.add))
-        assert total.of(cuts, operator.add) == min(total.of(each, operator.add) for each in tied)
-
-    pairs = [(bottleneck.of(each, max), total.of(each, operator.add)) for each in everything]
-    front = trade_offs(units, stages, bottleneck, total)
-    for each in front:
-        value, passage = bottleneck.of(each, max), total.of(each, operator.add)
-        assert passage == min(other for limit, other in pairs if limit <= value)
-    reached = [bottleneck.of(each, max) for each in front]
-    assert reached == sorted(reached, reverse=True)
-    allowed = [limit for limit, passage in pairs if math.isfinite(limit) and math.isfinite(passage)]
-    assert reached[-1:] == ([min(allowed)] if allowed else [])
 
 
 @st.composite
@@ -152,32 +103,12 @@ def test_plans_are_the_best_that_fit(found: SynchronousPipeline) -> None:
     assert found.step_time(quickest) >= busy * (1 - 1e-9)
 
 
-def test_even_cuts_differ_by_one_unit_at_most() -> None:
-    assert even(6, 3) == (0, 2, 4, 6)
-    assert even(8, 3) == (0, 3, 6, 8)
-    assert even(3, 3) == (0, 1, 2, 3)
-    with pytest.raises(
-        InputError, match="4 stages, but the model has 3 units: write stages: 3, and the devices beyond"
-    ):
-        even(3, 4)
-
-
 def test_even_against_optimal_on_speeds_1_1_tenth_nears_seven() -> None:
     # A finely divisible chain without communication: a third on the slow device takes 10/3 against 1/2.1.
     found = pipeline(10.0, 10.0, 1.0, model=linear(*[8] * 211))
     ratio = found.bottleneck(found.even()) / found.bottleneck(found.least_bottleneck())
     assert found.least_bottleneck() == (0, 100, 200, 210)
     assert ratio == pytest.approx(7.0)
-
-
-def test_training_memory_is_weights_gradients_momentum_and_what_is_in_flight() -> None:
-    units, within = CNN.units[3:5], range(3, 5)
-    parameters = sum(unit.parameters for unit in units)
-    kept = units[0].input_bytes + sum(unit.activation_bytes for unit in units)
-    assert training_bytes(CNN, within, 7, state_values=1.0) == 12 * parameters + 7 * kept
-    assert training_bytes(CNN, within, 7, state_values=0.0) == 8 * parameters + 7 * kept
-    assert training_bytes(CNN, range(0), 7, state_values=1.0) == 0
-    assert inference_bytes(CNN, within, 7) == 4 * parameters + 7 * (units[0].input_bytes + units[0].activation_bytes)
 
 
 def test_memory_counts_the_micro_batches_that_the_schedule_keeps() -> None:
@@ -218,13 +149,6 @@ def test_model_parallelism_adds_up_compute_transfers_and_delays() -> None:
     one_way = wire_bytes(16 * CNN.units[3].input_bytes + ENVELOPE) * 8 / 1e6 + 0.02
     assert found.step_time(cuts) == pytest.approx(compute + 2 * one_way)
     assert found.latency(cuts) == pytest.approx(compute / 3 + one_way)
-
-
-def test_the_envelope_is_about_that_of_a_message() -> None:
-    fields = {"configuration": 1, "work": "train", "batch": 205, "micro": 2, "samples": 64, "micros": 4}
-    message = Message("activation", fields, {"tensor": torch.zeros(16, 64)})
-    around = len(encode(message, "worker1", incarnation=10**10, sequence=10**4)) - 4 * 16 * 64
-    assert around == pytest.approx(ENVELOPE, abs=40)
 
 
 def test_a_half_duplex_link_carries_activation_and_gradient_in_turn() -> None:
@@ -281,8 +205,39 @@ def test_stages_that_are_not_linked_or_have_no_unit() -> None:
         pipeline(1.0, micro_batches=17)
 
 
-def test_equals_that_no_total_tells_apart_keep_the_least_bottleneck() -> None:
-    """The one partition with a finite bottleneck has an infinite total."""
-    allowed = Costs(stage=lambda *key: 0.0 if key in {(0, 0, 2), (1, 2, 3)} else math.inf, boundary=lambda *_: 0.0)
-    total = Costs(stage=lambda *key: math.inf if key in {(0, 0, 2), (1, 2, 3)} else 0.0, boundary=lambda *_: 0.0)
-    assert least_bottleneck(3, 2, allowed, total) == (0.0, (0, 2, 3))
+def test_the_envelope_is_about_that_of_a_message() -> None:
+    fields = {"configuration": 1, "work": "train", "batch": 205, "micro": 2, "samples": 64, "micros": 4}
+    message = Message("activation", fields, {"tensor": torch.zeros(16, 64)})
+    around = len(encode(message, "worker1", incarnation=10**10, sequence=10**4)) - 4 * 16 * 64
+    assert around == pytest.approx(ENVELOPE, abs=40)
+
+
+def test_what_is_computed_again_takes_its_time_and_keeps_only_what_enters() -> None:
+    """All stages but the last forward a second time before a backward, and keep one micro-batch's activations."""
+    found = pipeline(1e6, 1e6, 1e6, schedule=SCHEDULES["gpipe"])
+    again = replace(found, recompute=True)
+    for stage, ends in enumerate(((0, 2), (2, 4), (4, 6))):
+        forward, backward = (4 * each for each in (1, 2))
+        flops = sum(unit.forward_flops for unit in CNN.units[slice(*ends)])
+        assert found.backward_time(stage, *ends, 4) == pytest.approx(backward * flops / 1e6)
+        more = forward if stage < 2 else 0
+        assert again.backward_time(stage, *ends, 4) == pytest.approx((backward + more) * flops / 1e6)
+    entering = CNN.units[2].input_bytes
+    assert again.memory(1, 2, 4) == training_bytes(CNN, range(2, 4), 4, 0) + 16 * entering
+    assert again.memory(2, 4, 6) == found.memory(2, 4, 6) == training_bytes(CNN, range(4, 6), 16, 0)
+
+
+def test_micro_batches_of_unlike_sizes_take_their_own_time() -> None:
+    found = pipeline(1e6, batch_size=10, micro_batches=4, update_flops=0.0)
+    slots = found.timeline((0, 6))
+    forwards = [slot.end - slot.start for slot in slots if slot.action.kind == "forward"]
+    assert forwards == pytest.approx([samples * CNN.forward_flops / 1e6 for samples in (3, 3, 2, 2)])
+
+
+def test_steps_of_a_timeline_follow_each_other_once_the_first_stage_has_updated() -> None:
+    found = pipeline(1e6, 1e6, link=Link(1e6, 0.01))
+    slots = found.timeline((0, 3, 6), steps=2)
+    updated = next(slot.end for slot in slots if slot.stage == 0 and str(slot.action) == "U0")
+    begun = next(slot.start for slot in slots if slot.stage == 0 and str(slot.action) == "F4")
+    assert begun == updated
+    assert found.step_time((0, 3, 6)) == pytest.approx(updated)
