@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from pathlib import Path
 
 import click
@@ -26,11 +26,11 @@ def init(folder: Path) -> None:
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: is there already: name a new folder")
-    name = folder.resolve().name
+    name, made = folder.resolve().name, not folder.exists()
     study = {path.name: path.read_text() for path in sorted((SHIPPED / "study").glob("*.*"))}
-    study["study.yaml"] = (
-        study["study.yaml"].replace("name: study\n", f"name: {name}\n").replace("study.yaml", f"{name}.yaml")
-    )
+    # In quotes: without them YAML reads null as nothing.
+    study["study.yaml"] = study["study.yaml"].replace("name: study\n", f"name: {json.dumps(name)}\n")
+    study["study.yaml"] = study["study.yaml"].replace("study.yaml", f"{name}.yaml")
     study["test_study.py"] = study["test_study.py"].replace("study.yaml", f"{name}.yaml")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,10 +38,12 @@ def init(folder: Path) -> None:
             (folder / file.replace("study.yaml", f"{name}.yaml")).write_text(text)
         load(folder / f"{name}.yaml")
     except InputError:
-        shutil.rmtree(folder)
-        raise InputError(
-            f"{folder}: '{name}' is no name of a scenario: use lower-case letters, digits and dashes"
-        ) from None
+        for file in list(folder.iterdir()):
+            file.unlink()
+        if made:
+            folder.rmdir()
+        text = f"{folder}: '{name}' is no name of a scenario: use lower-case letters, digits and dashes, a letter first"
+        raise InputError(f"{text}, 31 of them at most") from None
     except OSError as error:
         raise InputError(f"{folder}: cannot be made: {error.strerror or error}") from None
     click.echo(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")

@@ -108,11 +108,18 @@ def frame(found: Sequence[Row]) -> pd.DataFrame:
 
 
 def write_parquet(path: Path, found: Sequence[Row]) -> None:
-    """Write rows as Parquet; a column of unlike or composed values becomes one of JSON. Needs pandas and pyarrow."""
+    """Write rows as Parquet; a column of unlike or composed values becomes one of JSON. Needs pandas and pyarrow.
+
+    What a row lacks, or has as None, is missing there.
+    """
     table = frame(found)
     for name, kind in table.dtypes.items():
         if str(kind) == "object":
-            table[name] = [each if isinstance(each, str) else json.dumps(each, default=str) for each in table[name]]
+            lacking = table[name].isna()
+            table[name] = [
+                None if none else each if isinstance(each, str) else json.dumps(each, default=str)
+                for each, none in zip(table[name], lacking, strict=True)
+            ]
     table.to_parquet(path)
 
 

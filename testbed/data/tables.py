@@ -74,7 +74,9 @@ def _csv(place: Path) -> dict[str, npt.NDArray[Any]]:
     for number, row in enumerate(body, 2):
         if len(row) != len(header):
             raise InputError(f"{place}:{number}: has {len(row)} cells, the first line {len(header)}", _PATH)
-    names = _unlike(place, [name.strip() for name in header])
+    names = [name.strip() for name in header]
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise InputError(f"{place}: has two columns '{twice[0]}': rename one", _PATH)
     return {name: np.array(column) for name, column in zip(names, zip(*body, strict=True), strict=True)}
 
 
@@ -84,14 +86,7 @@ def _parquet(place: Path) -> dict[str, npt.NDArray[Any]]:
         table = parquet.read_table(place)
     except (OSError, ValueError) as error:  # what pyarrow raises is a ValueError, too
         raise InputError(f"{place}: cannot be read as Parquet: {error}", _PATH) from None
-    return {name: table.column(name).to_numpy() for name in _unlike(place, table.column_names)}
-
-
-def _unlike(place: Path, names: Sequence[str]) -> Sequence[str]:
-    """Return the names of columns; raises `InputError` where two are alike."""
-    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise InputError(f"{place}: has two columns '{twice[0]}': rename one", _PATH)
-    return names
+    return {name: table.column(name).to_numpy() for name in table.column_names}
 
 
 def _numbers(place: Path, name: str, cells: npt.NDArray[Any]) -> npt.NDArray[Any]:
