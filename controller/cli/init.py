@@ -38,8 +38,8 @@ def init(folder: Path) -> None:
             (folder / file.replace("study.yaml", f"{name}.yaml")).write_text(text)
         load(folder / f"{name}.yaml")
     except InputError:
-        for file in list(folder.iterdir()):
-            file.unlink()
+        for written in list(folder.iterdir()):
+            written.unlink()
         if made:
             folder.rmdir()
         text = f"{folder}: '{name}' is no name of a scenario: use lower-case letters, digits and dashes, a letter first"

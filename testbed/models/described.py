@@ -33,6 +33,18 @@ Described = tuple[tuple[str, Layer], ...]
 """Layers, each with the path of its module in the network; "" where it is the work of a function."""
 _ACTIVATIONS = ("Sigmoid", "Tanh", "GELU", "SiLU", "ELU", "Hardswish", "Hardsigmoid", "Softplus", "Mish")
 """What makes each value of that value alone, with the defaults of its module."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _dropout(p: float = 0.5, training: object = True, inplace: bool = False) -> nn.Module:
+    """Return what drops values in training, nothing where it never does; raises TypeError where it always does."""
+    if training is False:
+        return nn.Identity()
+    if not isinstance(training, fx.Node):  # by which the network is told the mode
+        raise TypeError
+    return nn.Dropout(p, inplace)
+
+
 _FUNCTIONS: dict[str, Callable[..., nn.Module]] = {
     **{name.lower(): getattr(nn, name) for name in _ACTIVATIONS},
     "relu": nn.ReLU,
@@ -40,7 +52,7 @@ _FUNCTIONS: dict[str, Callable[..., nn.Module]] = {
     "leaky_relu": nn.LeakyReLU,
     "max_pool2d": nn.MaxPool2d,
     "adaptive_avg_pool2d": nn.AdaptiveAvgPool2d,
-    "dropout": lambda p=0.5, *_, **__: nn.Dropout(p),
+    "dropout": _dropout,
 }
 """The modules that do what functions of torch do, made of what those are given beside the values."""
 
@@ -88,7 +100,8 @@ def _joins(node: fx.Node) -> bool:
 def _layers(root: nn.Module, node: fx.Node, made: Shape) -> tuple[Layer, ...] | None:
     """Return what a node is: one layer, or none if it does nothing; None: something else. ``made``: its output."""
     if node.op == "call_module":
-        return _of_module(root.get_submodule(str(node.target)))
+        module = root.get_submodule(str(node.target))
+        return None if any(getattr(module, hooks) for hooks in _HOOKS) else _of_module(module)
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     name = str(name).lstrip("_")
     if name in ("flatten", "view", "reshape"):

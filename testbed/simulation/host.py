@@ -63,7 +63,7 @@ class Host:
     booting: int | None = None
     """Number of the boot under way."""
     boots: int = 0
-    """How often it was switched on."""
+    """How often it was switched on again."""
     disk: dict[str, Message] = field(default_factory=dict)
     """What its programs have saved; outlives them all."""
     paused: bool = False

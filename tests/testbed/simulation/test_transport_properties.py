@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from testbed.device import Device
 from testbed.network.link import Link
+from testbed.network.topology import Cell
 from testbed.wire.message import Message
 from tests.helpers.worlds import events, world
 
@@ -19,6 +20,15 @@ links = st.builds(
     delay=st.sampled_from([0.0, 0.001, 0.2]),
     loss=st.sampled_from([0.0, 0.0, 0.05]),
 )
+ways = st.sampled_from(
+    [
+        {},
+        {"access": {"lead": {"uplink": 4e5}, "b": {"downlink": 1e6}}},
+        {"cells": [Cell(NAMES, 1e6)]},
+        {"access": {"c": {"downlink": 3e5}}, "cells": [Cell(("lead", "b"), 5e5)]},
+    ]
+)
+"""What messages share on their way, beside the links' own rates."""
 sizes = st.lists(st.integers(0, 30_000), min_size=1, max_size=8)
 
 
@@ -44,7 +54,7 @@ def faults(actions):
     )
 
 
-def talk(link, sizes, breaks):
+def talk(link, sizes, breaks, way):
     """Let the lead send numbered messages of those sizes to both others; return the run and what they took in."""
     taken = {name: [] for name in NAMES[1:]}
 
@@ -62,24 +72,24 @@ def talk(link, sizes, breaks):
         while True:
             taken[device.name][-1].append((await device.receive())["number"])
 
-    run = world({"lead": lead, "b": listen, "c": listen}, link=link, faults=breaks)
+    run = world({"lead": lead, "b": listen, "c": listen}, link=link, faults=breaks, **way)
     run.run()
     return run, taken
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(links, sizes, faults(["pause"]))
-def test_without_kills_each_message_arrives_once_and_in_order(link, sizes, breaks):
-    run, taken = talk(link, sizes, breaks)
+@given(links, sizes, faults(["pause"]), ways)
+def test_without_kills_each_message_arrives_once_and_in_order(link, sizes, breaks, way):
+    run, taken = talk(link, sizes, breaks, way)
     for lives in taken.values():
         assert lives == [list(range(len(sizes)))]
     assert len(events(run, "send")) == 2 * len(sizes)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(links, sizes, faults(["kill", "pause"]))
-def test_with_kills_each_life_takes_in_an_ordered_run_and_none_is_left_out(link, sizes, breaks):
-    run, taken = talk(link, sizes, breaks)
+@given(links, sizes, faults(["kill", "pause"]), ways)
+def test_with_kills_each_life_takes_in_an_ordered_run_and_none_is_left_out(link, sizes, breaks, way):
+    run, taken = talk(link, sizes, breaks, way)
     for name, lives in taken.items():
         received = {number for life in lives for number in life}
         assert received <= set(range(len(sizes)))
@@ -92,16 +102,16 @@ def test_with_kills_each_life_takes_in_an_ordered_run_and_none_is_left_out(link,
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(links, sizes, faults(["kill", "pause"]))
-def test_same_scenario_same_events(link, sizes, breaks):
-    first, second = (talk(link, sizes, breaks)[0] for _ in range(2))
+@given(links, sizes, faults(["kill", "pause"]), ways)
+def test_same_scenario_same_events(link, sizes, breaks, way):
+    first, second = (talk(link, sizes, breaks, way)[0] for _ in range(2))
     assert [event.to_json() for event in first.events] == [event.to_json() for event in second.events]
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(links, sizes, faults(["kill", "pause"]))
-def test_nothing_is_faster_than_the_link(link, sizes, breaks):
-    run, _ = talk(link, sizes, [fault for fault in breaks if "degrade" not in fault])
+@given(links, sizes, faults(["kill", "pause"]), ways)
+def test_nothing_is_faster_than_the_link(link, sizes, breaks, way):
+    run, _ = talk(link, sizes, [fault for fault in breaks if "degrade" not in fault], way)
     for event in events(run, "send"):
         transmission = event["bytes"] * 8 / link.rate if link.rate else 0.0
         assert event["duration"] >= transmission + 2 * link.delay - 1e-9
