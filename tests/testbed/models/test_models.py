@@ -167,47 +167,6 @@ def test_an_empty_or_impossible_range_of_units() -> None:
         model.build(3, 6, seed=0)
 
 
-def test_sizes_from_the_papers() -> None:
-    mlp = create("mlp", {}, (1, 28, 28), 10)
-    assert [unit.parameters for unit in mlp.units] == [784 * 128 + 128, *[128 * 128 + 128] * 3, 1290]
-    vgg5 = create("vgg5", {"batch_norm": False}, (3, 32, 32), 10)
-    assert [unit.output for unit in vgg5.units] == [(32, 16, 16), (64, 8, 8), (4096,), (128,), (10,)]
-    assert vgg5.units[0].forward_flops == 2 * 3 * 9 * 32 * 32 * 32
-
-
-def test_mobilenetv2_is_the_published_network() -> None:
-    whole = create("mobilenetv2", {}, (3, 224, 224), 1000)
-    assert whole.parameters == 3_504_872  # the paper: 3.4 M, and 300 M multiplications and additions
-    assert whole.forward_flops / 2 == pytest.approx(300e6, rel=0.01)
-    assert [unit.output for unit in whole.units[-2:]] == [(1280,), (1000,)]
-    assert whole.units[-3].output == (320, 7, 7)
-    wide = create("mobilenetv2", {"width": 1.4}, (3, 224, 224), 1000)
-    assert wide.forward_flops / 2 == pytest.approx(585e6, rel=0.01)
-
-
-@pytest.mark.parametrize(("shape", "pixels"), [((1, 28, 28), 4), ((3, 32, 32), 4), ((3, 224, 224), 7)])
-def test_mobilenetv2_has_a_stem_for_small_images(shape: tuple[int, ...], pixels: int) -> None:
-    model = create("mobilenetv2", {}, shape, 10)
-    assert len(model.units) == 20
-    assert model.units[17].output == (320, pixels, pixels)
-    assert model.parameters == 2_223_872 + 10 * 1281 - (3 - shape[0]) * 9 * 32
-    assert sum(isinstance(unit.layers[0], Residual) for unit in model.units) == 10
-
-
-def test_resnet18_has_the_ten_layers_of_pipelearns_table_2() -> None:
-    model = create("resnet18", {}, (3, 32, 32), 10)
-    assert model.parameters == 11_181_642  # torchvision's resnet18 with ten classes
-    assert [unit.output for unit in model.units] == [
-        *[(64, 8, 8)] * 3,
-        *[(128, 4, 4)] * 2,
-        *[(256, 2, 2)] * 2,
-        *[(512, 1, 1), (512,)],
-        (10,),
-    ]
-    assert all(isinstance(unit.layers[0], Residual) for unit in model.units[1:-1])
-    assert model.cut_bytes(1) * 10_000 * 8 / 10e6 < 203.6  # seconds on 4G, of the paper's whole epoch
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [

@@ -44,24 +44,6 @@ def test_yolov2_has_the_sizes_that_darknet_prints() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "multiplications"),
-    # As torchvision states them for its alexnet and vgg16.
-    [("alexnet", 61_100_840, 714_188_480), ("vgg16", 138_357_544, 15_470_264_320)],
-)
-def test_classifiers_have_their_published_sizes(name: str, parameters: int, multiplications: int) -> None:
-    model = create(name, {}, (3, 224, 224), 0)
-    assert model.parameters == parameters
-    assert model.multiplications == multiplications
-    assert model.output == (1000,)
-
-
-def test_the_papers_chain_of_fully_connected_layers() -> None:
-    model = create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4)
-    assert [unit.weights for unit in model.units] == [32, 128, 64, 16]
-    assert model.weights == model.multiplications == 240
-
-
 def test_built_networks_have_the_shapes_of_their_descriptions() -> None:
     for model in (
         create("alexnet", {"hidden": [32, 16]}, (3, 63, 63), 7),
