@@ -31,7 +31,7 @@ class LinkSetPart(Part):
     @model_validator(mode="after")
     def _one_target(self) -> Self:
         named = [self.between is not None, self.from_ is not None and self.to is not None, self.device is not None]
-        if sum(named) != 1:
+        if sum(named) != 1 or (self.from_ is None) != (self.to is None):
             raise ValueError("name the links with one of 'between', 'from' and 'to', or 'device'")
         return self
 
