@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from controller.lab.lab import LinkBackend
+    from testbed.scenario.trial import Trial
 
 __all__ = ["Callback", "Result", "Results", "build", "emulate", "live", "load", "open_results", "simulate", "sweep"]
 
@@ -172,11 +173,19 @@ def emulate(
     links: LinkBackend = "auto",
     accept_links: bool = False,
     keep: bool = False,
+    hosts: Sequence[str] = (),
+    place: Mapping[str, str] | None = None,
+    lab: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Run a scenario in containers; the options are those of `testbed run`, ``callbacks`` those of `simulate`."""
-    lab = {"links": links, "accept_links": accept_links, "keep": keep}
-    return _one(scenario, "emulate", out, callbacks=callbacks, **lab)
+    from controller.hosts.lab import struck
+    from controller.hosts.labfile import read
+
+    where = read(None if lab is None else Path(lab), tuple(hosts), place)
+    options = {"links": links, "accept_links": accept_links, "keep": keep, **where.places}
+    strike = (lambda trial: struck([trial], where)[0]) if where.faults else None
+    return _one(scenario, "emulate", out, strike, callbacks=callbacks, **options)
 
 
 def sweep(
@@ -221,13 +230,19 @@ def open_results(folder: str | Path) -> Results:
     return Results(Result(files.load(place)) for place in files.places(Path(folder)))
 
 
-def _one(scenario: Scenario, runtime: Runtime, out: str | Path | None, **options: Any) -> Result:
+def _one(
+    scenario: Scenario,
+    runtime: Runtime,
+    out: str | Path | None,
+    change: Callable[[Trial], Trial] | None = None,
+    **options: Any,
+) -> Result:
     from controller.running.inputs import InitialWeights
 
     runs = trials(scenario)
     if len(runs) > 1:
         raise InputError(f"{scenario.name} has {len(runs)} runs: use sweep(), or leave out its sweep and repetitions")
-    prepared: Prepared = prepare(runs[0])
+    prepared: Prepared = prepare(change(runs[0]) if change else runs[0])
     folder = Path(out) if out is not None else numbered(Path("results") / run_name(prepared.trial))
     silent = _silent()
     initial = InitialWeights(silent)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from controller.cli.options import as_json, hosts, links, overrides, place, run_option
+from controller.cli.options import as_json, links, on_hosts, overrides, run_option
 from controller.cli.printing import dump, print_table, say
 
 if TYPE_CHECKING:
+    from controller.hosts.labfile import LabPart
     from controller.lab.lab import LinkBackend
 
 
@@ -22,15 +23,13 @@ if TYPE_CHECKING:
 @click.argument("scenario", type=click.Path(path_type=Path))
 @overrides
 @links
-@hosts
-@place
+@on_hosts
 @as_json
 def up(
     scenario: Path,
     overrides: tuple[str, ...],
     links: LinkBackend,
-    hosts: list[str],
-    place: dict[str, str],
+    where: LabPart,
     as_json: bool,
 ) -> None:
     """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
@@ -45,8 +44,8 @@ def up(
 
     trial = trials(load(scenario, overrides))[0]
     lab: AnyLab
-    if hosts:
-        lab = HostsLab.create(trial, hosts, place, links=links, progress=say, keep=True)
+    if where.hosts:
+        lab = HostsLab.create(trial, where.hosts, where.place, links=links, progress=say, keep=True)
     else:
         lab = Lab.create(trial, links=links, progress=say, keep=True)
     if as_json:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,7 +42,7 @@ def _placed(_context: click.Context, _option: click.Parameter, given: tuple[str,
     return {name: host for name, _, host in (each.partition("=") for each in given)}
 
 
-hosts = click.option(
+_hosts = click.option(
     "--hosts",
     callback=_names,
     metavar="HOST,...",
@@ -48,13 +50,35 @@ hosts = click.option(
     show_envvar=True,
     help="Run on the engines of these docker contexts, which are of one swarm; see docs/hosts.md.",
 )
-place = click.option(
+_place = click.option(
     "--place",
     multiple=True,
     callback=_placed,
     metavar="DEVICE=HOST",
     help="With --hosts, put this device on that host. May be repeated.",
 )
+_lab = click.option(
+    "--lab",
+    "lab_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    envvar="TESTBED_LAB",
+    show_envvar=True,
+    help="A file with hosts, the places of devices and faults of hosts; see docs/hosts.md.",
+)
+
+
+def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say where a run goes, which the command takes together as ``where``, a `LabPart`."""
+
+    @wraps(command)
+    def found(hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any) -> None:
+        from controller.hosts.labfile import read
+
+        command(where=read(lab_file, tuple(hosts), place), **given)
+
+    return _hosts(_place(_lab(found)))
+
+
 run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
 out = click.option(
     "--out",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controller.cli.options import as_json, hosts, in_results, overrides, place
+from controller.cli.options import as_json, in_results, on_hosts, overrides
 from controller.cli.printing import dump, make_console, print_section
 from testbed.common import formats
 from testbed.common.errors import InputError
@@ -22,6 +22,7 @@ COLUMNS = 44
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from controller.hosts.labfile import LabPart
     from testbed.method import Problem
     from testbed.network.radio import Position
     from testbed.plan import Piece
@@ -32,10 +33,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("scenario")
 @overrides
-@hosts
-@place
+@on_hosts
 @as_json
-def plan(scenario: str, overrides: tuple[str, ...], hosts: list[str], place: dict[str, str], as_json: bool) -> None:
+def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: bool) -> None:
     """Show who holds which part of the model, and what that costs, without running anything.
 
     The table shows the units of each device, their parameters, the memory they need as a share of what the device has,
@@ -64,8 +64,8 @@ def plan(scenario: str, overrides: tuple[str, ...], hosts: list[str], place: dic
     points = [each for each in trials(loaded) if each.repetition == 0]
     prepared = [prepare(each) for each in points]
     plans = [_describe_plan(each) for each in prepared]
-    if hosts:
-        for described, each in zip(plans, _describe_hosts(prepared, hosts, place), strict=True):
+    if where.hosts:
+        for described, each in zip(plans, _describe_hosts(prepared, where), strict=True):
             described["hosts"] = each
     if as_json:
         dump(plans)
@@ -104,17 +104,15 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _describe_hosts(
-    prepared: Sequence[Prepared], hosts: Sequence[str], given: Mapping[str, str]
-) -> list[list[dict[str, Any]]]:
+def _describe_hosts(prepared: Sequence[Prepared], where: LabPart) -> list[list[dict[str, Any]]]:
     """Return for each plan what `controller.hosts.placement.described` does."""
     from controller.hosts.contexts import reach_all
     from controller.hosts.lab import capacities, placement
     from controller.hosts.placement import described
 
-    there = capacities(reach_all(hosts))
+    there = capacities(reach_all(where.hosts))
     runs = [each.experiment for each in prepared]
-    return [described(placement(run, there, given), run.devices, run.links, there) for run in runs]
+    return [described(placement(run, there, where.place), run.devices, run.links, there) for run in runs]
 
 
 def _even_time(prepared: Prepared) -> float | None:

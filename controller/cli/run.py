@@ -12,7 +12,7 @@ from rich.console import Console
 
 from controller.api.execution import run_one_by_one, simulate_side_by_side
 from controller.cli.finished import explain, judge, reproduce, show_run, summarize
-from controller.cli.options import accept_links, hosts, links, metrics_as_json, out, overrides, place, watched
+from controller.cli.options import accept_links, links, metrics_as_json, on_hosts, out, overrides, watched
 from controller.cli.printing import dump, make_console
 from testbed.common.errors import InputError, TestbedError
 from testbed.prepare import Prepared, prepare
@@ -23,6 +23,7 @@ WEIGHTS = "weights.safetensors"
 """What a run leaves in its results."""
 
 if TYPE_CHECKING:
+    from controller.hosts.labfile import LabPart
     from controller.lab.lab import LinkBackend
     from controller.results.run import Run
     from testbed.scenario.schema import Scenario
@@ -60,8 +61,7 @@ if TYPE_CHECKING:
 @click.option("--repetitions", type=int, help="Override how many times each point is run.")
 @links
 @accept_links
-@hosts
-@place
+@on_hosts
 @click.option(
     "--weights",
     "--from",
@@ -93,8 +93,7 @@ def run(
     repetitions: int | None,
     links: LinkBackend,
     accept_links: bool,
-    hosts: list[str],
-    place: dict[str, str],
+    where: LabPart,
     weights: Path | None,
     streams: tuple[str, ...],
     watch: bool,
@@ -115,7 +114,12 @@ def run(
     """
     changes = [*overrides, *_changes(seed, repetitions, weights)]
     loaded = load(scenario, changes)
-    prepared = [prepare(trial) for trial in trials(loaded)]
+    found = trials(loaded)
+    if where.faults and runtime == "emulate":
+        from controller.hosts.lab import struck
+
+        found = struck(found, where)
+    prepared = [prepare(trial) for trial in found]
     console = make_console(stderr=as_json)
     together = "--cluster" if cluster else "--jobs" if jobs > 1 else ""
     if together and (watch or streams):
@@ -139,7 +143,7 @@ def run(
             simulate_side_by_side(scenario, changes, todo, jobs, console, done)
         else:
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
-            lab = {"links": links, "accept_links": accept_links, "keep": keep, "hosts": hosts, "place": place}
+            lab = {"links": links, "accept_links": accept_links, "keep": keep, **where.places}
             run_one_by_one(rows, runtime, console, done, watch=watch, streams=streams, **lab)
     except TestbedError as error:
         explain(console, error)

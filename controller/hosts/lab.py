@@ -9,6 +9,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from ipaddress import IPv4Network
@@ -16,19 +17,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import docker
-from docker.errors import NotFound
+import requests
+from docker.errors import DockerException, NotFound
 
 from controller.hosts.channel import LOST_SECONDS, Channel
 from controller.hosts.contexts import Host, manager, reach, reach_all
 from controller.hosts.images import bring
 from controller.hosts.keeping import KEEPER, make_keeper
+from controller.hosts.labfile import LabPart
 from controller.hosts.networks import make_overlay
 from controller.hosts.placement import Capacity, place
 from controller.hosts.removal import remove_everywhere
 from controller.hosts.shaper import NothingPasses, Shapers
 from controller.lab import runstate
 from controller.lab.agents import Agent
-from controller.lab.changes import ContainerChanges
 from controller.lab.containers import DeviceContainer, container_name
 from controller.lab.engine import connect, ensure_engine
 from controller.lab.health import Ending
@@ -59,6 +61,8 @@ class HostsLab:
         self._state = state
         self._hosts = hosts
         self._reaper: Reaper | None = None
+        self.lost: set[str] = set()
+        """Hosts that have not been heard of, whose devices count as down; `_Changes` says which."""
         self.trial = trial
         self.experiment: Experiment = trial.experiment
         self.subnet = subnet
@@ -189,15 +193,17 @@ class HostsLab:
     def shaper(self) -> Shapers:
         """The shapers of all hosts, as if they were one."""
         parts = {name: part.shaper for name, part in self.parts.items()}
-        return Shapers(parts, self._state, self._channels, self.experiment.links)
+        return Shapers(parts, self._state, self._channels, self.experiment.links, self.lost)
 
     def refresh(self) -> None:
         """Look again what every container of the run is doing."""
         self._each(lambda part: part.refresh())
 
     def states(self) -> dict[str, str]:
-        """Return in the engines' words what the container of each device is doing."""
-        return {name: state for found in self._each(lambda part: part.states()) for name, state in found.items()}
+        """Return in the engines' words what the container of each device is doing; ``lost`` on a host that is."""
+        found = {name: device.state for name, device in self.devices.items()}
+        self._each(lambda part: found.update(part.states()))
+        return found
 
     def facts(self) -> dict[str, Any]:
         """Return what a run's manifest should say: of the first host as of one host, and of each by its name."""
@@ -213,7 +219,7 @@ class HostsLab:
 
     def changes(self, on_return: Callable[[float], None]) -> _Changes:
         """Return what follows the containers of the run on all hosts."""
-        return _Changes({name: part.changes(on_return) for name, part in self.parts.items()}, self._channels)
+        return _Changes(self, on_return)
 
     def kill(self, name: str) -> None:
         """End the device's container at once."""
@@ -245,12 +251,13 @@ class HostsLab:
         runstate.write(self._state)
 
     def down(self) -> bool:
-        """Remove everything of the run from all hosts; see `Lab.down`."""
+        """Remove everything of the run from all hosts; see `Lab.down`. What a lost one has is removed in background."""
         for part in self.parts.values():
             part.over.set()
+        lost = {name for name in self.lost if self._channels[name].silent > LOST_SECONDS}
         self._hang_up()
         reaper, self._reaper = self._reaper, None
-        remove = partial(remove_everywhere, self.run_id, self._hosts.values())
+        remove = partial(remove_everywhere, self.run_id, self._hosts.values(), lost=lost)
         if reaper is not None:
             return reaper.remove(remove)
         remove()
@@ -291,13 +298,20 @@ class HostsLab:
 
     def _part(self, device: str) -> Lab:
         for name, devices in self._state.hosts.items():
+            if device in devices and name in self.lost:
+                raise HostError(f"{device} {self.silence(name)}")
             if device in devices:
                 return self.parts[name]
         known = ", ".join(each.name for each in self.experiment.devices)
         raise InputError(f"there is no device '{device}' in {self.run_id}: {known}")
 
+    def silence(self, host: str) -> str:
+        """Return what is to be said of something on a host that is lost."""
+        silent = self._channels[host].silent
+        return f"is on the host {host}, which has not been heard of for {silent:.1f} s: it is lost, or cut off"
+
     def _each(self, act: Callable[[Lab], T]) -> list[T]:
-        """Do something on all hosts at once; return what came of it, in the order of the hosts.
+        """Do something at once on all hosts that are not lost; return what came of it, in the order of the hosts.
 
         Raises HostError naming the host where it fails.
         """
@@ -309,7 +323,7 @@ class HostsLab:
                 raise HostError(f"on {host}: {error}") from error
 
         with ThreadPoolExecutor(len(self.parts)) as pool:
-            return list(pool.map(attempt, self.parts))
+            return list(pool.map(attempt, [name for name in self.parts if name not in self.lost]))
 
 
 def capacities(hosts: Mapping[str, Host]) -> dict[str, Capacity]:
@@ -323,6 +337,12 @@ def placement(experiment: Experiment, hosts: Mapping[str, Capacity], given: Mapp
     return place(experiment.devices, experiment.links, hosts, given, cells)
 
 
+def struck(found: Sequence[Trial], where: LabPart) -> list[Trial]:
+    """Return trials with the faults of hosts among their own; raises what `LabPart.struck` and `placement` do."""
+    there = capacities(reach_all(where.hosts))
+    return [where.struck(each, placement(each.experiment, there, where.place)) for each in found]
+
+
 class _Health:
     """The health of the containers of all hosts; as `controller.lab.health.Health`."""
 
@@ -332,46 +352,76 @@ class _Health:
     def ending(self, name: str, patience: float = 0.0) -> Ending | None:
         """Return how a container ended, else None; of the shapers, the first that has."""
         if name != SHAPER:
+            host = next(host for host, devices in self._lab._state.hosts.items() if name in devices)
+            if host in self._lab.lost:
+                return Ending(self._lab.silence(host))
             return self._lab._part(name).health.ending(name, patience)
         for host, part in self._lab.parts.items():
-            if (ending := part.health.ending(name)) is not None:
+            if host not in self._lab.lost and (ending := part.health.ending(name)) is not None:
                 return replace(ending, text=f"of {host} {ending.text}")
         return None
 
 
 class _Changes:
-    """What happens to containers on several hosts, as `ContainerChanges` says it of one."""
+    """What happens to containers on several hosts, as `ContainerChanges` says it of one, and to the hosts themselves.
 
-    def __init__(self, parts: Mapping[str, ContainerChanges], channels: Mapping[str, Channel]) -> None:
-        self._parts = parts
-        self._channels = channels
+    A host that is not heard of is lost, and its devices with it; one that is heard of again goes on as it is.
+    """
+
+    def __init__(self, lab: HostsLab, on_return: Callable[[float], None]) -> None:
+        self._lab = lab
+        self._on_return = on_return
+        self._parts = {name: part.changes(on_return) for name, part in lab.parts.items()}
         self._found: queue.SimpleQueue[DeviceContainer | Exception | None] = queue.SimpleQueue()
         self._over = threading.Event()
 
     def __iter__(self) -> Iterator[DeviceContainer]:
-        """Yield each container when it has changed; raises HostError for a host that is not heard of any more."""
-        for part in self._parts.values():
-            threading.Thread(target=self._follow, args=(part,), name="changes", daemon=True).start()
+        """Yield each container when it has changed; raises HostError where an engine does not answer any more."""
+        for host, part in self._parts.items():
+            threading.Thread(target=self._follow, args=(host, part), name="changes", daemon=True).start()
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
         while (found := self._found.get()) is not None:
             if isinstance(found, Exception):
                 raise found
             yield found
 
-    def _follow(self, part: Iterable[DeviceContainer]) -> None:
+    def _follow(self, host: str, part: Iterable[DeviceContainer]) -> None:
         try:
             for found in part:
-                self._found.put(found)
+                if host not in self._lab.lost:
+                    self._found.put(found)
         except Exception as error:  # noqa: BLE001 - handed to whoever iterates
-            self._found.put(error)
+            if host not in self._lab.lost:
+                self._found.put(error)
 
     def _listen(self) -> None:
+        longest: dict[str, float] = {}
         while not self._over.wait(0.5):
-            for host, channel in self._channels.items():
-                if channel.silent > LOST_SECONDS:
-                    text = f"the host {host} has not been heard of for {channel.silent:.1f} s: it is lost, or cut off"
-                    self._found.put(HostError(text))
-                    return
+            for host, channel in self._lab._channels.items():
+                silent = channel.silent
+                if silent > LOST_SECONDS:
+                    longest[host] = silent
+                    if host not in self._lab.lost:
+                        self._lab.lost.add(host)
+                        self._note(host, lambda found: replace(found, state="lost", control_url=""))
+                elif host in self._lab.lost:
+                    self._welcome(host, longest[host])
+
+    def _note(self, host: str, change: Callable[[DeviceContainer], DeviceContainer]) -> None:
+        part = self._lab.parts[host]
+        for name, found in part.devices.items():
+            part.devices[name] = change(found)
+            self._found.put(part.devices[name])
+
+    def _welcome(self, host: str, silent: float) -> None:
+        """Take a host in again, unless its keeper has removed the run there: without a shaper it stays lost."""
+        part = self._lab.parts[host]
+        with suppress(HostError, DockerException, requests.RequestException):
+            if part.health.ending(SHAPER) is None:
+                part.refresh()
+                self._lab.lost.discard(host)
+                self._on_return(silent)
+                self._note(host, lambda found: found)
 
     def close(self) -> None:
         """Let whoever iterates come to an end."""

@@ -57,9 +57,9 @@ def place(
     names = [device.name for device in devices]
     for name, host in given.items():
         if name not in names:
-            raise InputError(f"--place: there is no device '{name}': {', '.join(names)}")
+            raise InputError(f"place: there is no device '{name}': {', '.join(names)}")
         if host not in hosts:
-            raise InputError(f"--place {name}={host}: '{host}' is not among --hosts {','.join(hosts)}")
+            raise InputError(f"place: {name} is to be on '{host}', which is not among the hosts {', '.join(hosts)}")
     specs = {device.name: device for device in devices}
     groups = {name: tuple(group) for group in together for name in group}
     found: dict[str, str] = {}
@@ -70,7 +70,7 @@ def place(
         choice = given.get(name) or min(hosts, key=lambda host: _cost(group, host, found, specs, links, hosts))
         for each in group:
             if given.get(each, choice) != choice:
-                raise InputError(f"--place: {' and '.join(group)} share a medium, and have to be on one host")
+                raise InputError(f"place: {' and '.join(group)} share a medium, and have to be on one host")
             found[each] = choice
     _check_memory(found, specs, hosts)
     return {name: found[name] for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import docker
@@ -12,24 +12,41 @@ from controller.hosts.contexts import Host, reach
 from controller.lab import reaper, runstate
 from controller.lab.engine import connect
 from controller.lab.removal import remove_from, remove_run
-from testbed.common.errors import TestbedError
+from testbed.common.errors import HostError, TestbedError
 
 
-def remove_everywhere(run: str, hosts: Iterable[Host | str], *, settle: bool = False) -> int:
+def remove_everywhere(
+    run: str, hosts: Iterable[Host | str], *, settle: bool = False, lost: Collection[str] = ()
+) -> int:
     """Remove everything of a run; return how many containers, networks and stray volumes there were.
 
     Hosts are given as they were reached, or by the names of their contexts. Raises the error of a host where something
-    does not go away, or that does not answer, once all is gone from the others.
+    does not go away, or that does not answer, once all is gone from the others. Those that are ``lost`` are not asked.
+    A network of the swarm stays as long as a host is away.
     """
 
-    def remove(host: Host | str) -> int | TestbedError:
+    def reached(host: Host | str) -> Host | TestbedError:
+        if isinstance(host, Host):
+            return (
+                HostError(f"{host.name}: it is lost, and may still have some of {run}") if host.name in lost else host
+            )
         try:
-            return remove_from((reach(host) if isinstance(host, str) else host).client, run, settle=settle)
+            return reach(host)
         except TestbedError as error:
             return error
 
-    found = list(hosts)
-    with ThreadPoolExecutor(max(1, len(found))) as pool:
+    def remove(host: Host | TestbedError) -> int | TestbedError:
+        if isinstance(host, TestbedError):
+            return host
+        try:
+            return remove_from(host.client, run, settle=settle, networks=whole)
+        except TestbedError as error:
+            return error
+
+    given = list(hosts)
+    with ThreadPoolExecutor(max(1, len(given))) as pool:
+        found = list(pool.map(reached, given))
+        whole = all(isinstance(each, Host) for each in found)
         counts = list(pool.map(remove, found))
     for count in counts:
         if isinstance(count, TestbedError):

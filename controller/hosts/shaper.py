@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -43,8 +43,10 @@ class Shapers:
         state: RunState,
         channels: Mapping[str, Channel],
         links: Mapping[Pair, Link],
+        lost: Collection[str] = (),
     ) -> None:
-        """``links`` are those that the scenario asks for."""
+        """``links`` are those that the scenario asks for; nothing is asked of hosts while they are ``lost``."""
+        self._lost = lost
         self._parts = parts
         self._host = {name: host for host, names in state.hosts.items() for name in names}
         self._ways = {(a, b): delay for a, b, delay in state.ways}
@@ -163,8 +165,9 @@ class Shapers:
         return host in (self._host[pair[0]], self._host[pair[1]])
 
     def _each(self, act: Callable[[str, Shaper], T]) -> list[T]:
+        there = [(host, shaper) for host, shaper in self._parts.items() if host not in self._lost]
         with ThreadPoolExecutor(len(self._parts)) as pool:
-            return list(pool.map(lambda each: act(*each), self._parts.items()))
+            return list(pool.map(lambda each: act(*each), there))
 
 
 def merged(statistics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

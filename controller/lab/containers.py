@@ -50,7 +50,7 @@ class DeviceContainer:
     address: str
     """On the data network; the same for the whole run."""
     state: str
-    """The engine's word: created, running, paused, exited; or gone."""
+    """The engine's word: created, running, paused, exited; or gone, or lost with its host."""
     pid: int = 0
     """In the engine's process namespace; 0 when it does not run."""
     control_url: str = ""

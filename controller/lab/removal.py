@@ -43,8 +43,11 @@ def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) ->
     return count
 
 
-def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:
-    """Do as `remove_run` does, on this engine of several, and leave the state file; raises `HostError` likewise."""
+def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True, networks: bool = True) -> int:
+    """Do as `remove_run` does, on this engine of several, and leave the state file; raises `HostError` likewise.
+
+    Without ``networks`` those of a swarm stay: they cannot go before a host that is away is back.
+    """
     label = {"label": f"{RUN}={run}"}
     count = 0
     deadline = time.monotonic() + _PATIENCE
@@ -53,12 +56,12 @@ def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True) -
         containers = [str(one["Id"]) for one in client.api.containers(all=True, filters=label)]
         listed = client.api.networks(filters=label)
         # Those of a swarm are removed by its managers, once no host has a container on them.
-        swarm = any(one["Scope"] == "swarm" for one in listed) and not _manages(client)
-        networks = [str(one["Id"]) for one in listed if not (swarm and one["Scope"] == "swarm")]
+        of_swarm = any(one["Scope"] == "swarm" for one in listed) and networks and _manages(client)
+        own = [str(one["Id"]) for one in listed if of_swarm or one["Scope"] != "swarm"]
         # What a container had goes with it, unless somebody removed that by other means.
         found = [] if containers else client.api.volumes(filters=label)["Volumes"] or []
         volumes = [str(one["Name"]) for one in found]
-        if not containers and not networks and not volumes:
+        if not containers and not own and not volumes:
             if quiet or not settle:
                 break
             quiet = True
@@ -66,9 +69,9 @@ def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True) -
             continue
         quiet = False
         problems = _each(containers, lambda id_: client.api.remove_container(id_, force=True, v=True))
-        problems += _each(networks, client.api.remove_network)
+        problems += _each(own, client.api.remove_network)
         problems += _each(volumes, client.api.remove_volume)
-        count += len(containers) + len(networks) + len(volumes) - len(problems)
+        count += len(containers) + len(own) + len(volumes) - len(problems)
         if problems and time.monotonic() > deadline:
             raise HostError(f"{problems[0]} of run {run} does not go away: see 'docker ps -a' and the engine's log")
         if problems:

@@ -243,7 +243,7 @@ class Execution:
 
     def _compare(self, found: DeviceContainer) -> None:
         """Act where what a container does is not what the run needs of it."""
-        if found.state in ("exited", "dead", "gone"):
+        if found.state in ("exited", "dead", "gone", "lost"):
             self._pool.submit(self._explain, found.name)
         elif found.state == "running" and found.name != SHAPER and not self._is_reporting(found):
             self._pool.submit(self._take_in, found.name)
@@ -269,6 +269,8 @@ class Execution:
             return "failed", f"the shaper, which holds the links, {ending.text}{self._away}"
         if ending.starved:
             return "failed", f"{name} {ending.text}"
+        if name == self._lead and self._lab.devices[name].state == "lost":
+            return "failed", f"{name}, which leads the run, {ending.text}"
         if not ending.asked:
             self._log(Event(max(0.0, self._now()), TESTBED, "log", {"text": f"{name} {ending.text}"}))
         return None

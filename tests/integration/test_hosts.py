@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,17 +23,37 @@ from controller.hosts.lab import HostsLab, open_lab
 from controller.hosts.removal import remove
 from controller.lab.engine import connect
 from controller.lab.images import exists
+from controller.running.emulation import emulate
+from controller.running.inputs import load_data
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
-from tests.helpers.engines import engines, missing
+from testbed.trace.events import Event
+from tests.helpers.engines import engines, heal, lose, missing
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
 TREE = {
     "name": "hosts",
-    "devices": {"source": {"memory": "300MiB"}, "worker": {"profile": "raspberry-pi-4b", "count": 2}},
-    "network": {"link": {"rate": "50mbit", "delay": "5ms"}},
-    "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1},
+    "devices": {
+        "source": {"speed": "600mflops", "memory": "600MiB"},
+        "worker": {"profile": "raspberry-pi-4b", "speed": "300mflops", "count": 2},
+    },
+    "network": {"topology": "mesh", "link": {"rate": "50mbit", "delay": "5ms"}},
+    "workload": {
+        "model": {"name": "mlp"},
+        "data": {"name": "digits"},
+        "method": {
+            "name": "pipeline",
+            "schedule": "1f1b",
+            "micro_batches": 4,
+            "patience": "1s",
+            "return_window": "30s",
+        },
+        "batch_size": 64,
+        "steps": 60,
+    },
+    "time_limit": "60s",
 }
 PLACE = {"source": "h1", "worker1": "h1", "worker2": "h2"}
 ABANDONED = """
@@ -42,6 +63,9 @@ from controller.hosts.images import bring
 from controller.hosts.lab import HostsLab
 from controller.lab.engine import connect
 from controller.lab.images import exists
+from controller.running.emulation import emulate
+from controller.running.inputs import load_data
+from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 lab = HostsLab.create(trials(Scenario.model_validate(TREE))[0], ["h1", "h2"], PLACE)
@@ -81,6 +105,7 @@ def test_a_lab_over_two_hosts(hosts: list[str]) -> None:
         _clocks_are_one(lab)
         _nothing_listens_outside(lab)
         _a_device_is_killed_and_comes_back(lab)
+        _a_host_is_lost_and_found_again(lab)
         found = open_lab(lab.run_id)  # as another command does
         assert found.states() == dict.fromkeys(PLACE, "running")
         assert {each.context for each in survey.survey(hosts) if each.round_trip} == set(hosts)
@@ -125,6 +150,32 @@ def _a_device_is_killed_and_comes_back(lab: HostsLab) -> None:
     lab.admit("worker2")
     pairs = [("source", "worker2"), ("worker2", "source")]
     assert [each.problem for each in lab.shaper.probe(pairs)] == [None, None]
+
+
+def _a_host_is_lost_and_found_again(lab: HostsLab) -> None:
+    """The run on it is told of both, and goes on as the method does about devices that are cut off."""
+    at: dict[str, float] = {}
+    said = []
+
+    def see(event: Event) -> None:
+        if event.event == "step" and "lost" not in at:
+            at["lost"] = time.monotonic()
+            lose(2)
+        elif event.event == "log":
+            said.append(event.fields["text"])
+            if "has not been heard of" in said[-1]:
+                at["noticed"] = time.monotonic()
+                threading.Timer(1.0, heal, [2]).start()
+
+    prepared = prepare(lab.trial)
+    outcome = emulate(prepared, load_data(prepared), see, standing=lab, accept_links=True)
+    assert outcome.status == "finished", (outcome.error, said)
+    assert at["noticed"] - at["lost"] < 5.0
+    assert any(text.startswith("worker2 is on the host h2, which has not been heard of for 4") for text in said), said
+    assert any("away for" in text for text in said), said
+    steps = [event.fields["step"] for event in outcome.events if event.event == "step"]
+    assert max(steps) == 59
+    assert not lab.lost
 
 
 def _what_is_abandoned_is_removed_by_each_host(hosts: list[str]) -> None:
