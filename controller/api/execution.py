@@ -21,6 +21,9 @@ from testbed.scenario.loading import load
 from testbed.simulation.world import rare_collection
 
 if TYPE_CHECKING:
+    from queue import Queue
+
+    from controller.hosts.labfile import LabPart
     from controller.results.run import Run
     from controller.results.streams import Callback
     from controller.running.inputs import InitialWeights
@@ -170,6 +173,50 @@ def simulate_side_by_side(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def emulate_side_by_side(
+    scenario: str,
+    changes: Sequence[str],
+    todo: Mapping[int, Path],
+    where: LabPart,
+    options: Mapping[str, Any],
+    console: Console,
+    done: Done,
+) -> None:
+    """Run the trials of these numbers in containers, one at a time on each host, each in a process of its own.
+
+    ``options`` are those of `emulate`. A trial that cannot be run ends all, once those under way are over.
+    """
+    context = get_context("spawn")
+    free = context.Manager().Queue()
+    for host in where.hosts:
+        free.put(host)
+    with ProcessPoolExecutor(len(where.hosts), mp_context=context) as pool:
+        waiting: dict[Future[Path], int] = {
+            pool.submit(emulate_one, scenario, list(changes), number, folder, free, dict(options)): number
+            for number, folder in todo.items()
+        }
+        console.print(f"{len(todo)} runs, one at a time on each of {', '.join(where.hosts)}")
+        try:
+            take_in(waiting, lambda _number, ended: ended.result(), console, done)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def emulate_one(
+    scenario: str, changes: Sequence[str], number: int, folder: Path, free: Queue[str], options: dict[str, Any]
+) -> Path:
+    """Run one trial of a scenario into a folder, on a host that is free, and return the folder."""
+    from controller.running.inputs import InitialWeights
+
+    prepared = prepare(trials(load(scenario, changes))[number])
+    silent, host = Console(file=StringIO()), free.get()
+    try:
+        return run_recorded(prepared, "emulate", folder, InitialWeights(silent), silent, hosts=[host], **options).path
+    finally:
+        free.put(host)
 
 
 def take_in(

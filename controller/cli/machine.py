@@ -7,22 +7,30 @@ import secrets
 import subprocess
 import sys
 from dataclasses import asdict
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import click
 
-from controller.cli.options import as_json
+from controller.cli.options import as_json, on_hosts
 from controller.cli.printing import dump, say
 from testbed.common import formats
 from testbed.common.errors import HostError
+
+if TYPE_CHECKING:
+    from controller.hosts.labfile import LabPart
 
 
 @click.command()
 @click.option(
     "--measure", is_flag=True, help="Also measure how fast and how short links can be here: some seconds more."
 )
+@on_hosts
 @as_json
-def doctor(measure: bool, as_json: bool) -> None:
+def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
     """Report what the testbed finds on this machine, and how to fix what is missing.
+
+    With --hosts, also whether runs can go there; `testbed hosts` shows more of them.
 
     With --measure, `testbed run` remembers the highest rate, and refuses a scenario that asks for more.
 
@@ -31,7 +39,12 @@ def doctor(measure: bool, as_json: bool) -> None:
     from controller.lab.diagnosis import HostCheck, examine
 
     checks: list[HostCheck] = []
-    for check in examine(measure=measure):
+    found = examine(measure=measure)
+    if where.hosts:
+        from controller.hosts.survey import checks as of_hosts
+
+        found = chain(found, of_hosts(where.hosts))
+    for check in found:
         checks.append(check)
         if not as_json:
             helps = f"; {check.help}" if check.help and check.status != "ok" else ""
@@ -89,7 +102,8 @@ def bench(arguments: tuple[str, ...]) -> None:
     charged, on an idle and on a loaded host. transfer: tensors and small messages on
     real links. gloo: a step of our pipeline against torch's own over gloo and against the plan. memory: of idle and
     working devices. startup: devices up and shaped against bare containers.
-    conformance: links requested and achieved, by backend. All of them by default, a quarter of an hour. Run it on an
+    conformance: links requested and achieved, by backend. hosts: start-up on all hosts of TESTBED_HOSTS against one.
+    All of them by default, a quarter of an hour. Run it on an
     idle machine: what else runs here is in the figures. Needs a checkout of the repository.
 
     --json prints the figures as JSON, --out FILE writes that to a file as well.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 from rich.console import Console
 
-from controller.api.execution import run_one_by_one, simulate_side_by_side
+from controller.api.execution import emulate_side_by_side, run_one_by_one, simulate_side_by_side
 from controller.cli.finished import explain, judge, reproduce, show_run, summarize
 from controller.cli.options import accept_links, links, metrics_as_json, on_hosts, out, overrides, watched
 from controller.cli.printing import dump, make_console
@@ -63,6 +63,12 @@ if TYPE_CHECKING:
 @accept_links
 @on_hosts
 @click.option(
+    "--each-on-one-host",
+    "apart",
+    is_flag=True,
+    help="With --hosts, give each run of a sweep or of repetitions a host to itself, one at a time on each.",
+)
+@click.option(
     "--weights",
     "--from",
     "weights",
@@ -94,6 +100,7 @@ def run(
     links: LinkBackend,
     accept_links: bool,
     where: LabPart,
+    apart: bool,
     weights: Path | None,
     streams: tuple[str, ...],
     watch: bool,
@@ -122,8 +129,11 @@ def run(
     prepared = [prepare(trial) for trial in found]
     console = make_console(stderr=as_json)
     together = "--cluster" if cluster else "--jobs" if jobs > 1 else ""
-    if together and (watch or streams):
-        raise InputError(f"{together}: runs side by side are neither watched nor streamed: leave {together} away")
+    if apart:
+        _check_apart(where, runtime, keep)
+    if (together or apart) and (watch or streams):
+        option = together or "--each-on-one-host"
+        raise InputError(f"{option}: runs side by side are neither watched nor streamed: leave {option} away")
     places = _places(prepared, runtime, out, resume, together)
     kept = _finished(prepared, places, console) if resume is not None else {}
     todo = {number: places[number] for number in range(len(prepared)) if number not in kept}
@@ -141,6 +151,9 @@ def run(
                 simulate_on_cluster(loaded, todo, client, console, done)
         elif jobs > 1:
             simulate_side_by_side(scenario, changes, todo, jobs, console, done)
+        elif apart:
+            each = {"links": links, "accept_links": accept_links}
+            emulate_side_by_side(scenario, changes, todo, where, each, console, done)
         else:
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
             lab = {"links": links, "accept_links": accept_links, "keep": keep, **where.places}
@@ -149,6 +162,16 @@ def run(
         explain(console, error)
         raise
     _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=as_json)
+
+
+def _check_apart(where: LabPart, runtime: str, keep: bool) -> None:
+    """Raise InputError where runs cannot have a host each."""
+    if not where.hosts or runtime != "emulate":
+        raise InputError("--each-on-one-host: is for runs in containers: name hosts with --hosts")
+    if where.place or where.faults or keep:
+        raise InputError(
+            "--each-on-one-host: every device of a run is on one host: leave --place, faults of hosts and --keep away"
+        )
 
 
 def _show_all(runs: list[Run], loaded: Scenario, console: Console, *, as_json: bool) -> None:

@@ -25,6 +25,8 @@ from testbed.common.errors import HostError, InputError
 
 SOCKET = "/var/run/docker.sock"
 """Where an engine listens on its own host, unless its context says so."""
+OLDEST = 19
+"""Version of an engine; older ones were never tried on one network with these."""
 ANSWER_SECONDS = 8
 """For an engine to answer the first time."""
 
@@ -157,6 +159,9 @@ def manager(hosts: Mapping[str, Host]) -> Host:
             f"{', '.join(outside)} is in no swarm: 'docker --context HOST swarm init' on one, and 'swarm join' on the "
             "others, makes one"
         )
+    for host in hosts.values():
+        if int(host.version.split(".")[0]) < OLDEST:
+            raise HostError(f"{host.name} has Docker {host.version}, older than {OLDEST}: install a later one there")
     managers = [host for host in hosts.values() if host.manages]
     if not managers:
         known = ", ".join(next(iter(hosts.values())).managers)

@@ -43,7 +43,10 @@ def _bring(source: docker.DockerClient, host: Host, tags: list[str], say: Say) -
             found = _counted(response.iter_content(1 << 20), host.name, say)
             host.client.images.load(found)  # type: ignore[arg-type]
     except (APIError, DockerException, requests.RequestException) as error:
-        raise HostError(f"{host.name}: it does not take the images: {getattr(error, 'explanation', error)}") from error
+        said = str(getattr(error, "explanation", error))
+        room = f": make room there, by 'docker --context {host.name} system prune' or a larger disk"
+        full = "no space left" in said
+        raise HostError(f"{host.name}: it does not take the images ({said}){room if full else ''}") from error
 
 
 def _counted(pieces: Iterable[bytes], host: str, say: Say) -> Iterator[bytes]:

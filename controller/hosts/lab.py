@@ -25,7 +25,7 @@ from controller.hosts.contexts import Host, manager, reach, reach_all
 from controller.hosts.images import bring
 from controller.hosts.keeping import KEEPER, make_keeper
 from controller.hosts.labfile import LabPart
-from controller.hosts.networks import make_overlay
+from controller.hosts.networks import MTU, make_overlay
 from controller.hosts.placement import Capacity, place
 from controller.hosts.removal import remove_everywhere
 from controller.hosts.shaper import NothingPasses, Shapers
@@ -274,7 +274,7 @@ class HostsLab:
                 break
             except NothingPasses as error:
                 if time.monotonic() > deadline:
-                    raise HostError(self._closed(*error.ends)) from None
+                    raise HostError(_narrow(*error.ends) if error.small else self._closed(*error.ends)) from None
         self._state = replace(self._state, ways=ways)
         runstate.write(self._state)
         del self.shaper
@@ -324,6 +324,14 @@ class HostsLab:
 
         with ThreadPoolExecutor(len(self.parts)) as pool:
             return list(pool.map(attempt, [name for name in self.parts if name not in self.lost]))
+
+
+def _narrow(source: str, destination: str) -> str:
+    return (
+        f"small packets get from {source} to {destination}, and full frames of the overlay network, {MTU} bytes in "
+        f"UDP, do not: the way between carries less than 1500 bytes: give both hosts' interfaces the MTU of that way "
+        "('ip link set dev INTERFACE mtu ...'), or the way 1500"
+    )
 
 
 def capacities(hosts: Mapping[str, Host]) -> dict[str, Capacity]:

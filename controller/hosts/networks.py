@@ -24,8 +24,10 @@ def make_overlay(manager: Host, hosts: Iterable[Host], run: str, within: str, de
     The first half is the devices'; each engine takes an address for itself out of the second. Raises HostError where
     the manager refuses, or every subnet is taken on one of the hosts.
     """
-    taken = [*host_routes(), *(subnet for host in hosts for subnet in subnets(host.client))]
-    complaint = f"every subnet of {within} that would do is taken on one of the hosts"
+    there = [(each, host.name) for host in hosts for each in subnets(host.client)]
+    taken = [*host_routes(), *(each for each, _ in there)]
+    where = [f"{each} on {host}" for each, host in there if each.overlaps(IPv4Network(within))]
+    complaint = f"every subnet of {within} that would do is taken: {', '.join(where) or 'by routes of this machine'}"
     for subnet in free_subnets(within, 2 * devices + 4, taken):
         first, second = subnet.subnets(prefixlen_diff=1)
         pool = IPAMConfig(pool_configs=[IPAMPool(subnet=str(subnet), iprange=str(second))])

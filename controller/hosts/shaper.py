@@ -27,11 +27,12 @@ _LEAST = 5e-5
 
 
 class NothingPasses(HostError):  # noqa: N818 - a state of the way
-    """Packets of the data network do not get from one host to another."""
+    """Packets of the data network do not get from one host to another, or only ``small`` ones."""
 
-    def __init__(self, source: str, destination: str) -> None:
+    def __init__(self, source: str, destination: str, small: bool = False) -> None:
         super().__init__(f"nothing passes from {source} to {destination}")
         self.ends = source, destination
+        self.small = small
 
 
 class Shapers:
@@ -64,12 +65,14 @@ class Shapers:
     def measured_ways(self) -> list[tuple[str, str, float]]:
         """Measure what the ways between the hosts add to links; imposed are those that the scenario asks for.
 
-        Raises `NothingPasses` where nothing arrived over one of them.
+        Raises `NothingPasses` where nothing arrived over one of them, or no full frame.
         """
         found = self._across(underlay.samples(self._asked, self._host))
         for each in found:
             if each.delay is None and expected_loss(each.requested) < 1:
                 raise NothingPasses(self._host[each.source], self._host[each.destination])
+            if each.delay is not None and each.requested.rate and not each.rate:
+                raise NothingPasses(self._host[each.source], self._host[each.destination], small=True)
         return [(*way, delay) for way, delay in underlay.ways(found, self._host).items()]
 
     def set(self, links: Mapping[Pair, Link]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from controller.hosts.channel import Channel
 from controller.hosts.contexts import Host, known, manager, reach
 from controller.hosts.keeping import make_keeper
+from controller.lab.diagnosis import HostCheck
 from controller.lab.images import exists, names
 from controller.lab.lab import Lab
 from controller.lab.removal import remove_from
@@ -16,6 +17,7 @@ from controller.lab.runstate import RunState
 from testbed.common.errors import TestbedError
 
 _RATE_BYTES = 32 << 20
+BRINGS = "which the first run brings"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,14 @@ def survey(wanted: Sequence[str]) -> list[HostReport]:
         return list(pool.map(lambda each: _report(each, doubled), zip(asked, reached, strict=True)))
 
 
+def checks(wanted: Sequence[str]) -> Iterator[HostCheck]:
+    """Yield of each of these docker contexts whether runs can go there."""
+    for found in survey(wanted):
+        name, lacking = f"host {found.context}", [each for each in found.missing if not each.endswith(BRINGS)]
+        detail = "; ".join(lacking) or f"Docker {found.engine}, {found.cores} cores, {found.address or found.node}"
+        yield HostCheck(name, "missing" if lacking else "ok", detail, needed=True)
+
+
 def _reach(name: str) -> Host | str:
     try:
         return reach(name)
@@ -77,7 +87,7 @@ def _report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostRepor
     except TestbedError as error:
         if not host.address:
             missing.append(str(error))
-    missing += [f"the image of the {kind}, which the first run brings" for kind in wanted if kind not in there]
+    missing += [f"the image of the {kind}, {BRINGS}" for kind in wanted if kind not in there]
     facts: dict[str, float] = {}
     if "shaper" in there:
         try:

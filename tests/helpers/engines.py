@@ -159,6 +159,7 @@ def _end(place: Path, engine: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     count, *command = sys.argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if why := missing():
         print(why, file=sys.stderr)
         return 3

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from docker.types import IPAMConfig, IPAMPool
 
 from controller.hosts import survey
 from controller.hosts.contexts import reach
@@ -25,11 +26,12 @@ from controller.lab.engine import connect
 from controller.lab.images import exists
 from controller.running.emulation import emulate
 from controller.running.inputs import load_data
+from testbed.common.errors import HostError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
-from tests.helpers.engines import engines, heal, lose, missing
+from tests.helpers.engines import engines, heal, lose, missing, run
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
@@ -65,6 +67,7 @@ from controller.lab.engine import connect
 from controller.lab.images import exists
 from controller.running.emulation import emulate
 from controller.running.inputs import load_data
+from testbed.common.errors import HostError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
@@ -96,6 +99,7 @@ def left(hosts: list[str]) -> int:
 def test_a_lab_over_two_hosts(hosts: list[str]) -> None:
     # One test, so that one process of the tests has the engines, and has them once.
     _an_image_is_brought(hosts)
+    _what_is_wrong_is_said(hosts)
     trial = trials(Scenario.model_validate(TREE))[0]
     lab = HostsLab.create(trial, hosts, PLACE, keep=True)
     try:
@@ -126,6 +130,33 @@ def _an_image_is_brought(hosts: list[str]) -> None:
         assert all(exists(each.client, f"{name}:1") for each in reached)
     finally:
         here.images.remove(f"{name}:1")
+
+
+def _what_is_wrong_is_said(hosts: list[str]) -> None:
+    """Each with host and remedy, and nothing is left."""
+    far = reach("h2").client
+    pool = IPAMPool(subnet="10.79.0.0/24")
+    network = far.api.create_network("taken", "bridge", ipam=IPAMConfig(pool_configs=[pool]))["Id"]
+    _is_refused(hosts, r"10\.79\.0\.0/24 that would do is taken: 10\.79\.0\.0/24 on h2", subnet="10.79.0.0/24")
+    far.api.remove_network(network)
+    long = "-m length --length 1401:65535"
+    for match, says in (
+        ("", r"open UDP 4789 between h\d .* and h\d"),
+        (long, r"full frames of the overlay network.* do not: the way between carries less than 1500"),
+    ):
+        rule = ["INPUT", "-p", "udp", "--dport", "4789", *match.split(), "-j", "DROP"]
+        run("ip", "netns", "exec", "tb-h2", "iptables", "-I", *rule)
+        _is_refused(hosts, says)
+        run("ip", "netns", "exec", "tb-h2", "iptables", "-D", *rule)
+
+
+def _is_refused(hosts: list[str], says: str, **network: str) -> None:
+    tree = {**TREE, "devices": {"source": {}, "worker1": {}}, "network": {**TREE["network"], **network}}  # type: ignore[dict-item]
+    began = time.monotonic()
+    with pytest.raises(HostError, match=says):
+        HostsLab.create(trials(Scenario.model_validate(tree))[0], hosts, {"source": "h1", "worker1": "h2"})
+    print(f"{time.monotonic() - began:.1f} s: {says}")
+    assert left(hosts) == 0
 
 
 def _clocks_are_one(lab: HostsLab) -> None:
@@ -183,7 +214,7 @@ def _what_is_abandoned_is_removed_by_each_host(hosts: list[str]) -> None:
     command = [sys.executable, "-c", ABANDONED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
         assert controller.stdout is not None
-        run_id, reaper = controller.stdout.readline().split()
+        identity, reaper = controller.stdout.readline().split()
         os.kill(int(reaper), signal.SIGKILL)
         controller.kill()
     assert left(hosts) > 0
@@ -191,4 +222,4 @@ def _what_is_abandoned_is_removed_by_each_host(hosts: list[str]) -> None:
     while left(hosts) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert left(hosts) == 0
-    assert remove(run_id, None) == 0
+    assert remove(identity, None) == 0

@@ -14,7 +14,7 @@ from controller.report import tables
 from controller.report.tables import Cell, Column, Section
 from tools.bench.figure import Measurement
 
-PARTS = ("clocks", "pacing", "transfer", "gloo", "memory", "startup", "conformance")
+PARTS = ("clocks", "pacing", "transfer", "gloo", "memory", "startup", "conformance", "hosts")
 
 
 def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
