@@ -33,9 +33,22 @@ _START = """\
 hostname {host}
 mount -t tmpfs tmpfs /run
 mount --rbind /sys/fs/cgroup {place}/cgroup; mount -t sysfs sysfs /sys; mount --rbind {place}/cgroup /sys/fs/cgroup
+mkdir -p /run/sshd; /usr/sbin/sshd -f {place}/sshd
 exec dockerd --data-root {place}/data --exec-root {place}/exec --pidfile {place}/pid -H unix://{place}/sock \\
     -H unix:///run/docker.sock -H tcp://{address}:{port} --tlsverify \\
     --tlscacert {keys}/cert.pem --tlscert {keys}/cert.pem --tlskey {keys}/key.pem
+"""
+_SSHD = """\
+ListenAddress {address}
+HostKey {keys}/id
+AuthorizedKeysFile {keys}/id.pub
+PidFile {place}/sshd.pid
+StrictModes no
+UsePAM no
+"""
+_SSH = """\
+#!/bin/sh
+exec /usr/bin/ssh -i {keys}/id -oStrictHostKeyChecking=no -oUserKnownHostsFile=/dev/null -oLogLevel=ERROR "$@"
 """
 
 
@@ -43,7 +56,7 @@ def missing() -> str:
     """Return why there can be none here, or an empty text."""
     if os.geteuid() != 0:
         return "engines in namespaces of their own need root"
-    wanted = ("dockerd", "docker", "ip", "iptables", "nsenter", "unshare", "setpriv", "openssl")
+    wanted = ("dockerd", "docker", "ip", "iptables", "nsenter", "unshare", "setpriv", "openssl", "sshd", "ssh")
     if lacking := [name for name in wanted if not shutil.which(name)]:
         return f"engines in namespaces of their own need {', '.join(lacking)}"
     probe = "ip link add tb-try type vxlan id 7 dstport 4790 && ip link del tb-try"
@@ -73,7 +86,8 @@ def heal(number: int) -> None:
 def engines(folder: Path, count: int) -> Iterator[list[str]]:
     """Have engines h1, h2, ... in one swarm that h1 manages; yields their names, which are those of docker contexts.
 
-    The contexts are in ``folder / "docker"``, for ``DOCKER_CONFIG``. Only one caller at a time has engines.
+    The contexts are in ``folder / "docker"``, for ``DOCKER_CONFIG``; an ``ssh`` that reaches root on each host is in
+    ``folder / "bin"``, for ``PATH``. Only one caller at a time has engines.
     """
     hosts = {f"tb-h{number}": folder / f"h{number}" for number in range(1, count + 1)}
     keys, client = folder / "keys", connect()
@@ -86,6 +100,11 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
         names = ",".join(f"IP:{NETWORK}.1{number}" for number in range(1, count + 1))
         made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=engines"]
         files = ["-keyout", str(keys / "key.pem"), "-out", str(keys / "cert.pem")]
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / "id"))
+        ssh = folder / "bin/ssh"
+        ssh.parent.mkdir()
+        ssh.write_text(_SSH.format(keys=keys))
+        ssh.chmod(0o755)
         run("openssl", "req", "-x509", *made, "-addext", f"subjectAltName={names}", *files)
         run("ip", "link", "add", BRIDGE, "type", "bridge")
         stack.callback(run, "ip", "link", "del", BRIDGE)
@@ -109,6 +128,7 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
             run("ip", "-n", host, "route", "add", "default", "via", f"{NETWORK}.1")
             start = place / "start"
             settings = {"host": host, "place": place, "address": f"{NETWORK}.1{number}", "port": PORT, "keys": keys}
+            (place / "sshd").write_text(_SSHD.format(**settings))
             start.write_text("\n".join([*layers, _START.format(**settings)]))
             with (place / "log").open("wb") as log:
                 # It ends with this process, also where that is killed.
@@ -145,6 +165,8 @@ def _end(place: Path, engine: subprocess.Popen[bytes]) -> None:
     found = subprocess.run(["docker", "-H", url, "ps", "-aq"], capture_output=True, text=True).stdout.split()
     if found:
         subprocess.run(["docker", "-H", url, "rm", "-f", *found], capture_output=True)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        os.kill(int((place / "sshd.pid").read_text()), signal.SIGTERM)
     engine.send_signal(signal.SIGTERM)
     try:
         engine.wait(10)
@@ -164,7 +186,8 @@ def main() -> int:
         print(why, file=sys.stderr)
         return 3
     with tempfile.TemporaryDirectory(prefix="engines-") as name, engines(Path(name), int(count)):
-        return subprocess.run(command, env={**os.environ, "DOCKER_CONFIG": f"{name}/docker"}).returncode
+        own = {"DOCKER_CONFIG": f"{name}/docker", "PATH": f"{name}/bin:{os.environ['PATH']}"}
+        return subprocess.run(command, env={**os.environ, **own}).returncode
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     # Not in the folder of the tests, whose names are too long for a socket.
     with tempfile.TemporaryDirectory(prefix="engines-") as name, engines(Path(name), 2) as found:
         monkeypatch.setenv("DOCKER_CONFIG", f"{name}/docker")
+        monkeypatch.setenv("PATH", f"{name}/bin:{os.environ['PATH']}")
         monkeypatch.setenv("XDG_STATE_HOME", f"{name}/state")
         yield found
 
@@ -99,6 +100,7 @@ def left(hosts: list[str]) -> int:
 def test_a_lab_over_two_hosts(hosts: list[str]) -> None:
     # One test, so that one process of the tests has the engines, and has them once.
     _an_image_is_brought(hosts)
+    _a_host_is_reached_by_ssh()
     _what_is_wrong_is_said(hosts)
     trial = trials(Scenario.model_validate(TREE))[0]
     lab = HostsLab.create(trial, hosts, PLACE, keep=True)
@@ -130,6 +132,13 @@ def _an_image_is_brought(hosts: list[str]) -> None:
         assert all(exists(each.client, f"{name}:1") for each in reached)
     finally:
         here.images.remove(f"{name}:1")
+
+
+def _a_host_is_reached_by_ssh() -> None:
+    run("docker", "context", "create", "by-ssh", "--docker", "host=ssh://root@10.78.0.12")
+    (found,) = survey.survey(["by-ssh"])
+    assert found.address == "10.78.0.12"
+    assert found.round_trip, found.missing
 
 
 def _what_is_wrong_is_said(hosts: list[str]) -> None:
