@@ -71,8 +71,10 @@ class Shapers:
         for each in found:
             if each.delay is None and expected_loss(each.requested) < 1:
                 raise NothingPasses(self._host[each.source], self._host[each.destination])
-            if each.delay is not None and each.requested.rate and not each.rate:
-                raise NothingPasses(self._host[each.source], self._host[each.destination], small=True)
+        # Of links of one kind one has its rate measured.
+        limited = [each for each in found if each.delay is not None and each.requested.rate]
+        if limited and not any(each.rate for each in limited):
+            raise NothingPasses(self._host[limited[0].source], self._host[limited[0].destination], small=True)
         return [(*way, delay) for way, delay in underlay.ways(found, self._host).items()]
 
     def set(self, links: Mapping[Pair, Link]) -> None:

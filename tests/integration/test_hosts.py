@@ -154,9 +154,11 @@ def _what_is_wrong_is_said(hosts: list[str]) -> None:
         (long, r"full frames of the overlay network.* do not: the way between carries less than 1500"),
     ):
         rule = ["INPUT", "-p", "udp", "--dport", "4789", *match.split(), "-j", "DROP"]
-        run("ip", "netns", "exec", "tb-h2", "iptables", "-I", *rule)
+        for host in ("tb-h1", "tb-h2"):
+            run("ip", "netns", "exec", host, "iptables", "-I", *rule)
         _is_refused(hosts, says)
-        run("ip", "netns", "exec", "tb-h2", "iptables", "-D", *rule)
+        for host in ("tb-h1", "tb-h2"):
+            run("ip", "netns", "exec", host, "iptables", "-D", *rule)
 
 
 def _is_refused(hosts: list[str], says: str, **network: str) -> None:
