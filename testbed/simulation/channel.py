@@ -377,30 +377,36 @@ class Channel:
         self._free_at = self._loop.now
         self._unacknowledged = 0
 
-    def carry(self, cast: Cast) -> None:
-        """Take a cast that has just left the sender to the target, if it gets there whole."""
-        link, loop, delay = self.link, self._loop, self.link.delay
+    def carries(self, cast: Cast) -> float | None:
+        """Return the seconds after which a cast that has just left the sender is at the target; None: it is lost."""
+        delay = self.link.delay
         if self.crossing is not None:
             pieces = range(chunks(cast.bytes))
             if sum(self.crossing.lost() for _ in pieces):
-                return
+                return None
             delay = max(self.crossing.delay() for _ in pieces)
-        if link.up:
-            loop.at(loop.now + delay, self._hear, (cast, delay))
+        return delay if self.link.up else None
 
-    def _hear(self, arriving: tuple[Cast, float]) -> None:
+    def hear(self, cast: Cast, delay: float) -> None:
+        """Let the target have a cast that is there now, if chance lets it hear any of it."""
         if self.target.paused:
-            self.target.held.append((self._hear, arriving))
+            self.target.held.append((hear, ([self], cast, delay)))
             return
-        cast, delay = arriving
-        device, message = self.target.device, cast.message
+        device, link = self.target.device, self.link
         if device is None:
             return
-        chance = partial(heard, self._seed, self.source.name, self.target.name, cast.number, self.link.message_loss)
-        own = received(message, cast.header, self.link.frame, chance)
-        if own is not None:
-            copied = {name: tensor.clone() for name, tensor in own.tensors.items()}
+        chance = partial(heard, self._seed, self.source.name, self.target.name, cast.number, link.message_loss)
+        message = received(cast.message, cast.header, link.frame, chance)
+        if message is not None:
+            copied = {name: tensor.clone() for name, tensor in message.tensors.items()}
             # Not `replace`, which takes longer than all else here.
-            own = Message(own.kind, own.fields, copied, own.sender, own.padding, own.missing)
+            own = Message(message.kind, message.fields, copied, message.sender, message.padding, message.missing)
             start = cast.start + delay
             device.deliver(own, cast.bytes, start, self._loop.now - start, cast.number)
+
+
+def hear(arriving: tuple[list[Channel], Cast, float]) -> None:
+    """Let the targets of some channels have a cast that is there now, so many seconds after it left."""
+    channels, cast, delay = arriving
+    for channel in channels:
+        channel.hear(cast, delay)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
-from testbed.simulation.channel import Cast, Channel, Parcel
+from testbed.simulation.channel import Cast, Channel, Parcel, hear
 from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium, occupy
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 class Surroundings(Protocol):
@@ -84,6 +90,7 @@ class SimulatedDevice:
         """When the last of them has left."""
         self._inbox: deque[Message] = deque()
         self._receivers: deque[asyncio.Future[None]] = deque()
+        self._listener: Callable[[Message], None] | None = None
         self._queue: deque[_ChargedWork] = deque()
         """Work that no processor has begun."""
         self._under_way: list[_ChargedWork] = []
@@ -116,7 +123,12 @@ class SimulatedDevice:
 
     async def sleep(self, seconds: float) -> None:
         """Wait on the virtual clock."""
-        await asyncio.sleep(seconds)
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        over: asyncio.Future[None] = self._loop.create_future()
+        self._loop.at(self._loop.now + seconds, _wake, over)
+        await over
 
     @cached_property
     def _form(self) -> CastForm:
@@ -148,9 +160,9 @@ class SimulatedDevice:
         if not self.alive:
             self._stop()
         channels = [self._channels.get(peer) or self._channel(peer) for peer in peers]
-        sent = as_cast(message, self.name)
+        sent, fields = as_cast(message, self.name)
         values = sum(tensor.nbytes for tensor in message.tensors.values())
-        header = len(self._form.header(message, peers))
+        header = self._form.header_size(message, peers, fields)
         size = header + values + message.padding
         rate = self._world.cast_rate(self.name)
         seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
@@ -162,7 +174,7 @@ class SimulatedDevice:
         first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size)
         cast = Cast(sent, header, size, number, start + first)
         self._loop.at(end, self._spread, (channels, cast))
-        await asyncio.sleep(end - called)
+        await self.sleep(end - called)
         self.write(
             "cast",
             {
@@ -177,10 +189,16 @@ class SimulatedDevice:
 
     def _spread(self, leaving: tuple[list[Channel], Cast]) -> None:
         """Let a cast go its ways; one of which a part had not left when its sender died is no message."""
-        if self.alive:
-            channels, cast = leaving
-            for channel in channels:
-                channel.carry(cast)
+        if not self.alive:
+            return
+        channels, cast = leaving
+        arriving: dict[float, list[Channel]] = {}
+        for channel in channels:
+            delay = channel.carries(cast)
+            if delay is not None:
+                arriving.setdefault(delay, []).append(channel)
+        for delay, together in arriving.items():
+            self._loop.at(self._loop.now + delay, hear, (together, cast, delay))
 
     def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
         """Put an arrived message into the inbox; ``cast`` is its number if it was one."""
@@ -194,9 +212,13 @@ class SimulatedDevice:
         }
         if cast is not None:
             fields["cast"] = cast
-        self._inbox.append(message)
-        self._wake_receiver()
-        self.write("receive", fields)
+        if self._listener is None:
+            self._inbox.append(message)
+            self._wake_receiver()
+            self.write("receive", fields)
+        else:
+            self.write("receive", fields)
+            self._listener(message)
 
     def _wake_receiver(self) -> None:
         while self._receivers:
@@ -222,6 +244,30 @@ class SimulatedDevice:
                     self._wake_receiver()
                 raise
         return self._inbox.popleft()
+
+    async def listen(self, take: Callable[[Message], None]) -> NoReturn:
+        """Hand over each message in the instant of its arrival, as a program does that only ever awaits `receive`.
+
+        Raises what ``take`` raises.
+        """
+        failed: asyncio.Future[NoReturn] = self._loop.create_future()
+        context = copy_context()
+
+        def deliver(message: Message) -> None:
+            if self.alive and not failed.done():
+                try:
+                    context.run(take, message)
+                except Exception as error:  # noqa: BLE001 - it is the program's to handle
+                    failed.set_exception(error)
+
+        while self._inbox:
+            take(self._inbox.popleft())
+        self._listener = deliver
+        try:
+            await failed
+        finally:
+            self._listener = None
+        raise AssertionError("it only ever fails")
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Do the work now, and return its result when the device would have it."""

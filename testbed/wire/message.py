@@ -143,9 +143,10 @@ def delivered(message: Message, sender: str) -> tuple[Message, int]:
     return _copied(message, fields, sender), _content_size(message, sender, length)
 
 
-def as_cast(message: Message, sender: str) -> Message:
-    """Return the message as `delivered` does; its size is for `testbed.wire.cast` to say."""
-    return _copied(message, _read_back(message)[0], sender)
+def as_cast(message: Message, sender: str) -> tuple[Message, int]:
+    """Return the message as `delivered` does, and the bytes of its fields; `testbed.wire.cast` says its size."""
+    fields, length = _read_back(message)
+    return _copied(message, fields, sender), length
 
 
 def _copied(message: Message, fields: Mapping[str, Any], sender: str) -> Message:

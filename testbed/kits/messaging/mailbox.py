@@ -14,7 +14,7 @@ from testbed.kits.messaging.sends import MailboxFullError, Sends, Tasks
 from testbed.kits.messaging.transfer import Codec, packed, unpacked
 from testbed.kits.messaging.typed import Typed, decode, encode
 from testbed.network.link import Link, Pair
-from testbed.wire.message import WireError
+from testbed.wire.message import Message, WireError
 
 K = TypeVar("K", bound=Typed)
 T = TypeVar("T")
@@ -89,13 +89,18 @@ class Mailbox:
         await self._tasks.__aexit__(kind, error, trace)
 
     async def _listen(self) -> None:
+        listen = getattr(self.device, "listen", None)
+        if listen is not None:  # the virtual clock's: quicker, since no task is woken for each message
+            await listen(self._take_in)
         while True:
-            message = await self.device.receive()
-            kind = self._kinds.get(message.kind)
-            if kind is None:
-                raise WireError(f"{message.sender} sent '{message.kind}', which this method does not know")
-            codec = self._codecs.get(message.kind)
-            self._deliver(decode(kind, message if codec is None else unpacked(message, codec)))
+            self._take_in(await self.device.receive())
+
+    def _take_in(self, message: Message) -> None:
+        kind = self._kinds.get(message.kind)
+        if kind is None:
+            raise WireError(f"{message.sender} sent '{message.kind}', which this method does not know")
+        codec = self._codecs.get(message.kind)
+        self._deliver(decode(kind, message if codec is None else unpacked(message, codec)))
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a task beside the program: its failure is the program's, the program's end is its own."""

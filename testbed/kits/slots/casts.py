@@ -239,21 +239,21 @@ class CastExchange:
     ) -> tuple[SenderPart, ...]:
         """Return what the holders of a layer have sent; of losses the part that is for the ``own`` values."""
         came, tally = self._arrived.pop((kind, batch, layer), {}), self.tally[passing]
-        holders = self._arrangement().holders(layer)
-        others = [name for name in holders if name != self._name]
-        tally.due += len(others)
+        holders = self._arrangement().layers[layer]
+        tally.due += len(holders) - (self._name in holders)
         # Also one that does not count for the method was received.
-        tally.came += sum(share_without(came[name].missing.get("tensor")) for name in others if name in came)
-        return tuple(self._part(came.get(sender), layer, sender, own) for sender in holders)
+        others = [came[name] for name in holders if name != self._name and name in came]
+        tally.came += sum([share_without(message.missing.get("tensor")) for message in others])
+        return tuple([self._part(came.get(sender), neurons, sender, own) for sender, neurons in holders.items()])
 
-    def _part(self, message: Values | None, layer: int, sender: str, own: Channels | None) -> SenderPart:
-        neurons: Channels | None = self._arrangement().of(sender, layer)
+    def _part(self, message: Values | None, held: Channels, sender: str, own: Channels | None) -> SenderPart:
+        neurons: Channels | None = held
         if self._notes is not None and message is None:
             self._notes.missed(sender)
         elif self._notes is not None and message is not None:
             neurons = self._notes.heard(message)
         if message is None or neurons is None:
-            return SenderPart(sender, self._arrangement().of(sender, layer), None)
+            return SenderPart(sender, held, None)
         tensor, missing = message.tensor, message.missing.get("tensor")
         if own is not None and tensor is not None:
             tensor, missing = pick(tensor, 1, own), None if missing is None else pick(missing, 1, own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -51,7 +52,7 @@ class Arrived:
     values: int = 1
     """Values of each neuron for a sample: the pixels of a filter's map."""
 
-    @property
+    @cached_property
     def complete(self) -> bool:
         """Whether nothing is missing."""
         return all(part.whole for part in self.parts)
@@ -62,10 +63,14 @@ class Arrived:
         return sum(part.share for part in self.parts) / len(self.parts)
 
     def gaps(self) -> torch.Tensor | None:
-        """Return which outputs of the whole layer are missing, (samples, values); None where none is."""
+        """Return which outputs of the whole layer are missing, (samples or 1, values); None where none is.
+
+        Of one row where they are the same of all samples, since whole messages are missing.
+        """
         if self.complete:
             return None
-        found = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
+        rows = 1 if all(part.missing is None for part in self.parts) else self.samples
+        found = torch.zeros(rows, self.neurons * self.values, dtype=torch.bool)
         for part in self.parts:
             if not part.whole:
                 found[:, self._where(part)] = True if part.missing is None else part.missing

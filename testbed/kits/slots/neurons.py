@@ -31,6 +31,8 @@ class Neurons:
         self._layers = layers_of(problem)
         self._forwarded: dict[tuple[int, int], torch.Tensor | None] = {}
         """Layers and batches that wait for their losses, with the outputs of the layer before that are to get none."""
+        self._known_costs: dict[tuple[int, int, int], LayerCosts] = {}
+        """By layer, number of own neurons, and samples."""
         self.shards: dict[int, LayerShard] = {}
 
     async def forward(
@@ -38,7 +40,7 @@ class Neurons:
     ) -> torch.Tensor:
         """Return the outputs, (samples, own values), and keep what `backward` needs.
 
-        ``unheard`` marks inputs, (samples, values), that had not arrived: their gradient is zero.
+        ``unheard`` marks inputs, (samples or 1, values), that had not arrived: their gradient is zero.
         """
         shard, cost = self.shards[layer], self._costs(layer, len(inputs)).forward
         outputs = await self._device.compute(partial(shard.forward, batch, inputs), cost, Span("forward", batch))
@@ -102,4 +104,8 @@ class Neurons:
             self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.training.optimizer)
 
     def _costs(self, layer: int, samples: int) -> LayerCosts:
-        return layer_costs(self._layers[layer - 1], self.shards[layer].part.rows, samples, self._problem)
+        neurons = self.shards[layer].part.rows
+        key = (layer, len(neurons), samples)
+        if key not in self._known_costs:
+            self._known_costs[key] = layer_costs(self._layers[layer - 1], neurons, samples, self._problem)
+        return self._known_costs[key]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from testbed.device import Device
@@ -55,14 +56,25 @@ class Timetable:
 
     def action(self, group: int, slot: int) -> LayerAction | None:
         """Return what a device of a group does in a slot; None: it stalls."""
-        for layer in self.groups[group]:
-            for kind, first in (("forward", self.forward[layer]), ("backward", self.backward[layer])):
-                if first is None or slot < first:
-                    continue
+        for kind, layer, first in self._rhythms[group][slot % self.period]:
+            if slot >= first:
                 batch, part = divmod(slot - first, self.period)
-                if part < self.micro:
-                    return LayerAction(kind, layer, batch * self.micro + part)  # type: ignore[arg-type]
+                return LayerAction(kind, layer, batch * self.micro + part)
         return None
+
+    @cached_property
+    def _rhythms(self) -> tuple[tuple[tuple[tuple[Literal["forward", "backward"], int, int], ...], ...], ...]:
+        """By group and slot of a period: what its devices may do then, with which layer, and the slot of batch 0."""
+        found = []
+        for group in self.groups:
+            rhythm: list[list[tuple[Literal["forward", "backward"], int, int]]] = [[] for _ in range(self.period)]
+            for layer in group:
+                for part in range(self.micro):
+                    rhythm[(self.forward[layer] + part) % self.period].append(("forward", layer, self.forward[layer]))
+                    if (first := self.backward[layer]) is not None:
+                        rhythm[(first + part) % self.period].append(("backward", layer, first))
+            found.append(tuple(map(tuple, rhythm)))
+        return tuple(found)
 
     def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
         """Yield what a device of a group does, slot by slot, until all have done with that number of batches."""
@@ -139,7 +151,8 @@ class SlotSegment:
         """Yield its slots, from 0, in which a device of a group has work, and that with which of the batches."""
         for slot, action in enumerate(self.table.actions(group, len(self.batches))):
             if action is not None:
-                yield slot, action._replace(batch=self.batches.start + action.batch)
+                kind, layer, batch = action
+                yield slot, LayerAction(kind, layer, self.batches.start + batch)
 
 
 def segments(
@@ -180,15 +193,11 @@ async def slots(
         if device.now() >= segment.end:
             continue
         for slot, action in segment.work(group):
-            await _until(device, segment.begin(slot))
+            await device.sleep(max(0.0, segment.begin(slot) - device.now()))
             if device.now() < segment.begin(slot + 1):
                 yield segment, action
-        await _until(device, segment.end)
+        await device.sleep(max(0.0, segment.end - device.now()))
         yield segment, None
-
-
-async def _until(device: Device, instant: float) -> None:
-    await device.sleep(max(0.0, instant - device.now()))
 
 
 def _forward_only(table: Timetable) -> Timetable:

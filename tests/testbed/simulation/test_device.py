@@ -133,3 +133,38 @@ def test_tasks_of_many_devices_hash_apart_and_alike_in_each_run() -> None:
 
     assert len(set(hashes())) == 150
     assert hashes() == hashes()
+
+
+def test_a_listener_takes_what_came_before_it_and_then_each_message_as_it_arrives():
+    heard = []
+
+    async def source(device: Device):
+        for number in range(3):
+            await device.send("sink", Message("x", {"number": number}))
+            await device.sleep(0.1)
+
+    async def sink(device: Device):
+        await device.sleep(0.05)
+        await device.listen(lambda message: heard.append((message["number"], device.now())))
+
+    run = world({"source": source, "sink": sink})
+    run.run()
+    arrivals = [event.time for event in run.events if event.event == "receive"]
+    assert heard == [(0, 0.05), (1, arrivals[1]), (2, arrivals[2])]
+
+
+def test_what_a_listener_raises_is_the_failure_of_its_program():
+    def take(message):
+        raise ValueError("not for me")
+
+    async def source(device: Device):
+        await device.send("sink", Message("x"))
+        await device.send("sink", Message("x"))
+        await device.sleep(10)
+
+    async def sink(device: Device):
+        await device.listen(take)
+
+    with pytest.raises(ProgramError) as raised:
+        world({"source": source, "sink": sink}).run()
+    assert "not for me" in str(raised.value.__cause__)

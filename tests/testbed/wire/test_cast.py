@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.wire.cast import HEADER, CastForm, with_gaps
-from testbed.wire.message import Message, WireError
+from testbed.wire.message import Message, WireError, as_cast
 from testbed.wire.tensors import Raw, TensorError, to_torch
 
 NAMES = [f"pi{number}" for number in range(1, 11)]
@@ -27,6 +27,16 @@ def test_a_header_byte_by_byte():
     assert header == sender + audience + b'\1m\x07{"a":1}' + b"\1" + b"\1x\x07\2" + b"\2\xc8\1" + b"\xac\2"
     whole = FORMS["pi2"].encode(message, ["pi1", "pi9", "pi10"])
     assert len(whole) == len(header) + 1600 + 300
+
+
+def test_the_size_of_a_header_is_known_without_making_it():
+    form = CastForm("pi1", NAMES)
+    for batch in (7, 8, 1234, 5678):
+        message = Message("outputs", {"batch": batch, "text": "é"}, {"x": torch.zeros(2, 200)}, padding=300)
+        _, fields = as_cast(message, "pi1")
+        assert form.header_size(message, ["pi2"], fields) == len(form.header(message, ["pi3"]))
+    with pytest.raises(WireError, match="cannot be cast"):
+        form.header_size(Message("outputs", {}, {"x": torch.zeros(2, dtype=torch.complex64)}), ["pi2"], 2)
 
 
 def test_around_the_values_of_a_layer_are_less_bytes_than_planned():

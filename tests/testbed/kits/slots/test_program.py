@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
+from testbed.kits.slots.program import gradient_of_cross_entropy
 from tests.helpers.runs import of, run, scenario
 
 MODEL = {"name": "mlp", "hidden": [16, 16]}
@@ -25,6 +27,15 @@ def test_a_lead_that_comes_back_when_all_slots_are_over_ends_the_run_and_says_wh
     assert outcome.status == "failed"
     assert "the evaluation after step 8 is lost: source, which leads, was off or had no neurons" in outcome.error
     assert max(event.time for event in outcome.events) < 10
+
+
+def test_the_gradient_of_cross_entropy_is_that_of_autograd_to_the_bit():
+    results = torch.randn(50, 10, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    labels = torch.arange(50) % 10
+    loss = torch.nn.functional.cross_entropy(results, labels, reduction="sum") / 70
+    (wanted,) = torch.autograd.grad(loss, [results])
+    logarithms = torch.log_softmax(results.detach(), dim=1)
+    assert torch.equal(gradient_of_cross_entropy(logarithms, labels, 1 / 70), wanted)
 
 
 def test_a_lead_without_others_gives_up_when_its_slots_are_over():
