@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 
 def derive(seed: int, *names: str | int) -> int:
@@ -12,3 +13,15 @@ def derive(seed: int, *names: str | int) -> int:
     """
     text = "/".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def deriving(seed: int, *names: str | int) -> Callable[[str | int], int]:
+    """Return `derive` with all names but the last one given: for one purpose after the other it is quicker."""
+    begun = hashlib.sha256("/".join(map(str, (seed, *names, ""))).encode())
+
+    def derive_last(name: str | int) -> int:
+        text = begun.copy()
+        text.update(str(name).encode())
+        return int.from_bytes(text.digest()[:8], "big") >> 1
+
+    return derive_last

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
-from testbed.common.seeds import derive
+from testbed.common.seeds import deriving
 from testbed.network.link import Link
 from testbed.wire.cast import with_gaps
 from testbed.wire.message import Message
 
 _DRAWS = float(1 << 63)
+
+
+@lru_cache(10_000)
+def _draws(seed: int, sender: str, receiver: str) -> Callable[[str | int], int]:
+    return deriving(seed, "cast", sender, receiver)
 
 
 def broadcast_rate(links: Iterable[Link], *limits: float | None) -> float | None:
@@ -28,8 +34,10 @@ def heard(seed: int, sender: str, receiver: str, number: int, message_loss: floa
     All of it, or one of its frames. The draw depends on nothing else, so every run of a scenario, on either clock,
     loses the same casts.
     """
-    names: tuple[str | int, ...] = ("cast", sender, receiver, number, *(() if frame is None else (frame,)))
-    return message_loss <= 0 or derive(seed, *names) / _DRAWS >= message_loss
+    if message_loss <= 0:
+        return True
+    drawn = _draws(seed, sender, receiver)(number if frame is None else f"{number}/{frame}")
+    return drawn / _DRAWS >= message_loss
 
 
 def received(message: Message, header: int, frame: int | None, heard: Callable[[int | None], bool]) -> Message | None:

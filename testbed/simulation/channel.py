@@ -395,10 +395,15 @@ class Channel:
         device, link = self.target.device, self.link
         if device is None:
             return
-        chance = partial(heard, self._seed, self.source.name, self.target.name, cast.number, link.message_loss)
-        message = received(cast.message, cast.header, link.frame, chance)
+        draw = (self._seed, self.source.name, self.target.name, cast.number, link.message_loss)
+        message: Message | None = cast.message
+        if link.frame is not None:
+            message = received(cast.message, cast.header, link.frame, partial(heard, *draw))
+        elif not heard(*draw):
+            return
         if message is not None:
-            copied = {name: tensor.clone() for name, tensor in message.tensors.items()}
+            # A copy for each, of which the values are copied as soon as one of them is changed.
+            copied = {name: tensor._lazy_clone() for name, tensor in message.tensors.items()}
             # Not `replace`, which takes longer than all else here.
             own = Message(message.kind, message.fields, copied, message.sender, message.padding, message.missing)
             start = cast.start + delay

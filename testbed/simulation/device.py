@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
@@ -94,6 +94,8 @@ class SimulatedDevice:
         self._queue: deque[_ChargedWork] = deque()
         """Work that no processor has begun."""
         self._under_way: list[_ChargedWork] = []
+        self._charged = lru_cache(256)(lambda cost: (host.spec.seconds(cost), cost.of().flops))
+        """Seconds and FLOPs of a cost; most are charged again and again."""
 
     def now(self) -> float:
         """Return the virtual time."""
@@ -171,7 +173,7 @@ class SimulatedDevice:
         ready, self._cast_until = max(called, self._cast_until), end
         number = self._casts
         self._casts += 1
-        first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size)
+        first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size) if seconds else 0.0
         cast = Cast(sent, header, size, number, start + first)
         self._loop.at(end, self._spread, (channels, cast))
         await self.sleep(end - called)
@@ -293,7 +295,7 @@ class SimulatedDevice:
             except Exception as error:  # noqa: BLE001 - it is the program's to handle
                 work.future.set_exception(error)
                 continue
-            work.remaining = self.host.spec.seconds(work.cost) / self.host.factor
+            work.remaining = self._charged(work.cost)[0] / self.host.factor
             self._under_way.append(work)
             self._go_on(work)
 
@@ -343,7 +345,7 @@ class SimulatedDevice:
                 **work.span.fields(),
                 "start": work.start,
                 "duration": duration,
-                "flops": work.cost.of().flops,
+                "flops": self._charged(work.cost)[1],
                 "busy": 0.0,
                 "deficit": 0.0,
             },

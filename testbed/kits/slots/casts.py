@@ -192,7 +192,8 @@ class CastExchange:
     def _take(self, message: Values) -> None:
         kind = type(message)
         came = self._arrived.get((kind, message.batch, message.layer), {})
-        message = _filled(came.get(message.sender, message), message)
+        if message.sender in came:
+            message = _filled(came[message.sender], message)
         if message.sender != self._name and not message.missing:
             self._transmit.heard(message)
         if message.batch >= self._oldest[kind]:
@@ -206,12 +207,12 @@ class CastExchange:
                 del self._arrived[old]
 
     async def cast(self, layer: int, message: Sent) -> None:
-        """Transmit to all that hold a layer; what a device has for itself costs nothing."""
+        """Transmit to all that hold a layer what has this device as sender; what it has for itself costs nothing."""
         if self._notes is not None:
             message = self._notes.annotated(message)
         receivers = self._arrangement().holders(layer)
         if self._name in receivers:
-            self._mailbox.post(self._name, message)
+            self._take(message)
         others = [name for name in receivers if name != self._name]
         if others:
             await self._transmit(others, message, self.until)

@@ -73,12 +73,16 @@ class Arrived:
         found = torch.zeros(rows, self.neurons * self.values, dtype=torch.bool)
         for part in self.parts:
             if not part.whole:
-                found[:, self._where(part)] = True if part.missing is None else part.missing
+                self._put(part, torch.ones((), dtype=torch.bool) if part.missing is None else part.missing, found)
         return found
 
-    def _where(self, part: SenderPart) -> slice | list[int]:
+    def _put(self, part: SenderPart, values: torch.Tensor, whole: torch.Tensor) -> None:
+        """Set the values of a part within those of the layer, both (samples, values)."""
         where = elements(part.neurons, self.values)
-        return slice(where.start, where.stop) if isinstance(where, range) else list(where)
+        if isinstance(where, range):
+            whole.narrow(1, where.start, len(where)).copy_(values)
+        else:
+            whole[:, list(where)] = values
 
     def together(self) -> torch.Tensor:
         """Return the outputs of the whole layer, (samples, values), with zeros for what is missing."""
@@ -87,7 +91,7 @@ class Arrived:
         found = torch.zeros(self.samples, self.neurons * self.values)
         for part in self.parts:
             if part.tensor is not None:
-                found[:, self._where(part)] = part.tensor
+                self._put(part, part.tensor, found)
         return found
 
     def _sent(self, part: SenderPart) -> torch.Tensor:

@@ -226,7 +226,9 @@ class SlotProgram:
         held = self._arranging.now
         values = await outputs() if layer else pick(images(), 1, held.of(self._device.name, 0))
         if values is not None or self._on_missing.announces:
-            await self._exchange.cast(min(layer + 1, held.output), Outputs(number, layer, values))
+            await self._exchange.cast(
+                min(layer + 1, held.output), Outputs(number, layer, values, sender=self._device.name)
+            )
         return values
 
     async def _backward(self, layer: int, batch: int, number: int) -> None:
@@ -242,7 +244,7 @@ class SlotProgram:
 
         before = await self._neurons.backward(layer, batch, samples, usable.values, learn)
         if layer > 1 and (before is not None or self._on_missing.announces):
-            await self._exchange.cast(layer - 1, Losses(number, layer, before))
+            await self._exchange.cast(layer - 1, Losses(number, layer, before, sender=self._device.name))
 
     async def _of_results(self, layer: int, batch: int, number: int) -> Usable:
         """Return the gradient by the own outputs of what a batch adds to the cross-entropy, if results allow it."""

@@ -47,13 +47,18 @@ class TestRuns:
         self._requests = Requests(dataset, batch_size)
         self._scores = [Score() for _ in range(runs)]
         self._scored = 0
+        self._images: tuple[int, torch.Tensor] | None = None
+        """The batch of samples that was read last: each run reads the same ones."""
 
     def __len__(self) -> int:
         return len(self._scores) * len(self._requests)
 
     def images(self, test: int) -> torch.Tensor:
         """Return the samples of a test batch, (samples, values)."""
-        return self._requests.images(test % len(self._requests)).flatten(1)
+        batch = test % len(self._requests)
+        if self._images is None or self._images[0] != batch:
+            self._images = batch, self._requests.images(batch).flatten(1)
+        return self._images[1]
 
     def samples(self, test: int) -> int:
         """Return how many samples a test batch has."""
