@@ -72,7 +72,7 @@ class _Form:
     """Those of the JSON fields that take a fixed length."""
     state: str | None
     names: frozenset[str]
-    """Of all fields."""
+    """Names of all fields."""
     required: frozenset[str]
     """Those that have no default."""
     defaults: Mapping[str, Any]
