@@ -120,7 +120,7 @@ class ClipPart(Part):
         None,
         gt=0,
         description="most that the norm of all gradients together may be: larger ones are scaled down. The stages of a "
-        "pipeline send each other their norms for it",
+        "pipeline, and the two sides of split learning, send each other their norms for it",
     )
     value: float | None = Field(None, gt=0, description="most that each value of a gradient may be, up or down")
 

@@ -12,7 +12,7 @@ from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Hello
 from testbed.kits.messaging.transfer import Codec
 from testbed.kits.rounds.layers import Layers
-from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Here, Ping, Update
+from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Here, Norms, Ping, Update
 from testbed.kits.rounds.share import Length, Share
 
 if TYPE_CHECKING:
@@ -110,7 +110,11 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
             for micro, (_, labels) in enumerate(mini_batches):
                 gradient = await mailbox.take(ActivationGradient, (step, micro))
                 await local.layers.backward(step, micro, len(labels), gradient.tensor)
-            await local.layers.update(step)
+            norms = None
+            if local.layers.clips_by_norm:
+                mailbox.post(server, Norms(mailbox.configuration, step, local.layers.norms()))
+                norms = (await mailbox.take(Norms, (server, step))).tensor
+            await local.layers.update(step, norms)
 
     return train
 

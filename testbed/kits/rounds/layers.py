@@ -87,9 +87,22 @@ class Layers:
         work = partial(self._shard.adjust, change)
         await self._device.compute(work, Cost(flops * self.parameters), Span("adjust", step))
 
-    async def update(self, step: int) -> None:
-        """Take a step along the gradients of all mini-batches since the last one."""
-        work = partial(self._shard.update, step)
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether an update needs the norms of the gradients of all layers of the model."""
+        clip = self.training.part.clip
+        return clip is not None and clip.norm is not None
+
+    def norms(self) -> torch.Tensor:
+        """Return the norm of the gradient of each trained tensor, (tensors,)."""
+        return self._shard.norms()
+
+    async def update(self, step: int, norms: torch.Tensor | None = None) -> None:
+        """Take a step along the gradients of all mini-batches since the last one.
+
+        ``norms``, (tensors,), are those of the whole model's gradients where these layers are not all.
+        """
+        work = partial(self._shard.update, step, norms)
         await self._device.compute(work, costs.update(self._units, self.training), Span("update", step))
 
     async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:

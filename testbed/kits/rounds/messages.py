@@ -73,6 +73,16 @@ class ActivationGradient(Typed, kind="gradient", key=("iteration", "micro")):
 
 
 @dataclass(frozen=True)
+class Norms(Typed, kind="norms", key=("sender", "iteration")):
+    """For clipping by norm: to the server, norms of the gradients of a device's layers; back, those of all layers."""
+
+    configuration: int
+    iteration: int
+    tensor: torch.Tensor
+    """(trained tensors,), in the order of the model"""
+
+
+@dataclass(frozen=True)
 class Update(Typed, kind="update", key=("sender",)):
     """To the server: "stop epoch", and the trained layers."""
 
@@ -84,4 +94,4 @@ class Update(Typed, kind="update", key=("sender",)):
     state: State
 
 
-KINDS: tuple[type[Typed], ...] = (Hello, Ping, Here, Begin, Begun, DeviceActivation, ActivationGradient, Update)
+KINDS: tuple[type[Typed], ...] = (Hello, Ping, Here, Begin, Begun, DeviceActivation, ActivationGradient, Norms, Update)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic
+from typing import Generic
 
 from typing_extensions import TypeVar
 
@@ -105,9 +104,6 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     Updates on both sides go as if the model were whole, so there is nothing to hook in but who takes part.
     """
 
-    refuses: ClassVar[Mapping[str, str]] = {
-        "clip.norm": "neither side of the model knows the gradients of the other",
-    }
     in_turn = False
     """Whether one device trains after the other, with one copy of the server's layers for all."""
 

@@ -16,7 +16,7 @@ from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.rounds.averaging import average
 from testbed.kits.rounds.estimate import AGGREGATION_FLOPS
 from testbed.kits.rounds.layers import Layers
-from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Update
+from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Norms, Update
 from testbed.kits.rounds.rounds import Rounds
 from testbed.training.optimizers import AVERAGE
 from testbed.training.stopping import Stopping
@@ -190,6 +190,8 @@ class ServerSide:
 
     async def serve(self, state: State, number: int, begun: Begun) -> None:
         """Train a device's copy along with it, from the global model's state on."""
+        import torch
+
         layers = self._copies[begun.sender]
         await layers.load(restrict(state, layers.first, layers.last), number)
         steps, loss = range(begun.first, begun.last), 0.0
@@ -200,7 +202,12 @@ class ServerSide:
                 gradient = await layers.backward(step, micro, len(given.labels))
                 assert gradient is not None
                 self._mailbox.post(begun.sender, ActivationGradient(begun.configuration, step, micro, gradient))
-            await layers.update(step)
+            norms = None
+            if layers.clips_by_norm:
+                first = await self._mailbox.take(Norms, (begun.sender, step))
+                norms = torch.cat([first.tensor, layers.norms()])
+                self._mailbox.post(begun.sender, Norms(begun.configuration, step, norms))
+            await layers.update(step, norms)
         self.losses[begun.sender] = loss / len(steps)
 
     def join(self, update: Update) -> tuple[State, float]:
