@@ -186,15 +186,19 @@ def emulate_side_by_side(
 ) -> None:
     """Run the trials of these numbers in containers, one at a time on each host, each in a process of its own.
 
-    ``options`` are those of `emulate`. A trial that cannot be run ends all, once those under way are over.
+    ``options`` are those of `emulate`. A trial that cannot be run ends all, once those under way are over. Raises what
+    `reach_all` and `manager` do.
     """
+    from controller.hosts.contexts import manager, reach_all
+
+    managing = manager(reach_all(where.hosts)).name  # makes the networks of all
     context = get_context("spawn")
     free = context.Manager().Queue()
     for host in where.hosts:
         free.put(host)
     with ProcessPoolExecutor(len(where.hosts), mp_context=context) as pool:
         waiting: dict[Future[Path], int] = {
-            pool.submit(emulate_one, scenario, list(changes), number, folder, free, dict(options)): number
+            pool.submit(emulate_one, scenario, list(changes), number, folder, free, managing, dict(options)): number
             for number, folder in todo.items()
         }
         console.print(f"{len(todo)} runs, one at a time on each of {', '.join(where.hosts)}")
@@ -206,15 +210,22 @@ def emulate_side_by_side(
 
 
 def emulate_one(
-    scenario: str, changes: Sequence[str], number: int, folder: Path, free: Queue[str], options: dict[str, Any]
+    scenario: str,
+    changes: Sequence[str],
+    number: int,
+    folder: Path,
+    free: Queue[str],
+    managing: str,
+    options: dict[str, Any],
 ) -> Path:
     """Run one trial of a scenario into a folder, on a host that is free, and return the folder."""
     from controller.running.inputs import InitialWeights
 
     prepared = prepare(trials(load(scenario, changes))[number])
     silent, host = Console(file=StringIO()), free.get()
+    options |= {"hosts": sorted({host, managing}), "place": {each.name: host for each in prepared.experiment.devices}}
     try:
-        return run_recorded(prepared, "emulate", folder, InitialWeights(silent), silent, hosts=[host], **options).path
+        return run_recorded(prepared, "emulate", folder, InitialWeights(silent), silent, **options).path
     finally:
         free.put(host)
 

@@ -48,7 +48,7 @@ def test_devices_that_share_a_medium_stay_together() -> None:
     ("given", "said"),
     [
         ({"x": "a"}, "there is no device 'x'"),
-        ({"p": "c"}, "'c' is not among --hosts a,b"),
+        ({"p": "c"}, "p is to be on 'c', which is not among the hosts a, b"),
         ({"p": "a", "q": "b"}, "p and q share a medium"),
     ],
 )
