@@ -99,11 +99,11 @@ class Shapers:
         found: dict[Pair, LinkMeasurement] = {}
         again = list(pairs)
         for _ in range(_ATTEMPTS):
+            if not again:
+                break
             for each in self._measure_once(again):
                 found[each.source, each.destination] = each
             again = [pair for pair in again if found[pair].problem]
-            if not again:
-                break
         return [found[pair] for pair in pairs]
 
     def _measure_once(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
