@@ -22,7 +22,7 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
 
     \b
     Example:
-      testbed hosts a b
+      testbed hosts node1 node2
     """
     from controller.hosts.survey import survey
 
