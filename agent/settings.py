@@ -36,7 +36,7 @@ class Settings:
     """Bytes of one request of the controller: a data set, a shard."""
     inbox_limit: int = 64 << 20
     """Bytes of messages that wait for the program; beyond, senders are asked to try again later."""
-    event_limit: int = 32 << 20
+    event_limit: int = 16 << 20
     """Bytes of events kept, compressed; the oldest are dropped beyond."""
 
     @staticmethod
