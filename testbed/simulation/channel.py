@@ -16,9 +16,12 @@ from testbed.network.link import Link
 from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
 from testbed.simulation.host import Guest, Host
 from testbed.simulation.loop import VirtualLoop
+from testbed.trace.log import Form
 from testbed.wire.framing import WINDOW, chunks, wire_bytes
 from testbed.wire.message import Message
 
+SEND: Form = ("send", ("peer", "message", "bytes", "start", "duration", "queued", "encode"))
+"""The event of an acknowledged message."""
 STALL_SECONDS = 2.0
 """Without an answer for this long the sender gives the connection up and connects again, as the agent does."""
 CONNECT_SECONDS = 1.0
@@ -269,17 +272,9 @@ class Channel:
         parcel.future.set_result(None)
         now = self._loop.now
         # Last, since a fault that waits for this event strikes within the call.
-        parcel.sender.write(
-            "send",
-            {
-                "peer": self.target.name,
-                "message": parcel.message.kind,
-                "bytes": parcel.bytes,
-                "start": parcel.called,
-                "duration": now - parcel.called,
-                "queued": parcel.begun - parcel.called,
-                "encode": 0.0,
-            },
+        called, size = parcel.called, parcel.bytes
+        parcel.sender.add(
+            SEND, self.target.name, parcel.message.kind, size, called, now - called, parcel.begun - called, 0.0
         )
 
     def withdraw(self, parcel: Parcel) -> None:

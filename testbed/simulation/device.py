@@ -16,6 +16,7 @@ from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium, occupy
 from testbed.trace.events import Event
+from testbed.trace.log import Form, Row
 from testbed.wire.cast import CastForm
 from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes, wire_bytes
 from testbed.wire.message import Message, as_cast, delivered
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+_RECEIVED = ("peer", "message", "bytes", "start", "duration", "decode")
+RECEIVE: Form = ("receive", _RECEIVED)
+HEAR: Form = ("receive", (*_RECEIVED, "cast"))
+"""The event of a message that has arrived, and of a cast."""
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:
@@ -39,6 +45,9 @@ class Surroundings(Protocol):
 
     def write(self, event: Event) -> None:
         """Append to the log."""
+
+    def add(self, form: Form, row: Row) -> None:
+        """Append to the log, by the event's form."""
 
     def channel(self, source: str, target: str) -> Channel:
         """Return the way between two devices; raise ValueError where there is no link."""
@@ -83,6 +92,7 @@ class SimulatedDevice:
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._world = world
         self._write = world.write
+        self._add = world.add
         self._loop = world.loop
         self._channels: dict[str, Channel] = {}
         self._casts = 0
@@ -109,6 +119,11 @@ class SimulatedDevice:
         """Write an event, unless the device is dead."""
         if self.alive:
             self._write(Event(self._loop.now, self.name, event, fields))
+
+    def add(self, form: Form, *values: Any) -> None:
+        """Write an event of a form, unless the device is dead."""
+        if self.alive:
+            self._add(form, (self._loop.now, self.name, *values))
 
     def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Keep the callable for whoever asks for the weights."""
@@ -204,22 +219,15 @@ class SimulatedDevice:
 
     def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
         """Put an arrived message into the inbox; ``cast`` is its number if it was one."""
-        fields = {
-            "peer": message.sender,
-            "message": message.kind,
-            "bytes": size,
-            "start": start,
-            "duration": duration,
-            "decode": 0.0,
-        }
-        if cast is not None:
-            fields["cast"] = cast
         if self._listener is None:
             self._inbox.append(message)
-            self._wake_receiver()
-            self.write("receive", fields)
+            if self._receivers:
+                self._wake_receiver()
+        if cast is None:
+            self.add(RECEIVE, message.sender, message.kind, size, start, duration, 0.0)
         else:
-            self.write("receive", fields)
+            self.add(HEAR, message.sender, message.kind, size, start, duration, 0.0, cast)
+        if self._listener is not None:
             self._listener(message)
 
     def _wake_receiver(self) -> None:

@@ -259,9 +259,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     # Errors
 
-    def get_debug(self) -> bool:
-        """Return False: asyncio's debugging is about real time and threads."""
-        return False
+    get_debug = bool
+    """Returns False, since asyncio's debugging is about real time and threads; each future asks, so no Python code."""
 
     def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
         """Let ``handler(loop, context)`` have the errors that nobody awaits."""

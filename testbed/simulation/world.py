@@ -22,7 +22,7 @@ from testbed.simulation.medium import Medium
 from testbed.simulation.shared_channel import SharedChannel
 from testbed.simulation.sharing import Shared, Sharing
 from testbed.trace.events import TESTBED, Event, link_fields
-from testbed.trace.log import EventLog
+from testbed.trace.log import EventLog, Form, Row
 from testbed.trace.outcome import without_lead
 
 BOOT_SECONDS = 2.0
@@ -76,7 +76,7 @@ class World:
         self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
         """The links and speeds in force; the states of the devices are those of the hosts."""
         self.events = EventLog()
-        self._append = self.events.append
+        self._add = self.events.add
         self.watch: Callable[[Event], None] | None = None
         """Sees every event right after it is written, and may strike at once."""
         self._program = program
@@ -92,9 +92,16 @@ class World:
         self._cast_rates: dict[str, float | None] = {}
         self._end: asyncio.Future[None] = self.loop.create_future()
 
+    def add(self, form: Form, row: Row) -> None:
+        """Append to the log, by the event's form; no `Event` is made where nobody sees it right away."""
+        if self._on_event is None and self.watch is None:
+            self._add(form, row)
+        else:
+            self.write(Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True))))
+
     def write(self, event: Event) -> None:
         """Append to the log."""
-        self._append(event)
+        self.events.append(event)
         if self._on_event is not None:
             self._on_event(event)
         if self.watch is not None:

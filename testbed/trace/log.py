@@ -11,7 +11,7 @@ import marshal
 import math
 import os
 import tempfile
-import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, repeat
@@ -28,6 +28,8 @@ Form = tuple[str, tuple[str, ...]]
 """Name of an event, and the names of its fields."""
 Columns = Sequence[Sequence[Any]]
 """Events of one form: their places in a chunk, times, devices, and the values of each field."""
+Row = tuple[Any, ...]
+"""One event of a form: time, device, and the value of each field."""
 Items = Callable[[Form, Columns], Iterable[Item]]
 """What is made of the events of one form."""
 CHUNK = 4096
@@ -51,8 +53,10 @@ class _Store:
 
     def __init__(self) -> None:
         self.chunks: list[_Chunk] = []
-        self.recent: list[Event] = []
-        self.devices: set[str] = set()
+        self._recent: dict[Form, tuple[list[int], list[Row]]] = {}
+        """Of each form the events since the last chunk: their places among all of those, and their rows."""
+        self._count = 0
+        self._devices: set[str] = set()
         """Devices of the events in chunks."""
         self._last: _Chunk | None = None
         """The recent events as a chunk, until there are more."""
@@ -60,59 +64,88 @@ class _Store:
         self._size = 0
         self.decode = lru_cache(_DECODED)(self._decode)
 
-    def append(self, event: Event) -> None:
-        self.recent.append(event)
+    def add(self, form: Form, row: Row) -> None:
+        found = self._recent.get(form)
+        if found is None:
+            found = self._recent[form] = ([], [])
+        found[0].append(self._count)
+        found[1].append(row)
+        self._count += 1
         self._last = None
-        if len(self.recent) == CHUNK:
-            self.devices |= {event.device for event in self.recent}
-            made: Any = _chunk(self.recent)
-            parts = {form: (count, self._write(columns)) for form, (count, columns) in made.parts.items()}
-            self.chunks.append(made._replace(parts=parts))
-            self.recent = []
+        if self._count == CHUNK:
+            chunk: Any = self._chunk()
+            self._devices.update(*(columns[2] for _, columns in chunk.parts.values()))
+            parts = {form: (count, self._write(columns)) for form, (count, columns) in chunk.parts.items()}
+            self.chunks.append(chunk._replace(parts=parts))
+            self._recent, self._count, self._last = {}, 0, None
 
     def all(self) -> Iterator[_Chunk]:
         """Yield the chunks in order, the recent events as the last."""
         yield from self.chunks
-        if self.recent:
-            self._last = self._last or _chunk(self.recent)
-            yield self._last
+        if self._count:
+            yield self._chunk()
+
+    def devices(self) -> set[str]:
+        return self._devices.union(*({row[1] for row in rows} for _, rows in self._recent.values()))
+
+    def _chunk(self) -> _Chunk:
+        """Return the recent events as a chunk."""
+        if self._last is None:
+            recent = self._recent.items()
+            parts: Any = {form: (len(rows), [places[:], *zip(*rows, strict=True)]) for form, (places, rows) in recent}
+            times = [columns[1] for _, columns in parts.values()]
+            self._last = _Chunk(min(map(min, times)), max(map(max, times)), parts)
+        return self._last
 
     def _write(self, columns: Columns) -> tuple[int, int]:
-        # What is not plain (lists, numbers of numpy's) becomes what a line of the events' file would make of it.
-        plain = [each if _PLAIN.issuperset(map(type, each)) else json.loads(json.dumps(each)) for each in columns]
-        content = zlib.compress(marshal.dumps(plain), 1)
+        content = marshal.dumps([_packed(column) for column in columns])
         self._file = self._file or tempfile.TemporaryFile()  # noqa: SIM115 - is gone with this store
         place, self._size = self._size, self._size + len(content)
         os.pwrite(self._file.fileno(), content, place)
         return place, len(content)
 
     def _decode(self, place: int, length: int) -> Columns:
-        found: Columns = marshal.loads(zlib.decompress(os.pread(self._file.fileno(), length, place)))  # our own
-        return found
+        return [_unpacked(*each) for each in marshal.loads(os.pread(self._file.fileno(), length, place))]  # our own
 
 
-def _chunk(events: Sequence[Event]) -> _Chunk:
-    rows: dict[Form, list[tuple[Any, ...]]] = {}
-    for place, (time, device, name, fields) in enumerate(events):
-        rows.setdefault((name, tuple(fields)), []).append((place, time, device, *fields.values()))
-    times = [event.time for event in events]
-    parts: Any = {form: (len(own), list(zip(*own, strict=True))) for form, own in rows.items()}
-    return _Chunk(min(times), max(times), parts)
+def _packed(column: Sequence[Any]) -> tuple[str, Any]:
+    """Return a column in few bytes, quickly, and in what way: compressing it would take longer than all else."""
+    kinds = set(map(type, column))
+    if not kinds <= _PLAIN:  # lists, numbers of numpy's: as a line of the events' file would have them
+        return "list", json.loads(json.dumps(column))
+    if len(kinds) == 1 and column.count(column[0]) == len(column):
+        return "same", (column[0], len(column))
+    if kinds == {float}:
+        return "d", array("d", column)
+    if kinds == {int} and min(column) >= 0 and max(column) < 1 << 32:
+        return "I", array("I", column)
+    return "list", list(column)
+
+
+def _unpacked(way: str, content: Any) -> Sequence[Any]:
+    if way == "list":
+        return content  # type: ignore[no-any-return]
+    return [content[0]] * content[1] if way == "same" else array(way, content)
 
 
 class EventLog(Sequence[Event]):
     """Events in the order in which they were appended; or some of another log's, see `of` and `within`."""
 
-    append: Callable[[Event], None]
-    """Add an event; those that were appended last are in memory, the others in a temporary file."""
+    add: Callable[[Form, Row], None]
+    """Add an event by its form, which is quicker than `append`: nothing is made of it until it is asked for."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._store = _Store()
-        self.append = self._store.append
+        self.add = self._store.add
         self._names: frozenset[str] | None = None
         self._after, self._until = -math.inf, math.inf
         for event in events:
             self.append(event)
+
+    def append(self, event: Event) -> None:
+        """Add an event; those that were appended last are in memory, the others in a temporary file."""
+        time, device, name, fields = event
+        self.add((name, tuple(fields)), (time, device, *fields.values()))
 
     @staticmethod
     def made_of(events: Iterable[Event]) -> EventLog:
@@ -135,7 +168,7 @@ class EventLog(Sequence[Event]):
     @property
     def devices(self) -> set[str]:
         """The devices of all events of the log, whichever of them this is a view of."""
-        return self._store.devices | {event.device for event in self._store.recent}
+        return self._store.devices()
 
     @property
     def latest(self) -> float:
