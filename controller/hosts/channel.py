@@ -148,6 +148,10 @@ class Channel:
         return self._clock.offset.here(there)
 
     def _exchange(self) -> None:
+        # What is sent before the relay has started waits for it, and says little of the clocks.
+        self._leaving.put(_NOW)
+        while not len(self._clock) and not self._over.wait(0.004):
+            pass
         while not self._over.wait(0.004 if len(self._clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS):
             self._leaving.put(_NOW)
 
