@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -82,6 +83,24 @@ def test_what_came_late_is_put_in_order(events: list[Event]) -> None:
 def test_numbers_of_other_kinds_are_kept_as_a_file_has_them() -> None:
     log = EventLog(Event(float(at), "a", "step", {"loss": np.float64(at / 7)}) for at in range(CHUNK))
     assert [loss for (loss,) in log.rows("loss")] == [at / 7 for at in range(CHUNK)]
+
+
+def test_values_come_out_as_they_went_in_whatever_a_column_holds() -> None:
+    columns = {
+        "alike": lambda _: "one",
+        "numbers": lambda index: index / 7,
+        "counts": lambda index: index,
+        "large": lambda index: index << 40,
+        "below": lambda index: -index,
+        "mixed": lambda index: (1, 1.0, True, None)[index % 4],
+        "never": lambda _: math.nan,
+        "texts": lambda index: f"text {index % 5}",
+    }
+    rows = [tuple(make(index) for make in columns.values()) for index in range(CHUNK + 1)]
+    log = EventLog()
+    for index, row in enumerate(rows):
+        log.add(("all", tuple(columns)), (float(index), "d1", *row))
+    assert list(map(repr, log.rows(*columns))) == list(map(repr, rows))
 
 
 def test_many_events_take_little_memory() -> None:
