@@ -54,7 +54,7 @@ class _Store:
     def __init__(self) -> None:
         self.chunks: list[_Chunk] = []
         self._recent: dict[Form, tuple[list[int], list[Row]]] = {}
-        """Of each form the events since the last chunk: their places among all of those, and their rows."""
+        """The events since the last chunk, by their form: their places among all of those, and their rows."""
         self._count = 0
         self._devices: set[str] = set()
         """Devices of the events in chunks."""
