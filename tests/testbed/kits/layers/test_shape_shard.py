@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from testbed.hardware import DeviceSpec
 from testbed.kits.layers.shape_shard import ShapeShard, shard
 from testbed.kits.layers.shard import Shard
 from testbed.method import Options, Problem
@@ -98,4 +99,4 @@ def test_a_loss_is_no_number_and_its_backward_has_the_shape_of_the_inputs():
 def test_the_workload_says_whether_there_are_numbers(numerics, kind):
     keys = {"task": "train", "model": {"name": "mlp"}, "data": {"name": "digits"}, "method": {"name": "single"}}
     workload = WorkloadPart.model_validate({**keys, "steps": 1, "numerics": numerics})
-    assert type(shard(Problem(MODEL, (), {}, workload, Options(), seed=7), 0, 1)) is kind
+    assert type(shard(Problem(MODEL, (DeviceSpec("a", 1e9, 1e9),), {}, workload, Options(), seed=7), 0, 1, "a")) is kind
