@@ -20,7 +20,7 @@ from testbed.network.link import Link, Pair
 from testbed.plan import Details, Plan, PlanDetails
 from testbed.trace.figures import Declared
 from testbed.training.recipe import Recipe
-from testbed.workload import WorkloadPart
+from testbed.workload import MOST_STEPS, WorkloadPart
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +161,7 @@ class Job(Generic[ProblemOptions, PlanDetails]):
 
 
 StepsOrTime = Annotated[
-    Annotated[int, Field(ge=1), Tag("[steps]")] | Annotated[Duration, Field(gt=0), Tag("[time]")],
+    Annotated[int, Field(ge=1, le=MOST_STEPS), Tag("[steps]")] | Annotated[Duration, Field(gt=0), Tag("[time]")],
     Discriminator(lambda value: "[time]" if isinstance(value, str | float) else "[steps]"),
 ]
 """How often: every so many steps or rounds, or after a time such as 30s."""
