@@ -82,7 +82,7 @@ def test_the_seed_decides_who_owns_what(write):
         (
             "{sizes: [100, 200], shards: 2}",
             "owners",
-            "split: takes exactly one of 'sizes', 'dirichlet', 'shards', 'quantity' and 'column'",
+            "split: takes exactly one of 'sizes', 'dirichlet', 'shards', 'quantity', 'noise' and 'column'",
         ),
         ("{shards: 11}", "owners", "split.shards: there are 10 classes, not 11: use fewer"),
         ("{dirichlet: 0}", "owners", "split.dirichlet: '0' must be more than 0"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.helpers import ROOT
 from tests.testbed.test_layers import MODULES, imported
 
-MOST = 64
+MOST = 50
 
 
 def test_no_more_modules_are_without_tests_of_their_own() -> None:

@@ -157,7 +157,7 @@ def test_parts_stand_in_the_order_of_their_holders_and_what_has_not_come_is_coun
 def test_what_a_device_has_for_itself_costs_no_cast_and_is_not_counted():
     async def alone(mailbox):
         own = exchange(mailbox)
-        await own.cast(1, Outputs(0, 0, torch.ones(2, 4)))
+        await own.cast(1, Outputs(0, 0, torch.ones(2, 4), sender="a"))
         found = own.outputs(0, 0, 2)
         assert found.complete
         assert found.together().tolist() == [[1, 1, 1, 1]] * 2
