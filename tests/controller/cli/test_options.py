@@ -6,28 +6,26 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.options import CommandGroup, hosts, place, sentence
+from controller.cli.options import CommandGroup, on_hosts, sentence
+from controller.hosts.labfile import LabPart
 
 
 def given(*arguments: str) -> object:
     seen: list[object] = []
 
     @click.command()
-    @hosts
-    @place
-    def command(**keys: object) -> None:
-        seen.append(keys)
+    @on_hosts
+    def command(where: LabPart) -> None:
+        seen.append((list(where.hosts), dict(where.place)))
 
     result = CliRunner().invoke(command, arguments)
     return seen[0] if seen else result.output
 
 
 def test_hosts_and_places_are_read() -> None:
-    assert given("--hosts", "a, b,", "--place", "worker1=b", "--place", "worker2=a=1") == {
-        "hosts": ["a", "b"],
-        "place": {"worker1": "b", "worker2": "a=1"},
-    }
-    assert given() == {"hosts": [], "place": {}}
+    found = given("--hosts", "a, b,", "--place", "worker1=b", "--place", "worker2=a")
+    assert found == (["a", "b"], {"worker1": "b", "worker2": "a"})
+    assert given() == ([], {})
 
 
 @pytest.mark.parametrize("wrong", ["worker1", "=b", "worker1="])
