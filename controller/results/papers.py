@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from controller.results.manifest import RUNNING
-from controller.results.recorder import scenario_yaml
 from controller.results.reproduction import Outcome, ReproducedRow, table
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load, read_keys
@@ -44,10 +43,11 @@ class Entry:
 
     def digest(self) -> str:
         """Return what changes with the scenario and with nothing else. Raises `InputError`."""
-        scenario = load(f"papers/{self.scenario}", self.changes)
-        text = scenario_yaml(scenario.model_copy(update={"description": "", "paper": None, "time_limit": 1.0}))
-        rows = [] if scenario.paper is None else [row.model_dump(mode="json") for row in scenario.paper.rows]
-        return hashlib.sha256((text + json.dumps(rows)).encode()).hexdigest()[:16]
+        # What the file says, and no defaults: an option that is new would make everything stale.
+        said = load(f"papers/{self.scenario}", self.changes).model_dump(mode="json", by_alias=True, exclude_unset=True)
+        rows = (said.get("paper") or {}).get("rows")
+        kept = {key: value for key, value in said.items() if key not in UNSHOWN} | {"rows": rows}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def listed(folder: Path) -> list[Entry]:
