@@ -101,6 +101,8 @@ def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
     rows = [(f"`{each['name']}`", _default(each), each["description"]) for each in options(method.Options)]
     text += "## Options\n\nKeys beside `name` in `workload.method`.\n\n" if rows else ""
     text += table(("option", "default", "meaning"), rows)
+    stand = [(f"`baseline: {name}`", f"`{json.dumps(given)}`") for name, given in method.Options.baselines.items()]
+    text += table(("baseline", "stands for"), stand)
     figures = [(f"`{each.name}`", each.kind, each.meaning) for each in method.declared.figures]
     text += "## Figures\n\nBeside [those of every method](../docs/scenario.md#expectations).\n\n" if figures else ""
     text += table(("figure", "in", "what it is"), figures)

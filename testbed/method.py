@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeVar
 
+from testbed.common.errors import nearest
 from testbed.common.part import Part
 from testbed.common.quantities import Duration
 from testbed.common.usercode import Code
@@ -29,10 +31,30 @@ if TYPE_CHECKING:
     from testbed.models.chain import Model
 
 
+Baselines = Mapping[str, Mapping[str, Any]]
+"""Options by the name of a baseline, which stands for them."""
+
+
 class Options(Part):
     """Base of a method's options: unknown keys are refused; `testbed methods` shows each one's docstring."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+    baselines: ClassVar[Baselines] = {}
+    """What the method's publication compares it with; who declares any has a field `baseline`, which names one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_baseline(cls, value: Any) -> Any:
+        """Set the options that a baseline stands for."""
+        name = value.get("baseline") if cls.baselines and isinstance(value, dict) else None
+        if name is None:
+            return value
+        if name not in cls.baselines:
+            raise ValueError(f"there is no baseline '{name}': {nearest(str(name), cls.baselines)}")
+        for key, fixed in cls.baselines[name].items():
+            if value.get(key, fixed) != fixed:
+                raise ValueError(f"the baseline '{name}' stands for {key}: {json.dumps(fixed)}: leave '{key}' out")
+        return {**value, **cls.baselines[name]}
 
 
 MethodOptions = TypeVar("MethodOptions", bound=Options, default=Options)

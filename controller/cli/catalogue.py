@@ -48,6 +48,7 @@ def methods(name: str | None, as_json: bool) -> None:
             "summary": method.summary,
             "tasks": list(method.tasks),
             "options": options(method.Options),
+            "baselines": method.Options.baselines,
         }
         for method in METHODS.values()
         if name in (None, method.name)

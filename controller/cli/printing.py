@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -77,8 +77,13 @@ def print_catalogue(entries: Sequence[dict[str, Any]], about: Callable[[dict[str
             [Cell(option["name"]), Cell((option["description"] + _notes(option)).strip())]
             for option in entry["options"]
         ]
+        rows += [[Cell(f"baseline: {name}"), Cell(_plain(given))] for name, given in entry.get("baselines", {}).items()]
         brief = about(entry) + ("" if rows else "; no options")
         console.print(draw(Section(entry["name"], "", brief, columns, rows), console.width))
+
+
+def _plain(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in given.items())
 
 
 def _notes(option: dict[str, Any]) -> str:

@@ -98,9 +98,10 @@ def _climbed(order: Order, value: Callable[[Order], float]) -> Order:
     return order
 
 
-def by_chance(devices: int, seed: int) -> Order:
-    """Return any order, all equally likely: the paper's Random."""
-    return tuple(random.Random(derive(seed, "mapping", "random")).sample(range(devices), devices))
+def by_chance(devices: int, seed: int, draw: int = 1) -> Order:
+    """Return any order, all equally likely: the paper's Random. Each ``draw``, from 1 on, gives one of its own."""
+    draws = random.Random(derive(seed, "mapping", "random"))
+    return [tuple(draws.sample(range(devices), devices)) for _ in range(draw)][-1]
 
 
 def exhaustive(wanted: Matrix, ratios: Matrix) -> Order:

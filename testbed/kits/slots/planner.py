@@ -39,10 +39,14 @@ Divide = Callable[[Sequence[int], Sequence[str]], Arrangement]
 class SlotOptions(Options):
     """Options of every method that trains in timeslots."""
 
+    baseline: str | None = None
+    """What the method is compared with, by its name: the options that this stands for."""
     layers: int | None = Field(None, ge=1)
     """M_layers, the most layers of a group, instead of what `allocation` says."""
     mapping: Literal["genetic", "random", "upper"] = "genetic"
     """Who takes which super neuron: Algorithm 2, by chance, or the best of all orders."""
+    draw: int = Field(1, ge=1, le=1000)
+    """Which of the random orders, all on the same network, the mapping `random` takes."""
     pipelined: bool = True
     """False: a batch begins when the one before it is through (the paper's Model)."""
     recovery: Literal["none", "r-tx", "ack"] = "none"
@@ -212,7 +216,7 @@ def _mapped(problem: Problem[SlotOptions], held: Arrangement, ratios: mapping.Ma
     if problem.options.mapping == "upper":
         order = mapping.exhaustive(wanted, ratios)
     elif problem.options.mapping == "random":
-        order = mapping.by_chance(count, problem.seed)
+        order = mapping.by_chance(count, problem.seed, problem.options.draw)
     else:
         order = mapping.genetic(wanted, ratios, problem.seed)
     return order, mapping.score(wanted, ratios, order)

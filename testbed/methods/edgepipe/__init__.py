@@ -2,9 +2,7 @@
 Edge Devices", IEEE Internet of Things Journal, 2022).
 
 Layers are numbered from 0, the input layer, whose neurons are the values of a sample; batches from 0. The paper counts
-both from 1. Its baselines are these options: Vertical, which is PipeDream's schedule with weight stashing, is
-``allocation: vertical``, and Horizontal likewise; Model is ``pipelined: false``; GPipe is ``micro_batches`` with
-``allocation: vertical``; Naive is a scenario of one device.
+both from 1. Of its baselines, `EdgePipeOptions.baselines`, one is missing: Naive is a scenario of one device.
 """
 
 from __future__ import annotations
@@ -52,7 +50,9 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
 
     def plan(self, problem: Problem[EdgePipeOptions]) -> Plan[SlotDetails]:
         """Divide the layers, map the super neurons, time the slots. Raises `InputError` where that cannot be."""
-        return plan(self.name, problem, problem.options.divide, problem.options.micro_batches)
+        given = problem.options.micro_batches
+        micro_batches = len(problem.devices) if given == "devices" else given
+        return plan(self.name, problem, problem.options.divide, micro_batches)
 
     async def program(self, device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
         """Be a super neuron, slot by slot."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from testbed.kits.slots.arrangement import Allocation, Arrangement, partition
 from testbed.kits.slots.planner import Divide, SlotDetails, SlotOptions, neurons_of
-from testbed.method import Problem
+from testbed.method import Baselines, Problem
 from testbed.plan import Plan
 
 Learns = Literal["what_arrived", "with_all_results", "with_all_transmissions"]
@@ -18,10 +18,17 @@ Learns = Literal["what_arrived", "with_all_results", "with_all_transmissions"]
 class EdgePipeOptions(SlotOptions):
     """Options of `EdgePipe`."""
 
+    baselines: ClassVar[Baselines] = {
+        "model": {"pipelined": False},
+        "gpipe": {"allocation": "vertical", "micro_batches": "devices"},
+        "pipedream": {"allocation": "vertical"},
+        "random": {"mapping": "random"},
+    }
     allocation: Allocation = "hybrid"
     """Groups of layers: one layer each, by equation (1), or all layers in one."""
-    micro_batches: int = Field(1, ge=1)
-    """More than one: GPipe, for the vertical division. All parts of a batch go forward, then all back, one a slot."""
+    micro_batches: Annotated[int, Field(ge=1)] | Literal["devices"] = 1
+    """More than one: GPipe, for the vertical division; `devices`: as many as there are of these. All parts of a batch
+    go forward, then all back, one a slot."""
 
     learns: Learns = "what_arrived"
     """When layers learn. Of what has arrived: "the corresponding information is treated as null, and the process is

@@ -1,7 +1,6 @@
 """VersatileFL (Yoon et al., "VersatileFL: Volatility-Resilient Federated Learning in Wireless Edge Networks").
 
-Layers and batches are numbered from 0. Its baseline Naive is the method with ``substitution``, ``reuse`` and
-``rearrangement`` switched off.
+Layers and batches are numbered from 0.
 """
 
 from __future__ import annotations

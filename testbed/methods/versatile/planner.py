@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from statistics import fmean
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from testbed.common.seeds import derive
 from testbed.kits.slots import planner
 from testbed.kits.slots.arrangement import Allocation, Arrangement, partition
 from testbed.kits.slots.planner import SlotDetails, SlotOptions
-from testbed.method import Problem
+from testbed.method import Baselines, Problem
 from testbed.methods.versatile.records import ALPHA
 from testbed.models.slices import as_channels
 from testbed.plan import Plan
@@ -29,6 +29,12 @@ MARGIN_STEPS = 4
 class VersatileOptions(SlotOptions):
     """Options of `Versatile`."""
 
+    baselines: ClassVar[Baselines] = {
+        "naive": {"substitution": False, "reuse": False, "rearrangement": False},
+        "naive-zeros": {"thres_fw": 0, "backward": "neuron", "reuse": False, "rearrangement": False},
+    }
+    """The paper's Naive "does not have any maintenance scheme against failures", which leaves open whether a batch with
+    anything missing is dropped, or zeros are computed with and a layer learns where all its losses have arrived."""
     allocation: Literal["vertical", "hybrid", "horizontal", "random"] = "hybrid"
     """As EdgePipe's; random: all layers in one group, each neuron on any of the devices."""
     substitution: bool = True

@@ -193,6 +193,8 @@ def test_mappings_are_seeded_and_never_worse_than_none():
     assert sorted(by_chance(6, 1)) == list(range(6))
     assert by_chance(6, 1) == by_chance(6, 1)
     assert len({by_chance(6, seed) for seed in range(20)}) > 10
+    assert by_chance(6, 1, draw=1) == by_chance(6, 1)
+    assert len({by_chance(6, 1, number) for number in range(1, 6)}) == 5
     assert [generations(devices) for devices in (6, 7)] == [1_000, 10_000]
 
 
