@@ -33,18 +33,10 @@ _START = """\
 hostname {host}
 mount -t tmpfs tmpfs /run
 mount --rbind /sys/fs/cgroup {place}/cgroup; mount -t sysfs sysfs /sys; mount --rbind {place}/cgroup /sys/fs/cgroup
-mkdir -p /run/sshd; /usr/sbin/sshd -f {place}/sshd
+(cd {checkout} && exec {python} -m tests.helpers.ssh_server {address} {keys} {place}/ssh.pid) &
 exec dockerd --data-root {place}/data --exec-root {place}/exec --pidfile {place}/pid -H unix://{place}/sock \\
     -H unix:///run/docker.sock -H tcp://{address}:{port} --tlsverify \\
     --tlscacert {keys}/cert.pem --tlscert {keys}/cert.pem --tlskey {keys}/key.pem
-"""
-_SSHD = """\
-ListenAddress {address}
-HostKey {keys}/id
-AuthorizedKeysFile {keys}/id.pub
-PidFile {place}/sshd.pid
-StrictModes no
-UsePAM no
 """
 _SSH = """\
 #!/bin/sh
@@ -56,7 +48,7 @@ def missing() -> str:
     """Return why there can be none here, or an empty text."""
     if os.geteuid() != 0:
         return "engines in namespaces of their own need root"
-    wanted = ("dockerd", "docker", "ip", "iptables", "nsenter", "unshare", "setpriv", "openssl", "sshd", "ssh")
+    wanted = ("dockerd", "docker", "ip", "iptables", "nsenter", "unshare", "setpriv", "openssl", "ssh", "ssh-keygen")
     if lacking := [name for name in wanted if not shutil.which(name)]:
         return f"engines in namespaces of their own need {', '.join(lacking)}"
     probe = "ip link add tb-try type vxlan id 7 dstport 4790 && ip link del tb-try"
@@ -128,7 +120,7 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
             run("ip", "-n", host, "route", "add", "default", "via", f"{NETWORK}.1")
             start = place / "start"
             settings = {"host": host, "place": place, "address": f"{NETWORK}.1{number}", "port": PORT, "keys": keys}
-            (place / "sshd").write_text(_SSHD.format(**settings))
+            settings |= {"checkout": Path.cwd(), "python": sys.executable}
             start.write_text("\n".join([*layers, _START.format(**settings)]))
             with (place / "log").open("wb") as log:
                 # It ends with this process, also where that is killed.
@@ -154,7 +146,8 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
 
 def _await(place: Path) -> None:
     deadline = time.monotonic() + PATIENCE
-    while subprocess.run(["docker", "-H", f"unix://{place}/sock", "info"], capture_output=True).returncode:
+    info = ["docker", "-H", f"unix://{place}/sock", "info"]
+    while not (place / "ssh.pid").exists() or subprocess.run(info, capture_output=True).returncode:
         assert time.monotonic() < deadline, (place / "log").read_text()[-500:]
         time.sleep(0.2)
 
@@ -166,7 +159,7 @@ def _end(place: Path, engine: subprocess.Popen[bytes]) -> None:
     if found:
         subprocess.run(["docker", "-H", url, "rm", "-f", *found], capture_output=True)
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        os.kill(int((place / "sshd.pid").read_text()), signal.SIGTERM)
+        os.kill(int((place / "ssh.pid").read_text()), signal.SIGTERM)
     engine.send_signal(signal.SIGTERM)
     try:
         engine.wait(10)
