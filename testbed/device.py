@@ -11,12 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import cycle, repeat
 from operator import add, mul, sub
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
+from testbed.common.lazy import torch
 from testbed.wire.message import Message
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeVar
 
 from testbed.common.errors import nearest
+from testbed.common.lazy import torch
 from testbed.common.part import Part
 from testbed.common.quantities import Duration
 from testbed.common.usercode import Code
@@ -25,8 +26,6 @@ from testbed.training.recipe import Recipe
 from testbed.workload import MOST_STEPS, WorkloadPart
 
 if TYPE_CHECKING:
-    import torch
-
     from testbed.data.dataset import Dataset
     from testbed.models.chain import Model
 

@@ -9,15 +9,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from testbed.common.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
+from testbed.common.lazy import torch
 
 EXACT = 2**24
 """Whole numbers up to this one are exact in float32."""
@@ -77,8 +75,6 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], Fiel
 
 def entry(samples: torch.Tensor, begin: int, end: int, shape: tuple[int, ...], kind: str) -> torch.Tensor:
     """Return one input of a batch, (samples, *shape), of rows, (samples, values)."""
-    import torch
-
     return samples[:, begin:end].reshape(samples.shape[0], *shape).to(getattr(torch, kind))
 
 

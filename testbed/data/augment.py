@@ -9,6 +9,7 @@ import numpy as np
 
 from testbed.common.errors import InputError, Key
 from testbed.common.extras import need
+from testbed.common.lazy import torch
 from testbed.common.seeds import derive
 from testbed.data.dataset import Dataset
 from testbed.workload import AugmentPart
@@ -21,8 +22,6 @@ def augmented(dataset: Dataset, part: AugmentPart, seed: int) -> Dataset:
 
     Raises `InputError` for samples that are no pictures, transforms that there are not, and those that change shapes.
     """
-    import torch
-
     if len(dataset.shape) != 3 or dataset.fields:
         raise InputError(f"is for pictures, and these samples are of {dataset.shape}: leave it out", _KEY[:-1])
     known = need("torchvision.transforms", "vision", "augmentation", _KEY)

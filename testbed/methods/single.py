@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from testbed.common.errors import InputError, nearest
+from testbed.common.lazy import torch
 from testbed.data.batches import Due
 from testbed.data.dataset import Dataset
 from testbed.device import Device, Span
@@ -22,9 +22,6 @@ from testbed.method import Job, Method, Options, Problem, StepsOrTime
 from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.plan import Piece, Plan
 from testbed.training.stopping import Stopping
-
-if TYPE_CHECKING:
-    import torch
 
 
 class SingleOptions(Options):

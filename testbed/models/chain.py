@@ -15,14 +15,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from testbed.common.fields import Fields
+from testbed.common.lazy import nn, torch
 from testbed.common.seeds import derive
 from testbed.device import Cost
 from testbed.models.layers import Layer, sequence, shapes
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from testbed.models.detection import Detector
     from testbed.models.modules import Segment
     from testbed.workload import Initialisation
@@ -235,8 +234,6 @@ class Model:
         the whole model. No global state is touched, so devices that share a process may build at the same time; a
         ``builder`` may use torch's global generator, and puts it back. Raises ValueError for units that there are not.
         """
-        import torch
-
         from testbed.models.modules import Joined, Segment
 
         if not 0 <= first <= last <= len(self.units):

@@ -16,18 +16,16 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
 from testbed.common.errors import InputError
+from testbed.common.lazy import torch
 from testbed.models.chain import Model
 from testbed.models.layers import Conv2d, LeakyReLU, Linear
 from testbed.models.shapes import BYTES_PER_VALUE
-
-if TYPE_CHECKING:
-    import torch
 
 EPSILON = 1e-6
 """Darknet adds it to the standard deviation, not to the variance."""
@@ -104,8 +102,6 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
 
     Raises InputError where the file is not this model's, or holds what no trained network does.
     """
-    import torch
-
     size = check(path, model).size
     state: dict[str, torch.Tensor] = {}
     with path.open("rb") as file:

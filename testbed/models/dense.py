@@ -1,15 +1,14 @@
 """A fully connected layer, with a ReLU or without, and its gradients in closed form.
 
 They are what autograd comes to, to round-off; for layers as small as those of one device, autograd takes longer than
-the arithmetic. Imports torch at once.
+the arithmetic.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from testbed.common.lazy import torch
 from testbed.models.graph import GraphLayer
 from testbed.models.layers import Linear, ReLU
 

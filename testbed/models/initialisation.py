@@ -8,12 +8,9 @@ begin to learn; He's wider one made some seeds of the small networks unstable at
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from testbed.models.shapes import Shape
-
-if TYPE_CHECKING:
-    from testbed.workload import Initialisation
+from testbed.workload import Initialisation
 
 
 def bound(how: Initialisation, weight: Shape) -> float:

@@ -12,19 +12,14 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
+from testbed.common.lazy import functional, nn, torch
 from testbed.device import Cost, Kind
 from testbed.models.initialisation import bias_bound, bound
 from testbed.models.shapes import BYTES_PER_VALUE, Shape
 from testbed.models.slices import Slice, pick
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from testbed.workload import Initialisation
-
+from testbed.workload import Initialisation
 
 Division = Literal["weights", "channels", "values", "flattens", "moves", "no"]
 """How several devices can share a layer.
@@ -131,8 +126,6 @@ class Layer:
 
         The generator is left as `build` leaves it. A layer that cannot be divided is returned whole.
         """
-        import torch
-
         weight = self.weight_shape(shape)
         if not weight:
             return {}
@@ -163,8 +156,6 @@ def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
 
 def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:
     """Build layers one after the other, their weights drawn in that order."""
-    from torch import nn
-
     entering = shapes(layers, shape)[:-1]
     return nn.Sequential(*(layer.build(size, generator) for layer, size in zip(layers, entering, strict=True)))
 
@@ -185,8 +176,6 @@ def _window(size: int, kernel: int, stride: int, padding: int, layer: str) -> in
 
 def _draw(weight: Shape, generator: torch.Generator, part: Slice, limit: float) -> torch.Tensor:
     """Draw a weight tensor between ``-limit`` and ``limit``, a block of rows at a time; return the slice of it."""
-    import torch
-
     rows, *others = weight
     fan_in = math.prod(others)
     step = max(1, _BLOCK // fan_in)
@@ -206,8 +195,6 @@ def _real(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
     On the meta device torch draws nothing, so its global generator is left alone. The module's own ``to_empty`` would
     import sympy on the way: a second and 48 MB on every device.
     """
-    import torch
-
     for name, values in state.items():
         setattr(module, name, torch.nn.Parameter(values))
     return module
@@ -221,8 +208,6 @@ class ReLU(Layer):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from torch import nn
-
         return nn.ReLU() if self.ceiling is None else nn.Hardtanh(0.0, self.ceiling)
 
 
@@ -234,8 +219,6 @@ class LeakyReLU(Layer):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from torch import nn
-
         return nn.LeakyReLU(self.slope)
 
 
@@ -247,8 +230,6 @@ class Activation(Layer):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from torch import nn
-
         module: nn.Module = getattr(nn, self.name)()
         return module
 
@@ -290,8 +271,6 @@ class Dropout(Layer):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from torch import nn
-
         return nn.Dropout(self.probability)
 
 
@@ -311,8 +290,6 @@ class Flatten(Layer):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from torch import nn
-
         return nn.Flatten()
 
 
@@ -342,15 +319,11 @@ class MaxPool2d(Layer):
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
         """Pool (samples, channels, height, width)."""
-        from torch.nn import functional
-
         around = self.padding if padding is None else padding
         return functional.max_pool2d(inputs, self.kernel, self.stride, around)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from torch import nn
-
         return nn.MaxPool2d(self.kernel, self.stride, self.padding)
 
 
@@ -402,8 +375,6 @@ class BatchNorm2d(Layer):
 
     def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
         """Return what changes nothing but the statistics; nothing is drawn."""
-        import torch
-
         if not len(part.channels):
             return {}
         values = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}
@@ -411,8 +382,6 @@ class BatchNorm2d(Layer):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from torch import nn
-
         return nn.BatchNorm2d(shape[0])
 
 
@@ -463,16 +432,12 @@ class Conv2d(Layer):
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
         """Convolve (samples, some input channels, height, width) to (samples, some output channels, height, width)."""
-        from torch.nn import functional
-
         assert weight is not None
         around = self.padding if padding is None else padding
         return functional.conv2d(inputs, weight, stride=self.stride, padding=around, groups=self.groups)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from torch import nn
-
         size = (shape[0], self.channels, self.kernel, self.stride, self.padding)
         module = nn.Conv2d(*size, groups=self.groups, bias=self.bias, device="meta")
         return _real(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
@@ -505,15 +470,11 @@ class Linear(Layer):
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
         """Map (samples, some input features) to (samples, some output features)."""
-        from torch.nn import functional
-
         assert weight is not None
         return functional.linear(inputs, weight)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
-        from torch import nn
-
         module = nn.Linear(shape[0], self.features, bias=self.bias, device="meta")
         return _real(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
 

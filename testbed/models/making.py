@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
+from testbed.common.lazy import nn, torch
 from testbed.common.usercode import Code
 from testbed.device import Cost
 from testbed.models.layers import Layer
 from testbed.models.shapes import BYTES_PER_VALUE, Shape
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 KEY = ("model", "file")
 """Key of a scenario's workload that errors about a network of the user's name."""
@@ -32,8 +28,6 @@ class Maker:
 
     def __call__(self) -> nn.Module:
         """Make the network; raises `InputError` naming the line where that fails."""
-        from torch import nn
-
         made = usercode.call(self.code, KEY, **json.loads(self.arguments))
         if not isinstance(made, nn.Module):
             text = f"{self.code.name} returned {type(made).__name__}, not a torch.nn.Module"

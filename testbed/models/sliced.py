@@ -3,7 +3,7 @@
 With the weights cut by output channels each device finishes its outputs; with weights cut by input channels a device
 has sums that are complete only together with the others', and bias, normalisation and activation must wait for that
 (Stahl et al., Sections 4.1 and 4.4). Values are flat, (samples, elements), channel after channel, as they travel.
-Everything is differentiable. Imports torch at once.
+Everything is differentiable.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-import torch
-from torch import nn
-from torch.nn import functional
-
+from testbed.common.lazy import functional, nn, torch
 from testbed.common.seeds import derive
 from testbed.models.chain import Model
 from testbed.models.graph import GraphLayer
 from testbed.models.layers import shapes
 from testbed.models.slices import NONE, Channels, Slice, pick
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, "torch.Tensor"]
 """Weights and what belongs to channels, as `Model.build` names them."""
 
 _COUNTER = "num_batches_tracked"

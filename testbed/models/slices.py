@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from testbed.common.lazy import torch
 
 Channels = Sequence[int]
 """A range, or a rising tuple: output channels of a convolution, output features of a fully connected layer, ..."""
@@ -59,8 +57,6 @@ def pick(tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | Non
         if not (wanted[0] in held and wanted[-1] in held):
             raise ValueError(f"{wanted} are not all among {held}")
         return tensor.narrow(axis, wanted[0] - held[0], len(wanted))
-    import torch
-
     places = {channel: place for place, channel in enumerate(held)}
     if not all(channel in places for channel in wanted):
         raise ValueError(f"{wanted} are not all among {held}")

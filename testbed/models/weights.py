@@ -8,14 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from testbed.common.errors import InputError
+from testbed.common.lazy import torch
 from testbed.models import darknet
 from testbed.models.chain import Model
-
-if TYPE_CHECKING:
-    import torch
 
 _COUNTER = ".num_batches_tracked"
 """A counter of a normalisation, of no use after training: not every run leaves it."""
@@ -54,8 +52,6 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
 
 def _compare(path: Path, weights: Mapping[str, torch.Tensor], model: Model) -> None:
     """Raise `InputError` where weights are not this model's, or hold what no trained network does."""
-    import torch
-
     # Where a tensor has no values, no time goes into drawing any.
     with torch.device("meta"):
         wanted = model.build(0, len(model.units), 0).state_dict()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from testbed.common.errors import InputError
+from testbed.common.lazy import torch
 from testbed.common.usercode import Code
 from testbed.training import named
 from testbed.training.schema import MetricPart
-
-if TYPE_CHECKING:
-    import torch
 
 KEY = ("training", "metrics")
 
@@ -42,8 +40,6 @@ class _OfFile:
 
     def compute(self) -> Any:
         """Call the function."""
-        import torch
-
         outputs, labels = (torch.cat(each) for each in zip(*self._seen, strict=True))
         return self._function(outputs, labels, **self._options)
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from testbed.common.lazy import torch
 from testbed.training.schema import OptimizerPart
-
-if TYPE_CHECKING:
-    import torch
 
 MOMENTUM = "momentum:"
 AVERAGE = "average:"
@@ -74,8 +72,6 @@ class Sgd:
         With gradient g, decay d, momentum m and learning rate r: g += d w; b = m b + g (b = g at first); w -= r b.
         The decay is that of the parameters which are changed, whichever version the gradients were computed with.
         """
-        import torch
-
         rate, share = settings.get("lr", self._rate), settings.get("momentum", self._momentum)
         with torch.no_grad():
             for name, gradient in gradients.items():
@@ -102,8 +98,6 @@ class TorchOptimizer:
     """An optimizer of torch's kind over parameters that are other objects in every version of the weights."""
 
     def __init__(self, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
-        import torch
-
         self._optimizer = make([torch.nn.Parameter(torch.zeros(1, 1))])
         self._state: dict[str, dict[str, Any]] = {}
         """By parameter."""
@@ -127,8 +121,6 @@ class TorchOptimizer:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of what it keeps of each parameter; a number as a tensor without axes."""
-        import torch
-
         found: dict[str, torch.Tensor] = {}
         for name, kept in self._state.items():
             for kind, value in kept.items():
@@ -140,8 +132,6 @@ class TorchOptimizer:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state` returned."""
-        import torch
-
         self._state = {}
         for key, tensor in state.items():
             if not is_weight(key) and not key.startswith(AVERAGE):
@@ -162,7 +152,6 @@ class Measured(NamedTuple):
 
 def measure(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Measured:
     """Let a new optimizer take two steps on a weight of a shape."""
-    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]

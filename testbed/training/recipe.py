@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from testbed.common.lazy import torch
 from testbed.common.usercode import Code
 from testbed.training import named
 from testbed.training.metrics import Metric, aligned, make
@@ -18,9 +19,6 @@ from testbed.training.optimizers import AVERAGE, MOMENTUM, Kept, Measured, Optim
 from testbed.training.schedules import Schedule
 from testbed.training.schema import TrainingPart
 from testbed.training.sequences import read_right, temporal_loss
-
-if TYPE_CHECKING:
-    import torch
 
 _OPTIMIZER, _LOSS = ("training", "optimizer"), ("training", "loss")
 _WITHOUT = ("LBFGS", "SparseAdam", "Muon")
@@ -57,8 +55,6 @@ class Recipe:
 
     def kept(self, shape: tuple[int, ...]) -> Kept:
         """Return what is kept of a weight of a shape after its first update: optimizer state and moving average."""
-        import torch
-
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if not self.part.optimizer.plain:
             found |= self._measured(shape).kept
@@ -95,8 +91,6 @@ class Recipe:
 
         ``outputs`` are (samples of the micro-batch, ...) and ``labels`` (samples of the micro-batch, ...).
         """
-        import torch
-
         if isinstance(self._criterion, torch.nn.CTCLoss):
             return temporal_loss(self._criterion, outputs, labels) * (len(labels) / samples)
         outputs = aligned(outputs, labels)
@@ -107,8 +101,6 @@ class Recipe:
 
     def right(self, outputs: torch.Tensor, labels: torch.Tensor) -> tuple[int, int]:
         """Return how many answers are right, and how many there are: of samples, (samples, ...), or their tokens."""
-        import torch
-
         if isinstance(self._criterion, torch.nn.CTCLoss):
             return read_right(self._criterion.blank, outputs, labels), len(labels)
         counted = labels >= 0
@@ -116,8 +108,6 @@ class Recipe:
 
     def prepare(self, gradients: Mapping[str, torch.Tensor], norms: torch.Tensor | None) -> None:
         """Clip gradients in place; ``norms`` are those of all the model's, (tensors,), if these are not all."""
-        import torch
-
         clip = self.part.clip
         if clip is None or not gradients:
             return
@@ -134,8 +124,6 @@ class Recipe:
     @staticmethod
     def norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of each gradient, (tensors,), as torch's ``clip_grad_norm_`` takes them."""
-        import torch
-
         # A stage may hold nothing that is trained.
         return torch.stack([torch.linalg.vector_norm(each) for each in gradients]) if gradients else torch.zeros(0)
 
@@ -145,8 +133,6 @@ class Recipe:
         part = self.part.loss
         if part.plain:
             return None
-        import torch
-
         found = named.find(part, self.codes, _LOSS, torch.nn, torch.nn.Module, "Loss")
         if part.file is not None and not isinstance(found, type):
             return partial(found, **part.options())
@@ -155,8 +141,6 @@ class Recipe:
         return named.make(found, part, _LOSS, **options)
 
     def _made(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        import torch
-
         part = self.part.optimizer
         found = named.find(part, self.codes, _OPTIMIZER, torch.optim, torch.optim.Optimizer, without=_WITHOUT)
         made: torch.optim.Optimizer = named.make(found, part, _OPTIMIZER, parameters, **part.arguments())

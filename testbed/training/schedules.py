@@ -6,15 +6,13 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from testbed.common.errors import InputError
+from testbed.common.lazy import torch
 from testbed.common.usercode import Code
 from testbed.training import named
 from testbed.training.schema import SchedulePart
-
-if TYPE_CHECKING:
-    import torch
 
 _KEY = ("training", "schedule")
 _WITHOUT = ("ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "LambdaLR", "MultiplicativeLR")
@@ -34,8 +32,6 @@ class Schedule:
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
         """``steps``: of the workload, None where they are not known. Raises `InputError`."""
-        import torch
-
         if missing := [part.title for part in parts[:-1] if part.steps is None]:
             raise InputError(f"{missing[0]}: write with 'steps' how long it lasts until the next one takes over", _KEY)
         self._every = parts[0].every

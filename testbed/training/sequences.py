@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from testbed.common.lazy import torch
 
 
 def temporal_loss(criterion: torch.nn.CTCLoss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the loss of outputs, (samples, length, classes), for labels, (samples, most labels): below 0 is none."""
-    import torch
-
     chances = outputs.log_softmax(-1).movedim(1, 0)
     steps = torch.full((len(outputs),), outputs.shape[1], dtype=torch.int64)
     found: torch.Tensor = criterion(chances, labels.clamp(min=0), steps, (labels >= 0).sum(1))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from testbed.common.lazy import torch
 from testbed.training.recipe import Recipe
 
-if TYPE_CHECKING:
-    import torch
-
-    State = Mapping[str, torch.Tensor]
+State = Mapping[str, "torch.Tensor"]
 
 
 class Stopping:

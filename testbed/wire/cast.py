@@ -26,6 +26,7 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from testbed.common.lazy import torch
 from testbed.wire import tensors as safetensors
 from testbed.wire.framing import cast_wire_bytes
 from testbed.wire.message import HEADER_LIMIT, Message, WireError
@@ -128,8 +129,6 @@ def with_gaps(message: Message, header: int, frame: int, lost: Iterable[int]) ->
 
     None where one of them is of the ``header`` bytes before the values. A value is missing with any byte of it.
     """
-    import torch
-
     tensors, missing, end = dict(message.tensors), {}, header
     lost = sorted(lost)
     if lost and lost[0] * frame < header:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from testbed.common.lazy import torch
 from testbed.wire import tensors as safetensors
 from testbed.wire.framing import wire_bytes
 from testbed.wire.tensors import Buffer, TensorError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, init=False)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from testbed.common.lazy import torch
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -169,8 +170,6 @@ def without_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
     """Return tensors as bytes: views where they are contiguous, copies where they are not."""
-    import torch
-
     result = []
     for name, tensor in tensors.items():
         dtype = type_of(name, tensor)
@@ -187,8 +186,6 @@ def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:
 
     Raises TensorError for a shape without values that is too large in its other axes.
     """
-    import torch
-
     result = {}
     for raw in tensors:
         dtype = getattr(torch, _TORCH_NAMES[raw.dtype])

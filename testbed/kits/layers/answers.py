@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from testbed.common.lazy import torch
 from testbed.device import Device
 from testbed.kits.layers.feed import Requests
 from testbed.kits.layers.score import Score
 from testbed.method import Problem
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Answers:

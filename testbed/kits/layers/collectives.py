@@ -6,15 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -119,6 +116,4 @@ def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _concatenated(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    import torch
-
     return torch.cat(list(parts))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from testbed.common.lazy import torch
 from testbed.data.batches import batch, steps_per_epoch
 from testbed.data.dataset import Dataset
 from testbed.workload import WorkloadPart
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Training:
@@ -38,15 +36,11 @@ class Training:
 
         Of images the samples are (samples, channels, height, width).
         """
-        import torch
-
         epoch = step // steps_per_epoch(self._samples, self._size)
         return torch.from_numpy(self._dataset.batch(self._chosen(step), epoch)), self.labels(step)
 
     def labels(self, step: int) -> torch.Tensor:
         """Return the labels of a step, (samples,)."""
-        import torch
-
         return torch.from_numpy(self._dataset.train_labels[self._chosen(step)])
 
     def _chosen(self, step: int) -> npt.NDArray[np.int64]:
@@ -78,8 +72,6 @@ class Requests:
 
     def images(self, index: int) -> torch.Tensor:
         """Return the samples of one request, (samples, ...); of images (samples, channels, height, width)."""
-        import torch
-
         return torch.from_numpy(self._dataset.tests(self.samples(index)))
 
     def labels(self, index: int) -> npt.NDArray[Any]:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
+from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State, weights_of
 from testbed.models import dense
 from testbed.models.dense import DenseStep, is_dense
@@ -31,7 +30,7 @@ _STATISTICS = ("running_mean", "running_var")
 """Running statistics of a normalisation: not trained, but moved with the channel."""
 
 
-Gradients = dict[str, torch.Tensor]
+Gradients = dict[str, "torch.Tensor"]
 """Gradients by the name of their parameter, each of its shape."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from testbed.device import Cost, Span
 from testbed.kits.layers.collectives import Group
@@ -12,11 +11,9 @@ from testbed.method import Job, Problem
 from testbed.models.chain import forward_of
 from testbed.models.graph import GraphLayer
 from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.models.sliced import SlicedLayer, cut_copies, draw
 from testbed.models.slices import Slice
 from testbed.plan import Piece
-
-if TYPE_CHECKING:
-    from testbed.models.sliced import SlicedLayer
 
 LayerSlices = Sequence[tuple[GraphLayer, Slice]]
 """The layers that a device has a part of, in the order of the model, each with that part."""
@@ -62,8 +59,6 @@ async def load_slices(group: Group, job: Job, held: Sequence[LayerSlices]) -> li
 
     ``held`` is what each member of the group holds. Loading takes the device an operation for each value.
     """
-    from testbed.models.sliced import SlicedLayer, cut_copies, draw
-
     problem, own = job.problem, held[group.rank]
     if problem.workload.model.weights is None:
         make = partial(draw, problem.model, own, problem.seed)

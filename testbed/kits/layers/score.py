@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 
+from testbed.common.lazy import torch
 from testbed.training.metrics import update
 from testbed.training.recipe import Recipe
-
-if TYPE_CHECKING:
-    import torch
 
 
 def loss_fields(loss: float) -> dict[str, float]:
@@ -39,8 +37,6 @@ class Score:
 
         Outputs without numbers leave nothing to score.
         """
-        import torch
-
         if outputs.is_meta:
             return
         wanted = torch.from_numpy(labels)

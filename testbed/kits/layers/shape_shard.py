@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.kits.layers.shard import Adjust, Rows, Shard, State
 from testbed.kits.layers.versions import Versions
 from testbed.method import Problem
@@ -19,9 +19,6 @@ from testbed.models.chain import Model
 from testbed.models.shapes import Shape
 from testbed.training.optimizers import is_weight
 from testbed.training.recipe import Recipe
-
-if TYPE_CHECKING:
-    import torch
 
 
 def shard(problem: Problem, first: int, last: int, device: str) -> Shard | ShapeShard:
@@ -47,8 +44,6 @@ class ShapeShard:
     """
 
     def __init__(self, model: Model, first: int, last: int, training: Recipe) -> None:
-        import torch
-
         self.first = first
         self.last = last
         crossing = [shape for _, shape in model.crossing(last)]
@@ -83,8 +78,6 @@ class ShapeShard:
 
     def backward(self, key: Hashable, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return a gradient of the inputs' shape, None at the model's begin."""
-        import torch
-
         shape = self._kept.pop(key)
         return torch.empty(shape, device="meta") if self.first > 0 else None
 
@@ -93,8 +86,6 @@ class ShapeShard:
 
     def norms(self) -> torch.Tensor:
         """Return norms of the shape that `Shard.norms` gives."""
-        import torch
-
         units = range(self.first, self.last)
         return torch.zeros(sum(trained for unit in units for _, _, trained in _described(self._model, unit).values()))
 
@@ -110,14 +101,10 @@ class ShapeShard:
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return outputs of the shape that `Shard.infer` gives."""
-        import torch
-
         return torch.empty((len(inputs), *self._output), device="meta")
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return tensors of the names, shapes and types that `Shard.state` gives."""
-        import torch
-
         found: dict[str, torch.Tensor] = {}
         running: dict[str, torch.Tensor] = {}
         for unit in range(self.first, self.last):

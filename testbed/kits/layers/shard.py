@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.common.seeds import derive
 from testbed.device import Precision
 from testbed.kits.layers.statistics import Statistics
@@ -15,9 +15,6 @@ from testbed.kits.messaging.transfer import codec
 from testbed.models.chain import Model
 from testbed.training.optimizers import AVERAGE, is_weight
 from testbed.training.recipe import Recipe
-
-if TYPE_CHECKING:
-    import torch
 
 State = Mapping[str, "torch.Tensor"]
 """Weights and buffers as `Model.build` names them, and the optimizer's state by ``kind:name``, such as momentum."""
@@ -105,8 +102,6 @@ class Shard:
 
         The second time draws what the first one drew and leaves the running statistics alone.
         """
-        import torch
-
         with torch.no_grad():
             outputs = self._run(key, inputs, rows)
         self._postponed[key] = partial(self._again, key, inputs, rows)
@@ -180,8 +175,6 @@ class Shard:
         gradients: dict[str, torch.Tensor],
         norms: torch.Tensor | None = None,
     ) -> None:
-        import torch
-
         self._training.prepare(gradients, norms)
         self._optimizer.step(parameters, gradients, self._training.settings(step))
         if (share := self._training.part.ema) is not None:
@@ -210,8 +203,6 @@ class Shard:
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs in evaluation mode, keeping nothing; shapes are those of `forward`."""
-        import torch
-
         self.versions.use(self.versions.newest)
         if self._averages:
             self.versions.put({name: torch.nn.Parameter(average) for name, average in self._averages.items()})
@@ -225,8 +216,6 @@ class Shard:
 
     def _narrow(self) -> AbstractContextManager[object]:
         """Compute in 16 bits within, as torch's autocast does; in float32 where the device does."""
-        import torch
-
         kinds = {"f16": torch.float16, "bf16": torch.bfloat16}
         kind = kinds.get(self._precision)
         return nullcontext() if kind is None else torch.autocast("cpu", dtype=kind)
@@ -275,8 +264,6 @@ class Shard:
         So the draws depend neither on where the model is cut, nor on how many parts a batch is of, nor on what other
         devices of the process do.
         """
-        import torch
-
         begin, samples = rows or (0, len(inputs))
 
         def seeded(name: str) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from testbed.common.lazy import torch
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -31,8 +29,6 @@ class Statistics:
     @contextmanager
     def set_aside(self, key: Hashable) -> Iterator[None]:
         """Run a forward of this key within."""
-        import torch
-
         lasting = [{name: part._buffers[name] for name in _BUFFERS} for part in self._normalisations]
         for part, buffers in zip(self._normalisations, lasting, strict=True):
             part._buffers.update(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from testbed.common.lazy import torch
 
 
 class Versions:
@@ -59,8 +57,6 @@ class Versions:
 
         Where the newest is needed no more, they are the same ones.
         """
-        import torch
-
         before = self.latest
         if self.newest >= oldest_needed:
             following = {name: torch.nn.Parameter(value.detach().clone()) for name, value in before.items()}
@@ -77,8 +73,6 @@ class Versions:
 
     def aggregate(self, count: int) -> None:
         """Put the mean of the last ``count`` versions in the newest one's place."""
-        import torch
-
         means = mean([self._sets[self.newest - back] for back in range(count)])
         with torch.no_grad():
             for name, parameter in self.latest.items():
@@ -92,8 +86,6 @@ def mean(versions: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
     follow every batch, so there is nothing to average in them. See `testbed.schedule.versions.aggregates` for when.
     Raises ValueError for versions of different units.
     """
-    import torch
-
     names = list(versions[0])
     if any(list(version) != names for version in versions):
         raise ValueError("versions of different units have no mean")

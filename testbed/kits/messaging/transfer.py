@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from pydantic import Field
 
+from testbed.common.lazy import torch
 from testbed.common.part import Part
 from testbed.common.quantities import Fraction
 from testbed.wire.message import Message
-
-if TYPE_CHECKING:
-    import torch
 
 Precision = Literal["f32", "f16", "bf16", "int8", "int8-channel"]
 HOW = (
@@ -79,8 +77,6 @@ class _Cast:
     share = 0.5
 
     def pack(self, tensor: torch.Tensor) -> Parts:
-        import torch
-
         return {"": tensor.to(getattr(torch, self.type))}
 
     def unpack(self, parts: Parts) -> torch.Tensor:
@@ -94,8 +90,6 @@ class _Int8:
     share = 0.25
 
     def pack(self, tensor: torch.Tensor) -> Parts:
-        import torch
-
         scale = tensor.new_zeros(1)
         if tensor.numel():
             channels = len(tensor) if self.channels and tensor.ndim > 1 else 1
@@ -118,8 +112,6 @@ class _Largest:
         return 2 * self.part  # a value and where it belongs
 
     def pack(self, tensor: torch.Tensor) -> Parts:
-        import torch
-
         flat = tensor.reshape(-1)
         index = torch.topk(flat.abs(), math.ceil(self.part * len(flat)), sorted=False).indices
         return {"": flat[index], _INDEX: index.int(), _SHAPE: torch.tensor(tensor.shape, dtype=torch.int64)}
@@ -157,8 +149,6 @@ def codecs(**kinds: Precision | LargestPart) -> dict[str, Codec]:
 
 def packed(message: Message, by: Codec) -> Message:
     """Return a message with what stands for its tensors of float32; others stay as they are."""
-    import torch
-
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in message.tensors.items():
         parts = by.pack(tensor) if tensor.dtype == torch.float32 else {"": tensor}

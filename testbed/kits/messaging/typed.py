@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from testbed.common.lazy import torch
 from testbed.wire.message import Message, WireError
-
-if TYPE_CHECKING:
-    import torch
 
 Fixed = float
 """A number that takes as many bytes whatever it is, so that what is computed does not decide how long it travels."""

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from testbed.common.errors import InputError, TestbedError
+from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State, result_of
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.pipeline.messages import UnitState
 from testbed.plan import Piece
-
-if TYPE_CHECKING:
-    import torch
 
 Partitioner = Callable[[Collection[str]], Sequence[Piece]]
 """Devices that can be had -> parts for them; raises `InputError` where there are none."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from testbed.common.lazy import torch
 from testbed.kits.layers.answers import Answers
 from testbed.kits.layers.feed import Requests
 from testbed.kits.layers.score import Score
@@ -13,9 +14,6 @@ from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.messages import Activation, Output, Purpose
 from testbed.method import Job
 from testbed.training.recipe import Recipe
-
-if TYPE_CHECKING:
-    import torch
 
 
 async def forward_all(

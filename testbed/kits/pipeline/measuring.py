@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from testbed.common.lazy import torch
 from testbed.device import Cost, Device, Span
 from testbed.kits.layers import costs
 from testbed.kits.layers.feed import Training
@@ -22,11 +24,6 @@ from testbed.method import Problem
 from testbed.network.link import Pair
 from testbed.partition.asynchronous import UnitTimes
 from testbed.wire.framing import wire_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 T = TypeVar("T")
 

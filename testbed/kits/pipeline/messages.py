@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.membership import MEMBERSHIP_KINDS
 from testbed.kits.messaging.typed import Fixed, Typed
 from testbed.kits.pipeline.figures import MOVED
-
-if TYPE_CHECKING:
-    import torch
 
 Purpose = Literal["train", "evaluate", "infer"]
 Stages = Sequence[tuple[str, int, int]]

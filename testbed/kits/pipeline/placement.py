@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from testbed.kits.messaging.membership import Held
 from testbed.partition.redistribution import Need, StagePartition, missing, needs
-
-if TYPE_CHECKING:
-    from testbed.kits.messaging.membership import Held
 
 StepInventory = Mapping[str, Mapping[int, Collection[int]]]
 """Device -> number of batches done -> the units it has of that state, complete ones only."""

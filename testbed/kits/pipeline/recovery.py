@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from testbed.common.errors import InputError, TestbedError
+from testbed.common.lazy import torch
 from testbed.kits.layers.shard import result_of
 from testbed.kits.messaging.membership import Held, Presence
 from testbed.kits.messaging.supervision import Lost, Supervisor
@@ -24,9 +24,6 @@ from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.method import Job
 from testbed.partition.redistribution import StagePartition
 from testbed.wire.message import Message
-
-if TYPE_CHECKING:
-    import torch
 
 
 class KnownPoints:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State, restrict
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Held
 from testbed.kits.pipeline.messages import Fetch, FetchedUnit, Keep, Replica
 from testbed.kits.pipeline.placement import Point
 from testbed.wire.message import Message
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Replicas:

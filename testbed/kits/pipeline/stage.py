@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from testbed.data.batches import micro_batches
 from testbed.device import Cost, Span
@@ -31,9 +31,6 @@ from testbed.kits.pipeline.messages import (
 )
 from testbed.method import Problem
 from testbed.schedule import Action
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 

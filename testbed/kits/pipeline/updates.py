@@ -7,8 +7,8 @@ from collections import deque
 from functools import partial
 from itertools import chain
 from statistics import fmean
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.data.batches import is_due
 from testbed.device import Cost, Span
 from testbed.kits.layers import costs
@@ -32,9 +32,6 @@ from testbed.kits.pipeline.planning import SynchronousOptions
 from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.kits.pipeline.stage import BatchNews, Passage, Stage, run_schedule
 from testbed.schedule import Action, Schedule, asynchronous_1f1b, versions
-
-if TYPE_CHECKING:
-    import torch
 
 RECENT = 10
 """Batches over which a stage takes the mean of its execution time."""
@@ -95,8 +92,6 @@ class SynchronousUpdates:
 
         They are added up in the order of the model wherever it is cut, so clipping is the same to the bit.
         """
-        import torch
-
         stage, position, clip = self._stage, self._stage.position, self._stage.problem.workload.training.clip
         if clip is None or clip.norm is None or len(position.stages) == 1:
             return None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from testbed.common.lazy import torch
 
 
 def average(states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -16,8 +14,6 @@ def average(states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]
     have seen) the largest is taken. Momentum is not in a state: it stays where it was made. Raises ValueError for
     states of different names and for no samples at all.
     """
-    import torch
-
     if states and all(tensor.is_meta for tensor in states[0].values()):
         return dict(states[0])  # no numbers, no mean
     names = list(states[0]) if states else []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.kits.layers.shard import Adjust, State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Hello
@@ -14,9 +14,6 @@ from testbed.kits.messaging.transfer import Codec
 from testbed.kits.rounds.layers import Layers
 from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Here, Norms, Ping, Update
 from testbed.kits.rounds.share import Length, Share
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)

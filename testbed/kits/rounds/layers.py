@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.device import Cost, Device, Span
 from testbed.kits.layers import costs
 from testbed.kits.layers.shape_shard import shard
 from testbed.kits.layers.shard import Adjust, State, weights_of
 from testbed.method import Problem
 from testbed.training.optimizers import is_weight
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Layers:

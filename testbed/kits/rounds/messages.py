@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.membership import Hello
 from testbed.kits.messaging.typed import Fixed, Typed
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)

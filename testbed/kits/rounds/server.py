@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from testbed.common.lazy import torch
 from testbed.data.batches import Due
 from testbed.device import Cost, Device, Span
 from testbed.kits.layers.feed import Requests
@@ -21,9 +22,6 @@ from testbed.kits.rounds.rounds import Rounds
 from testbed.training.optimizers import AVERAGE
 from testbed.training.stopping import Stopping
 from testbed.wire.message import Message
-
-if TYPE_CHECKING:
-    import torch
 
 GLOBAL = "global"
 """What the server's disk keeps the global model under."""
@@ -116,8 +114,6 @@ class GlobalModel:
 
     async def merge(self, trained: Sequence[Trained]) -> None:
         """Become what the devices' models make of it; stay what it is where there are none."""
-        import torch
-
         if trained:
             work = partial(self._merge if self.numbers else mean, self.state, trained, self._memory)
             cost = Cost(AGGREGATION_FLOPS * self._layers.parameters * len(trained))
@@ -190,8 +186,6 @@ class ServerSide:
 
     async def serve(self, state: State, number: int, begun: Begun) -> None:
         """Train a device's copy along with it, from the global model's state on."""
-        import torch
-
         layers = self._copies[begun.sender]
         await layers.load(restrict(state, layers.first, layers.last), number)
         steps, loss = range(begun.first, begun.last), 0.0

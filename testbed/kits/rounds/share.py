@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.data.batches import batch, steps_per_epoch
 from testbed.data.dataset import Dataset
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,6 @@ class Share:
 
     def iteration(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,)."""
-        import torch
-
         chosen = batch(self.samples, self._size, self._seed, number)
         images = torch.from_numpy(self._dataset.batch(chosen, number // self.per_epoch))
         labels = torch.from_numpy(self._dataset.train_labels[chosen])

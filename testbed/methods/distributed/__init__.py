@@ -22,6 +22,7 @@ from testbed.methods.distributed.options import DistributedOptions
 from testbed.methods.distributed.plan import DistributedPlan
 from testbed.methods.distributed.planner import DistributedDetails, alternatives, distributed, flow_of, over, plan
 from testbed.methods.distributed.request_work import SPAN
+from testbed.models.sliced import cut_copies
 from testbed.plan import Piece, Plan
 
 DistributedJob = Job[DistributedOptions, DistributedDetails]
@@ -96,6 +97,4 @@ def _configure(job: DistributedJob, supervisor: Supervisor, part: Piece, state: 
 
 def _slices(problem: Problem[DistributedOptions], decided: DistributedPlan, device: str, state: State) -> State:
     """Return a member's slices of a state."""
-    from testbed.models.sliced import cut_copies
-
     return cut_copies(layers_stored(flow_of(problem, decided), decided.devices.index(device)), state)

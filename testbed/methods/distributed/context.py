@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from testbed.common import formats
 from testbed.common.errors import TestbedError
+from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
 from testbed.methods.distributed.dataflow import Dataflow
-
-if TYPE_CHECKING:
-    import torch
-
-    from testbed.models.sliced import SlicedLayer, SlicedShape
+from testbed.models.sliced import SlicedLayer, SlicedShape
 
 
 class Ledger:
@@ -95,8 +92,6 @@ class MemberContext:
         """Work on the device's processor, without gradients."""
 
         def without_gradients() -> T:
-            import torch
-
             with torch.no_grad():
                 return work()
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
@@ -23,10 +24,7 @@ from testbed.methods.distributed.parts import Range
 from testbed.methods.distributed.request_work import RequestWork
 from testbed.methods.distributed.tile_work import TileWork
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
-
-if TYPE_CHECKING:
-    import torch
-
+from testbed.models.sliced import SlicedLayer, SlicedShape, draw
 
 K = TypeVar("K", bound=Typed)
 
@@ -66,8 +64,6 @@ class InferenceMember:
         context, flow, problem = self._context, self._flow, self._problem
 
         def load() -> None:
-            from testbed.models.sliced import SlicedLayer, SlicedShape, draw
-
             held = layers_stored(flow, context.index)
             if not self._computes:
                 for layer, part in stored(flow, context.index).items():

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.pipeline.messages import Activation, Output
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.kits.pipeline.messages import Output
 from testbed.methods.distributed.context import Ledger, MemberContext
@@ -19,10 +19,6 @@ from testbed.methods.distributed.dataflow import LayerTask, Origin, as_range
 from testbed.methods.distributed.messages import OutputPiece, PartialSums
 from testbed.methods.distributed.parts import Range, intersection
 from testbed.models.chain import forward_of
-
-if TYPE_CHECKING:
-    import torch
-
 
 Block = tuple[Range, "torch.Tensor"]
 """Elements of a layer's input, and their values as (samples, elements)."""
@@ -268,8 +264,6 @@ class RequestWork:
 
 def _joined(blocks: Sequence[Block]) -> torch.Tensor:
     """Put blocks of an input together, (samples, elements)."""
-    import torch
-
     tensors = [values for _, values in blocks]
     if len(tensors) == 1:
         return tensors[0]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.methods.distributed.context import Ledger, MemberContext
 from testbed.methods.distributed.dataflow import Dataflow
@@ -13,11 +13,7 @@ from testbed.methods.distributed.messages import TileInput, TileOutput, TileOver
 from testbed.methods.distributed.plan import Region
 from testbed.methods.distributed.request_work import SPAN
 from testbed.methods.distributed.tiles import costs, multiplications, padding
-
-if TYPE_CHECKING:
-    import torch
-
-    from testbed.models.sliced import SlicedLayer, SlicedShape
+from testbed.models.sliced import SlicedLayer, SlicedShape
 
 Part = tuple[Region, "torch.Tensor"]
 """A region of a map and its values, (samples, channels, height, width)."""
@@ -37,8 +33,6 @@ def compute_tile(
     is there padding. Returns the same axes of the last region, and what others take of this tile, by borrower, as
     (samples, elements). The ledger counts that, and all that is held meanwhile beside ``inputs`` and ``taken``.
     """
-    import torch
-
     borrowed = _unpacked(flow, number, inputs, taken)
     lent: dict[int, list[torch.Tensor]] = {borrower: [] for lender, borrower in flow.overlaps if lender == number}
     values = inputs
@@ -68,8 +62,6 @@ def _unpacked(
     flow: Dataflow, number: int, inputs: torch.Tensor, taken: Mapping[int, torch.Tensor]
 ) -> dict[int, list[Part]]:
     """Return what a tile takes of others, by the layer that made it."""
-    import torch
-
     found: dict[int, list[Part]] = {}
     for lender, tensor in taken.items():
         overlaps = flow.overlaps[lender, number]

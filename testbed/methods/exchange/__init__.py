@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from testbed.common.errors import InputError, nearest
+from testbed.common.lazy import torch
 from testbed.common.quantities import Size
 from testbed.device import Device
 from testbed.method import Job, Method, Options, Problem
@@ -112,8 +113,6 @@ def _neighbours(problem: Problem, name: str) -> list[str]:
 
 
 def _messages(job: Job[ExchangeOptions]) -> list[tuple[int, Message]]:
-    import torch
-
     payload = torch.zeros(int(job.problem.options.payload) // BYTES_PER_VALUE)
     requests = range(job.problem.workload.requests or DEFAULT_REQUESTS)
     return [(request, Message("payload", {"request": request}, {"payload": payload})) for request in requests]

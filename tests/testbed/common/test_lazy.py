@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from testbed.common.lazy import functional, nn, torch
+
+
+def test_torch_is_imported_by_its_first_use_alone() -> None:
+    program = (
+        "import sys; from testbed.common.lazy import nn, torch\n"
+        "early = 'torch' in sys.modules\n"
+        "assert torch.zeros(2).shape == (2,) and nn.Linear\n"
+        "sys.exit(early or 'torch' not in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_asked_for_is_torch_s_own() -> None:
+    import torch as real
+
+    assert torch.Tensor is real.Tensor
+    assert nn.Linear is real.nn.Linear
+    assert functional.relu is real.nn.functional.relu
