@@ -7,11 +7,11 @@ from testbed.common.seeds import derive
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
-from testbed.kits.rounds.averaging import average
 from testbed.kits.rounds.consensus import CONSENSUS, Consensus, Snapshot
 from testbed.kits.rounds.method import Hooks, RoundMethod, local_training
 from testbed.kits.rounds.options import PeerOptions
 from testbed.kits.rounds.planner import Participants, whole_plan
+from testbed.kits.rounds.server import average
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from functools import partial
 
 from testbed.common.errors import InputError
 from testbed.device import Device, Span
-from testbed.kits.layers.answers import Answers
 from testbed.kits.layers.collectives import Contribution, Group
-from testbed.kits.layers.feed import Requests
+from testbed.kits.layers.feed import Answers, Requests
 from testbed.kits.layers.layer_slices import LayerSlices, finish_cost, load_slices, piece, product_cost
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.method import Job, Method, Problem

@@ -12,9 +12,7 @@ from testbed.data.batches import Due
 from testbed.data.dataset import Dataset
 from testbed.device import Device, Span
 from testbed.kits.layers import costs
-from testbed.kits.layers.answers import Answers
-from testbed.kits.layers.feed import Requests, Training
-from testbed.kits.layers.score import Score, loss_fields
+from testbed.kits.layers.feed import Answers, Requests, Score, Training, loss_fields
 from testbed.kits.layers.shape_shard import ShapeShard
 from testbed.kits.layers.shape_shard import shard as make
 from testbed.kits.layers.shard import Shard, result_of

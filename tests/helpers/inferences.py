@@ -9,7 +9,7 @@ import torch
 
 from testbed.data.dataset import Dataset
 from testbed.experiment import Experiment
-from testbed.kits.layers.answers import Answers
+from testbed.kits.layers.feed import Answers
 from testbed.method import Problem
 from testbed.methods import METHODS
 from testbed.methods.distributed.dataflow import Dataflow

@@ -1,4 +1,4 @@
-"""What the lead feeds into a model: training batches, and the requests of an inference workload."""
+"""What the lead feeds into a model, batches and requests, and what it makes of the answers: scores and boxes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,66 @@ import numpy.typing as npt
 from testbed.common.lazy import torch
 from testbed.data.batches import batch, steps_per_epoch
 from testbed.data.dataset import Dataset
+from testbed.device import Device
+from testbed.method import Problem
+from testbed.training.metrics import update
+from testbed.training.recipe import Recipe
 from testbed.workload import WorkloadPart
+
+
+def loss_fields(loss: float) -> dict[str, float]:
+    """Return the fields of an event for a loss; none for nan, the loss of what was not computed."""
+    return {} if math.isnan(loss) else {"loss": loss}
+
+
+_PLAIN = Recipe()
+
+
+class Score:
+    """Adds up correct answers, the loss, and what else the training is measured by."""
+
+    def __init__(self, training: Recipe = _PLAIN) -> None:
+        self.samples = 0
+        self._training = training
+        self._correct = 0
+        self._answers = 0
+        """Those that are right or wrong: of samples, or of each token of theirs."""
+        self._loss = 0.0
+        self._metrics = training.metrics()
+
+    def add(self, outputs: torch.Tensor, labels: npt.NDArray[Any]) -> None:
+        """Count outputs, (samples, classes), or (samples, ...) as the loss wants them, and labels, (samples, ...).
+
+        Outputs without numbers leave nothing to score.
+        """
+        if outputs.is_meta:
+            return
+        wanted = torch.from_numpy(labels)
+        self.samples += len(labels)
+        if not wanted.is_floating_point():
+            right, answers = self._training.right(outputs, wanted)
+            self._correct, self._answers = self._correct + right, self._answers + answers
+        self._loss += float(self._training.loss(outputs, wanted, 1))
+        for name, metric in self._metrics.items():
+            update(metric, name, outputs, wanted)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Fraction of samples, or of tokens, whose largest output is their label; None where labels are no classes."""
+        return self._correct / self._answers if self._answers else None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss."""
+        return self._loss / self.samples
+
+    def fields(self) -> dict[str, Any]:
+        """Return accuracy, loss and metrics as an event has them; nothing where there was nothing to score."""
+        if not self.samples:
+            return {}
+        metrics = {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
+        return {**accuracy, "loss": self.loss, **({"metrics": metrics} if metrics else {})}
 
 
 class Training:
@@ -77,3 +136,29 @@ class Requests:
     def labels(self, index: int) -> npt.NDArray[Any]:
         """Return the labels that belong to one request's images, (samples, ...)."""
         return self._dataset.test_labels[self.samples(index)]
+
+
+class Answers:
+    """Takes in the output of every request and records what it says, on the device that asked."""
+
+    def __init__(self, device: Device, problem: Problem, requests: Requests) -> None:
+        self._device = device
+        self._detector = problem.model.detector
+        self._requests = requests
+        self._score = Score(problem.training)
+
+    def add(self, index: int, outputs: torch.Tensor) -> None:
+        """Take in the outputs (samples, ...) of one request; its time is over by then."""
+        if outputs.is_meta:
+            return
+        if self._detector is not None:
+            for sample, output in zip(self._requests.samples(index), outputs, strict=True):
+                boxes = [box.to_json() for box in self._detector.boxes(output.numpy())]
+                self._device.record("objects", request=index, sample=sample, boxes=boxes)
+        elif self._requests.labelled:
+            self._score.add(outputs, self._requests.labels(index))
+
+    def finish(self) -> None:
+        """Record the score of all requests, if there is one."""
+        if self._requests.labelled:
+            self._device.record("evaluate", step=len(self._requests), **self._score.fields())

@@ -9,8 +9,7 @@ from functools import partial
 from testbed.common.lazy import torch
 from testbed.common.seeds import derive
 from testbed.device import Precision
-from testbed.kits.layers.statistics import Statistics
-from testbed.kits.layers.versions import Versions
+from testbed.kits.layers.versions import Statistics, Versions
 from testbed.kits.messaging.transfer import codec
 from testbed.models.chain import Model
 from testbed.training.optimizers import AVERAGE, is_weight

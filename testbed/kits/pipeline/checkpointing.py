@@ -59,7 +59,7 @@ class Collector:
 
 
 class FromCheckpoint:
-    """A `testbed.kits.messaging.recovery.RecoveryPolicy`; the last checkpoint is what the device exposes."""
+    """A `testbed.kits.messaging.supervision.RecoveryPolicy`; the last checkpoint is what the device exposes."""
 
     recovering = False
     """A restarted coordinator begins anew, so no recovery is under way when the work begins."""

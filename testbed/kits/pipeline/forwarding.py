@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from testbed.common.lazy import torch
-from testbed.kits.layers.answers import Answers
-from testbed.kits.layers.feed import Requests
-from testbed.kits.layers.score import Score
+from testbed.kits.layers.feed import Answers, Requests, Score
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.messages import Activation, Output, Purpose
 from testbed.method import Job
@@ -59,7 +57,7 @@ async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training:
 
 
 class Serving:
-    """A `testbed.kits.messaging.recovery.ResumableWork`: every request is answered once, whatever fails."""
+    """A `testbed.kits.messaging.supervision.ResumableWork`: every request is answered once, whatever fails."""
 
     def __init__(self, supervisor: Supervisor, job: Job, in_flight: int, gives_up: bool = False) -> None:
         """``gives_up``: requests that are under way when a device is lost fail, instead of being sent again."""

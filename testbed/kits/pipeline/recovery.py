@@ -19,8 +19,15 @@ from testbed.kits.messaging.membership import Held, Presence
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.messages import Commit, Keep, Prepare, Replicated
 from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
-from testbed.kits.pipeline.placement import BEGINNING, Lineage, Point, RestorePlan, classify_failure, place
-from testbed.kits.pipeline.replicas import ReplicaStore
+from testbed.kits.pipeline.placement import (
+    BEGINNING,
+    Lineage,
+    Point,
+    ReplicaStore,
+    RestorePlan,
+    classify_failure,
+    place,
+)
 from testbed.method import Job
 from testbed.partition.redistribution import StagePartition
 from testbed.wire.message import Message
@@ -105,7 +112,7 @@ class KnownPoints:
 
 
 class FromReplicas:
-    """A `testbed.kits.messaging.recovery.RecoveryPolicy`."""
+    """A `testbed.kits.messaging.supervision.RecoveryPolicy`."""
 
     def __init__(
         self,

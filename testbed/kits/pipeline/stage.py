@@ -73,7 +73,7 @@ class StagePosition:
 
 
 class Stage:
-    """A `testbed.kits.messaging.roles.Role`; lives as long as its configuration.
+    """A `testbed.kits.messaging.membership.Role`; lives as long as its configuration.
 
     What arrives decides what it does: a micro-batch of training begins a piece of training, which ``train`` is called
     for with the first activation still in the mailbox; any other is forwarded in the order of arrival.

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from testbed.data.batches import Due, micro_batches
-from testbed.kits.layers.feed import Requests, Training
-from testbed.kits.layers.score import loss_fields
+from testbed.kits.layers.feed import Requests, Training, loss_fields
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.checkpointing import FromCheckpoint
@@ -53,7 +52,7 @@ class Evaluations:
 
 
 class SynchronousTrainer:
-    """A `testbed.kits.messaging.recovery.ResumableWork`: one step after the other, checkpoints in between."""
+    """A `testbed.kits.messaging.supervision.ResumableWork`: one step after the other, checkpoints in between."""
 
     def __init__(self, supervisor: Supervisor, recovery: FromCheckpoint, job: Job[SynchronousOptions]) -> None:
         assert job.dataset is not None
@@ -117,7 +116,7 @@ class SynchronousTrainer:
 
 
 class AsynchronousTrainer:
-    """A `testbed.kits.messaging.recovery.ResumableWork`: trains in stretches, between which the pipeline is empty."""
+    """A `testbed.kits.messaging.supervision.ResumableWork` in stretches, between which the pipeline is empty."""
 
     def __init__(
         self,

@@ -27,9 +27,8 @@ from testbed.kits.pipeline.messages import (
     Updated,
 )
 from testbed.kits.pipeline.partitioners import AsynchronousOptions
-from testbed.kits.pipeline.placement import Point
+from testbed.kits.pipeline.placement import Point, ReplicaStore
 from testbed.kits.pipeline.planning import SynchronousOptions
-from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.kits.pipeline.stage import BatchNews, Passage, Stage, run_schedule
 from testbed.schedule import Action, Schedule, asynchronous_1f1b, versions
 

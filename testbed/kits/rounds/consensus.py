@@ -12,9 +12,8 @@ from testbed.kits.layers.feed import Requests
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
-from testbed.kits.rounds.averaging import average
 from testbed.kits.rounds.layers import Layers
-from testbed.kits.rounds.server import evaluation
+from testbed.kits.rounds.server import average, evaluation
 from testbed.method import Job
 from testbed.trace.events import EventType
 from testbed.trace.figures import Declared, Figure, Row

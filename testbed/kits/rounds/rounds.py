@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from testbed.common.seeds import derive
-from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.mailbox import Mailbox, Tasks
 from testbed.kits.messaging.membership import Hello
-from testbed.kits.messaging.sends import Tasks
 from testbed.kits.messaging.typed import encode
 from testbed.kits.rounds.messages import Begin, Begun, Here, Ping, Update
 from testbed.wire.message import Message

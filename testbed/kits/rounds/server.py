@@ -10,11 +10,9 @@ from typing import Any
 from testbed.common.lazy import torch
 from testbed.data.batches import Due
 from testbed.device import Cost, Device, Span
-from testbed.kits.layers.feed import Requests
-from testbed.kits.layers.score import Score, loss_fields
+from testbed.kits.layers.feed import Requests, Score, loss_fields
 from testbed.kits.layers.shard import State, restrict
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.rounds.averaging import average
 from testbed.kits.rounds.estimate import AGGREGATION_FLOPS
 from testbed.kits.rounds.layers import Layers
 from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Norms, Update
@@ -22,6 +20,35 @@ from testbed.kits.rounds.rounds import Rounds
 from testbed.training.optimizers import AVERAGE
 from testbed.training.stopping import Stopping
 from testbed.wire.message import Message
+
+
+def average(states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return the mean of several models' states, weighted by samples, in the order given.
+
+    Running statistics of batch normalisation are averaged as the weights are. Of whole numbers (how many batches those
+    have seen) the largest is taken. Momentum is not in a state: it stays where it was made. Raises ValueError for
+    states of different names and for no samples at all.
+    """
+    if states and all(tensor.is_meta for tensor in states[0].values()):
+        return dict(states[0])  # no numbers, no mean
+    names = list(states[0]) if states else []
+    if any(list(state) != names for state in states):
+        raise ValueError("states of different layers have no mean")
+    if sum(samples) <= 0 or len(samples) != len(states):
+        raise ValueError(f"no weights in {list(samples)} samples for {len(states)} states")
+    shares = [count / sum(samples) for count in samples]
+    found = {}
+    for name in names:
+        tensors = [state[name] for state in states]
+        if tensors[0].is_floating_point():
+            mean = tensors[0] * shares[0]
+            for tensor, share in zip(tensors[1:], shares[1:], strict=True):
+                mean = mean.add(tensor, alpha=share)
+        else:
+            mean = torch.stack(tensors).amax(0)
+        found[name] = mean
+    return found
+
 
 GLOBAL = "global"
 """What the server's disk keeps the global model under."""

@@ -10,8 +10,7 @@ import torch
 
 from testbed.data.batches import micro_batches
 from testbed.data.dataset import Dataset
-from testbed.kits.layers.feed import Requests, Training
-from testbed.kits.layers.score import Score
+from testbed.kits.layers.feed import Requests, Score, Training
 
 
 class MicroBatches:

@@ -7,10 +7,8 @@ from functools import partial
 from testbed.device import Device
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.membership import MEMBERSHIP_KINDS
-from testbed.kits.messaging.recovery import run_with_recovery
-from testbed.kits.messaging.roles import RoleHolder
-from testbed.kits.messaging.supervision import Supervisor, Timeouts
+from testbed.kits.messaging.membership import MEMBERSHIP_KINDS, RoleHolder
+from testbed.kits.messaging.supervision import Supervisor, Timeouts, run_with_recovery
 from testbed.kits.pipeline.checkpointing import FromCheckpoint
 from testbed.kits.pipeline.forwarding import Serving
 from testbed.method import Alternative, Job, Method, Problem

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from testbed.kits.layers.feed import Requests, Training
-from testbed.kits.layers.score import Score
+from testbed.kits.layers.feed import Requests, Score, Training
 from testbed.workload import WorkloadPart
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from testbed.kits.layers.statistics import Statistics
-from testbed.kits.layers.versions import Versions
+from testbed.kits.layers.versions import Statistics, Versions
 
 
 def module():

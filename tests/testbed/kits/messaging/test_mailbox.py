@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.sends import MailboxFullError, transfer_time
+from testbed.kits.messaging.mailbox import Mailbox, MailboxFullError, Tasks, transfer_time
 from testbed.kits.messaging.typed import Typed
 from testbed.network.link import Link
 from testbed.wire.message import Message, WireError
@@ -233,3 +232,46 @@ def test_transfer_time_is_there_and_back():
     links = {("a", "b"): Link(8e6, 0.01), ("b", "a"): Link(1e6, 0.02)}
     assert transfer_time(links, "a", "b", 1000) == pytest.approx(1000 / 1e6 + 0.03)
     assert transfer_time(links, "a", "c", 1000) == 0
+
+
+def test_failure_ends_the_program_with_what_went_wrong():
+    ended = []
+
+    async def patient():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("patient")
+
+    async def failing():
+        await asyncio.sleep(0)
+        raise KeyError("lost")
+
+    async def program():
+        async with Tasks() as tasks:
+            tasks.start(patient())
+            tasks.start(failing())
+            await asyncio.sleep(60)
+
+    with pytest.raises(KeyError, match="lost"):
+        asyncio.run(program())
+    assert ended == ["patient"]
+
+
+def test_what_the_program_raises_is_raised():
+    async def program():
+        async with Tasks() as tasks:
+            tasks.start(asyncio.sleep(60))
+            raise ValueError("own")
+
+    with pytest.raises(ValueError, match="own"):
+        asyncio.run(program())
+
+
+def test_tasks_end_with_the_program():
+    async def program():
+        async with Tasks() as tasks:
+            left = tasks.start(asyncio.sleep(60))
+        assert left.cancelled()
+
+    asyncio.run(program())

@@ -5,7 +5,7 @@ import torch
 
 from testbed.kits.layers import costs
 from testbed.kits.pipeline.partitioners import pipeline_over
-from testbed.kits.pipeline.replicas import Replicas, ReplicaStore
+from testbed.kits.pipeline.placement import Replicas, ReplicaStore
 from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics

@@ -7,7 +7,7 @@ import torch
 
 from testbed.common.errors import InputError, TestbedError
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.roles import RoleHolder
+from testbed.kits.messaging.membership import RoleHolder
 from testbed.kits.messaging.supervision import Lost, Supervisor, Timeouts
 from testbed.kits.pipeline.checkpointing import Collector, FromCheckpoint
 from testbed.kits.pipeline.messages import SYNCHRONOUS_KINDS, Configure, UnitState

@@ -7,13 +7,11 @@ import torch
 
 from testbed.common.errors import InputError, TestbedError
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.membership import Status
-from testbed.kits.messaging.roles import RoleHolder
+from testbed.kits.messaging.membership import RoleHolder, Status
 from testbed.kits.messaging.supervision import Lost, Supervisor, Timeouts
 from testbed.kits.pipeline.messages import ASYNCHRONOUS_KINDS, Commit, Prepare
-from testbed.kits.pipeline.placement import Point
+from testbed.kits.pipeline.placement import Point, ReplicaStore
 from testbed.kits.pipeline.recovery import FromReplicas
-from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.partition.redistribution import StagePartition
 from testbed.plan import Piece
 from tests.helpers.simulated import simulate

@@ -7,9 +7,8 @@ import torch
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Hello
 from testbed.kits.pipeline.messages import ASYNCHRONOUS_KINDS, Fetch, FetchedUnit, Keep, Replica, Replicated
-from testbed.kits.pipeline.placement import BEGINNING, Point
+from testbed.kits.pipeline.placement import BEGINNING, Point, ReplicaStore
 from testbed.kits.pipeline.recovery import KnownPoints
-from testbed.kits.pipeline.replicas import ReplicaStore
 from testbed.plan import Piece
 from tests.helpers.simulated import simulate
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from testbed.kits.rounds.averaging import average
 from testbed.kits.rounds.consensus import CONSENSUS, distance
+from testbed.kits.rounds.server import average
 from testbed.trace.events import Event
 from tests.helpers import recorded
 

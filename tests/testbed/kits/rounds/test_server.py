@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from testbed.kits.rounds.averaging import average
+from testbed.kits.rounds.server import average
 
 
 def test_models_weigh_as_many_samples_as_they_saw() -> None:

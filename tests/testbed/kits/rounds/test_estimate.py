@@ -4,7 +4,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.kits.rounds.stages import KINDS, GraphStage, Kind, ends, iteration_time, previous, stages
+from testbed.kits.rounds.estimate import KINDS, GraphStage, Kind, ends, iteration_time, previous, stages
 
 
 def edges(count: int) -> set[tuple[GraphStage, GraphStage]]:
