@@ -20,8 +20,7 @@ from docker.errors import APIError, DockerException
 from controller.lab import capability
 from controller.lab.engine import connect, facts, is_local
 from controller.lab.images import REGISTRY_BASE, exists, names
-from controller.shaping import modules
-from controller.shaping.backends import MODULES
+from controller.shaping.backends import MODULES, MODULES_HELP
 from controller.shaping.capability import DEVICE_RATE
 from testbed.common.errors import HostError
 from testbed.common.quantities import format_duration, format_rate
@@ -188,9 +187,9 @@ def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
         ("gate", "radio cells and casts take turns at their senders"),
     ):
         problem = found.get(name, found.get("", ""))
-        yield HostCheck(f"links: {name}", "missing" if problem else "ok", problem or works, modules.HELP)
+        yield HostCheck(f"links: {name}", "missing" if problem else "ok", problem or works, MODULES_HELP)
     if all(found.get(name, found.get("", "")) for name in ("netem", "userspace")):
-        yield HostCheck("links", "missing", "no backend works", f"a kernel with {MODULES}: {modules.HELP}", needed=True)
+        yield HostCheck("links", "missing", "no backend works", f"a kernel with {MODULES}: {MODULES_HELP}", needed=True)
 
 
 def _backend_problems(client: docker.DockerClient, image: str) -> dict[str, str]:

@@ -6,14 +6,16 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
-from controller.shaping import interfaces, modules, netem, nfqueue, sender, tc
+from controller.shaping import interfaces, netem, nfqueue, sender, tc
 from controller.shaping.chain import receiving
-from controller.shaping.delayline import DelayLine, QueueImpairment
-from controller.shaping.namespaces import Namespace, command, read_proc
-from controller.shaping.nfqueue import open_socket
+from controller.shaping.helper import DelayLine, QueueImpairment
+from controller.shaping.namespaces import Namespace, command
+from controller.shaping.nfqueue import kernel_queues, open_socket
 from controller.shaping.plan import InterfacePlan, ReceiverLine, SenderClass
 from controller.shaping.tc import Shown
 from testbed.common.errors import HostError, InputError
@@ -21,50 +23,54 @@ from testbed.common.seeds import derive
 from testbed.network.link import Distribution, Link
 
 
-class Backend(Protocol):
+class Backend:
     """The receiver's side of the links, by one of the kernel's means. Runs in the device's namespace."""
 
     name: str
     priority: str
     """How the kernel schedules what makes packets wait."""
+    tables: str | None = None
+    """Folder of the distributions that ``tc`` is to know."""
 
     def problem(self, plan: InterfacePlan) -> str | None:
         """Say what of a plan this backend cannot do in the device's namespace, and what would help."""
-
-    @property
-    def tables(self) -> str | None:
-        """Return the folder of the distributions that ``tc`` is to know."""
+        raise NotImplementedError
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Do what is not done by ``tc``, and before that: all of it without an old plan, else what differs."""
+        raise NotImplementedError
 
     def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
         """Return what ``tc`` is to do."""
+        return []
 
     def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
         """Return the interfaces whose classes, and the (interface, parent) whose filters are to be read back."""
+        return [], []
 
     def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
         """Say where the kernel holds something else than the plan."""
-
-    def forget(self, device: str) -> None:
-        """The device is gone."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Let go of everything."""
+        raise NotImplementedError
+
+    def forget(self, device: str) -> None:
+        """Forget a device that is gone."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return what bears on trust in this backend."""
+        """Return what bears on trust in this backend, beside what the kernel itself counts."""
+        return {}
 
     def reset(self) -> None:
         """Reset such figures."""
 
 
-class Userspace:
+class Userspace(Backend):
     """NFQUEUE at the receiver's input, and a delay line in a process of its own."""
 
     name = "userspace"
-    tables: str | None = None
 
     def __init__(self, iptables: str, seed: Callable[[], int]) -> None:
         self._iptables = iptables
@@ -89,14 +95,6 @@ class Userspace:
         if impairments or old is None or old.downlink != new.downlink:
             self._line.set(device, impairments, new.downlink)
         receiving(new).apply(self._iptables, None if old is None else receiving(old))
-
-    def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
-        """Nothing is done by ``tc`` here."""
-        return []
-
-    def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
-        """Nothing of this is ``tc``'s."""
-        return [], []
 
     def _impairments(self, device: str, plan: InterfacePlan, old: InterfacePlan | None) -> list[QueueImpairment]:
         before = {line.number: line for line in old.receivers} if old else {}
@@ -132,13 +130,6 @@ class Userspace:
         self._line.reset()
 
 
-def kernel_queues() -> list[dict[str, int]]:
-    """Read the netfilter queues of the calling thread's namespace, with what the kernel had to drop."""
-    columns = ("queue", "port", "waiting", "mode", "range", "queue_dropped", "user_dropped")
-    text = read_proc("netfilter/nfnetlink_queue")
-    return [dict(zip(columns, map(int, line.split()), strict=False)) for line in text.splitlines()]
-
-
 def _setting(name: str) -> int:
     """Read one of ``/proc/sys/net`` of the calling thread's namespace."""
     return int(Path("/proc/sys/net", name).read_text())
@@ -154,7 +145,7 @@ def _injector() -> socket.socket:
     return made
 
 
-class Netem:
+class Netem(Backend):
     """The kernel's own emulator, behind an intermediate device that takes what arrives."""
 
     name = "netem"
@@ -162,7 +153,7 @@ class Netem:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="testbed-tc-")
-        self.tables: str | None = self._folder.name
+        self.tables = self._folder.name
         for distribution in get_args(Distribution):
             Path(self._folder.name, f"{distribution}.dist").write_text(netem.table(distribution))
 
@@ -196,19 +187,78 @@ class Netem:
         """Say where the kernel holds something else than the plan."""
         return netem.differences(plan, shown.classes, shown.qdiscs, shown.filters[1])
 
-    def forget(self, device: str) -> None:
-        """Nothing is kept here: the tree went with the namespace."""
-
     def close(self) -> None:
         """Remove the tables of distributions."""
         self._folder.cleanup()
 
-    def statistics(self) -> dict[str, Any]:
-        """Return nothing: the kernel counts for itself."""
-        return {}
 
-    def reset(self) -> None:
-        """Nothing is counted here."""
+MODULES_HELP = (
+    "load them as root on the host with modprobe; where that finds none, install the distribution's full kernel "
+    "(Debian linux-image-amd64, Ubuntu linux-modules-extra-$(uname -r), Fedora kernel-modules-extra) and boot it; "
+    "or run with --runtime simulate, which needs no kernel's help"
+)
+_IPTABLES = ("iptables-nft", "iptables-legacy", "iptables")
+_QUEUE = "-A INPUT -s 198.18.0.1/32 -j NFQUEUE --queue-num 1"
+
+
+def _tc(words: str) -> Callable[[], object]:
+    return lambda: command(["tc", *words.split()])
+
+
+_SENDER: dict[str, Callable[[], object]] = {
+    "sch_htb": _tc("qdisc add dev lo root handle 1: htb"),
+    "cls_u32": _tc("filter add dev lo parent 1: protocol ip u32 match ip dst 198.18.0.1/32 flowid 1:1"),
+}
+_NETEM: dict[str, Callable[[], object]] = {
+    **_SENDER,
+    "ifb": lambda: interfaces.add_ifb("trial-ifb"),
+    "sch_netem": _tc("qdisc add dev trial-ifb root netem delay 1ms"),
+    "sch_ingress": _tc("qdisc add dev lo ingress"),
+    "act_mirred": _tc(
+        "filter add dev lo parent ffff: protocol ip u32 match ip src 198.18.0.1/32 action mirred egress redirect dev lo"
+    ),
+}
+
+
+def _iptables_for(rule: str = _QUEUE) -> str:
+    """Return the program with which the kernel takes a rule, by default of a queue; raises HostError when none does.
+
+    The rule is left in the calling thread's namespace.
+    """
+    problems = []
+    for program in _IPTABLES:
+        try:
+            command([f"{program}-restore", "-w", "--noflush"], f"*filter\n{rule}\nCOMMIT\n")
+        except HostError as error:
+            problems.append(str(error))
+        else:
+            return program
+    raise HostError("; ".join(problems))
+
+
+_USERSPACE: dict[str, Callable[[], object]] = {
+    **_SENDER,
+    "nfnetlink_queue": nfqueue.check,
+    "xt_NFQUEUE": _iptables_for,
+}
+
+
+def missing_modules() -> dict[str, list[str]]:
+    """Return, by backend, the modules that this kernel does not offer; it is asked in scratch namespaces."""
+    return {"netem": _lacking(_NETEM), "userspace": _lacking(_USERSPACE)}
+
+
+def _lacking(pieces: dict[str, Callable[[], object]]) -> list[str]:
+    with closing(Namespace.scratch()) as scratch:
+        return [name for name, ask in pieces.items() if not scratch.run(partial(_answers, ask))]
+
+
+def _answers(ask: Callable[[], object]) -> bool:
+    try:
+        ask()
+    except HostError:
+        return False
+    return True
 
 
 CHOICES = ("auto", "netem", "userspace")
@@ -246,12 +296,12 @@ def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str
         except HostError as error:
             problems["userspace"] = str(error)
     reasons = "; ".join(f"{name} {reason}" for name, reason in _reasons(problems).items())
-    raise HostError(f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {modules.HELP}")
+    raise HostError(f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {MODULES_HELP}")
 
 
 def _reasons(problems: Mapping[str, str]) -> dict[str, str]:
     """Say why backends with these problems cannot be had: for want of which modules, if that is why."""
-    lacking = modules.missing() if problems else {}
+    lacking = missing_modules() if problems else {}
     return {
         name: f"lacks {', '.join(lacking[name])}" if lacking[name] else f"fails ({problem})"
         for name, problem in problems.items()
@@ -282,15 +332,12 @@ def queueing_iptables() -> str:
 
 def walling_iptables() -> str:
     """Return the iptables program that a device's wall can be built with; raises HostError when there is none."""
-    return _try(lambda: modules.iptables("-A OUTPUT -p tcp -m tcp --sport 1 ! --tcp-flags FIN,SYN,RST,ACK SYN -j DROP"))
+    return _try(lambda: _iptables_for("-A OUTPUT -p tcp -m tcp --sport 1 ! --tcp-flags FIN,SYN,RST,ACK SYN -j DROP"))
 
 
 def _try(work: Callable[[], str]) -> str:
-    scratch = Namespace.scratch()
-    try:
-        return scratch.run(lambda: _with_interface(work))
-    finally:
-        scratch.close()
+    with closing(Namespace.scratch()) as scratch:
+        return scratch.run(partial(_with_interface, work))
 
 
 def _with_interface(work: Callable[[], str]) -> str:
@@ -302,16 +349,13 @@ def _with_interface(work: Callable[[], str]) -> str:
 
 def netem_works() -> str:
     """Build a small netem tree in the calling thread's namespace; raises HostError when the kernel refuses."""
-    trial = Netem()
-    try:
+    with closing(Netem()) as trial:
         trial.apply("trial", None, _TRIAL)
         tc.run(trial.lines(None, _TRIAL), [], [], trial.tables)
-    finally:
-        trial.close()
     return "tc"
 
 
 def iptables_for_queues() -> str:
     """Return the iptables program that can lead packets into a queue here; raises HostError when none can."""
     nfqueue.check()
-    return modules.iptables()
+    return _iptables_for()

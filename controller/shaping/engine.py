@@ -1,6 +1,6 @@
 """The delay line's process: holds queued packets until they are due; loses, alters and repeats some.
 
-It owns one netfilter socket per device and answers the server's requests on a local socket (`delayline.py` is the
+It owns one netfilter socket per device and answers the server's requests on a local socket (`helper.py` is the
 server's end). What happens to a packet is decided in `impairments.py`; here it is carried out, in time.
 """
 
@@ -18,9 +18,8 @@ from random import Random
 from typing import Any
 
 from controller.shaping import nfqueue
-from controller.shaping.bottleneck import Bottleneck
-from controller.shaping.helper import serve_request
-from controller.shaping.lateness import LatenessHistogram
+from controller.shaping.helper import LatenessHistogram, serve_request
+from controller.shaping.medium import Bottleneck
 from testbed.network import impairments
 from testbed.network.link import Link
 from testbed.wire.framing import ETHERNET_HEADER

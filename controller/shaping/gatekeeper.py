@@ -14,10 +14,8 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from controller.shaping import nfqueue
-from controller.shaping.gating import QUEUE
-from controller.shaping.helper import serve_request
-from controller.shaping.lateness import LatenessHistogram
-from controller.shaping.medium import Media, Route
+from controller.shaping.helper import LatenessHistogram, serve_request
+from controller.shaping.medium import QUEUE, Media, Route
 from testbed.wire.framing import ETHERNET_HEADER
 
 LIMIT = 5000

@@ -1,4 +1,9 @@
-"""A process of its own beside the shaper's server, spoken to over a local socket: no request makes a packet late."""
+"""Processes of their own beside the shaper's server, spoken to over a local socket: no request makes a packet late.
+
+The delay line (`engine.py`) holds what arrives at devices, the gate (`gatekeeper.py`) what leaves them for a shared
+medium, where it still counts as unsent: a socket feels that the channel is busy, a cast is over when its last bit is,
+and one transmission is charged once however many hear it.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,16 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from controller.shaping import nfqueue
+from controller.shaping.medium import QUEUE, Route, gate_rules
+from controller.shaping.namespaces import command
+from controller.shaping.plan import Access
 from testbed.common.errors import HostError
+from testbed.network.link import Link
 
 LARGEST_REQUEST = 1 << 20
 """Bytes of one request or answer, at most."""
@@ -146,3 +157,111 @@ class Helper:
         """End the process."""
         self._control.close()
         self._process.wait(5)
+
+
+class LatenessHistogram:
+    """How much later than due packets were let go, in bins of 10 us up to 10 ms."""
+
+    BIN = 1e-5
+    BINS = 1000
+
+    def __init__(self) -> None:
+        self._counts = [0] * (self.BINS + 1)
+        self._worst = 0.0
+        self._sum = 0.0
+
+    def add(self, seconds: float, packets: int) -> None:
+        """Count packets that were this late."""
+        index = int(seconds / self.BIN)
+        self._counts[index if index < self.BINS else self.BINS] += packets
+        self._sum += seconds * packets
+        if seconds > self._worst:
+            self._worst = seconds
+
+    def percentile(self, fraction: float) -> float:
+        """Return the lateness in seconds below which this fraction of packets stayed; in the last bin, the worst."""
+        wanted = fraction * sum(self._counts)
+        seen = 0
+        for index, count in enumerate(self._counts[: self.BINS]):
+            seen += count
+            if seen >= wanted and seen:
+                return min((index + 1) * self.BIN, self._worst)
+        return self._worst
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures for a report."""
+        return {
+            "mean": self._sum / max(1, sum(self._counts)),
+            "p50": self.percentile(0.5),
+            "p99": self.percentile(0.99),
+            "p999": self.percentile(0.999),
+            "max": self._worst,
+        }
+
+
+_AT_ONCE = 64
+"""Impairments in one request, each some 600 bytes."""
+
+
+@dataclass(frozen=True)
+class QueueImpairment:
+    """What one queue does to its packets."""
+
+    queue: int
+    limit: int
+    """Packets that it holds at most."""
+    link: Link
+    seed: str
+
+
+class DelayLine(Helper):
+    """The server's end. Its statistics also count, per device and queue, what passed and was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__("controller.shaping.engine", "delay line")
+
+    def open(self, device: str, netfilter: socket.socket, injector: socket.socket) -> None:
+        """Hand over a device's netfilter socket and its packet socket on the loopback; the caller's are closed."""
+        with netfilter, injector:
+            self.ask({"do": "open", "device": device}, (netfilter.fileno(), injector.fileno()))
+
+    def set(self, device: str, impairments: Sequence[QueueImpairment], downlink: Access | None) -> None:
+        """Say what becomes of the packets of these queues from now on; raises HostError if the kernel refuses.
+
+        ``downlink`` is what all queues of the device share.
+        """
+        shared = None if downlink is None else (downlink.rate, downlink.limit)
+        for first in range(0, max(1, len(impairments)), _AT_ONCE):
+            some = [asdict(each) for each in impairments[first : first + _AT_ONCE]]
+            self.ask({"do": "set", "device": device, "impairments": some, "downlink": shared})
+
+
+class Gate(Helper):
+    """The server's end of the gate. Its rules come and go by `apply`, in the device's namespace.
+
+    Its statistics also count what passed and was lost.
+    """
+
+    def __init__(self, iptables: str) -> None:
+        super().__init__("controller.shaping.gatekeeper", "gate of the medium")
+        self._iptables = iptables
+
+    def apply(self, device: str, interface: str, old: Mapping[str, Route] | None, new: Mapping[str, Route]) -> None:
+        """Let what the device sends to these addresses wait for its turn, and nothing else.
+
+        ``old`` is what was applied before in the same namespace, None at first.
+        """
+        if old is None:
+            with nfqueue.open_socket() as netfilter:
+                self.ask({"do": "open", "device": device}, [netfilter.fileno()])
+        # It must be known what becomes of packets before a rule leads them here.
+        self.ask({"do": "set", "device": device, "routes": {address: asdict(route) for address, route in new.items()}})
+        before = None if old is None else gate_rules(interface, old)
+        gate_rules(interface, new).apply(self._iptables, before)
+
+    def differences(self, interface: str, routes: Mapping[str, Route]) -> list[str]:
+        """Read back, and say where the kernel holds something else."""
+        problems = gate_rules(interface, routes).differences(command([self._iptables, "-w", "-S"]))
+        if routes and QUEUE not in {row["queue"] for row in nfqueue.kernel_queues()}:
+            problems.append("the queue of the medium is served by nobody")
+        return problems

@@ -1,4 +1,4 @@
-"""Channels that carry one transmission at a time: who transmits when. Pure; the time is an argument.
+"""Rates and channels that several share: who waits where, and who sends when. Pure; the time is an argument.
 
 A cell's devices share one channel. A device that casts over a slow link has a channel of its own for that, so that its
 casts take as long as the rate says, to the last byte.
@@ -8,10 +8,60 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
+
+from controller.shaping.chain import RuleChain
+from controller.shaping.plan import FRAME, queue_limit
+from testbed.network.broadcast import broadcast_rate
+from testbed.network.link import Link, Pair
+from testbed.network.topology import Cell, cell_of
+
+QUEUE = 60_000
+"""Number of the netfilter queue in each device's namespace; the delay line's count from 1."""
+GATED_RATE = 25e6
+"""bit/s up to which casts wait at the gate: HTB lets a frame go at the beginning of its time instead of at the end, and
+above this rate that time is below half a millisecond."""
+
+
+def routes(
+    device: str,
+    broadcast: str | None,
+    peers: Mapping[str, str],
+    links: Mapping[Pair, Link],
+    cells: Sequence[Cell],
+    uplink: float | None = None,
+) -> dict[str, Route]:
+    """Return, by address, what a device sends over a medium: everything within its cells, and its casts.
+
+    ``peers`` maps every device's name to its address. A cast of a device in several cells takes all of them at once.
+    """
+    found = {}
+    outgoing = {pair: link for pair, link in links.items() if pair[0] == device}
+    for pair, link in outgoing.items():
+        cell = cell_of(pair, cells)
+        if cell is not None and pair[1] in peers:
+            rate = min(cell.rate, link.rate or cell.rate)
+            found[peers[pair[1]]] = Route((_channel(cell),), rate, queue_limit(replace(link, rate=rate)))
+    own = [cell for cell in cells if any(cell.carries(pair) for pair in outgoing)]
+    slowest = broadcast_rate(outgoing.values(), uplink, *(cell.rate for cell in own))
+    if broadcast and outgoing and slowest is not None and (own or slowest <= GATED_RATE):
+        channels = tuple(map(_channel, own)) or (f"casts of {device}",)
+        found[broadcast] = Route(channels, slowest, queue_limit(Link(rate=slowest)))
+    return found
+
+
+def _channel(cell: Cell) -> str:
+    return "cell of " + ", ".join(cell.devices)
+
+
+def gate_rules(interface: str, gated: Mapping[str, Route]) -> RuleChain:
+    """Return the chain that leads what leaves by the data interface for these addresses into the queue."""
+    rules = tuple(f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated)
+    return RuleChain("TESTBED-GATE", ("OUTPUT", "-o", interface), rules)
+
 
 T = TypeVar("T")
 
@@ -120,3 +170,54 @@ class Media(Generic[T]):
         heapq.heapify(self._ends)
         for made in [each for each in self._order if each.start > now]:
             self._schedule(made, now)
+
+
+T = TypeVar("T")
+
+
+class Bottleneck(Generic[T]):
+    """Queues by source, served packet by packet in turn, as HTB serves classes that borrow from one parent."""
+
+    def __init__(self, rate: float, limit: int) -> None:
+        self.rate = rate
+        """bit/s; infinite lets everything pass at once."""
+        self.limit = limit
+        """Packets of one source that may wait."""
+        self.refused = 0
+        """Packets that found their queue full."""
+        self._waiting: dict[Hashable, deque[tuple[int, T]]] = {}
+        self._turn: deque[Hashable] = deque()
+        self._free = -math.inf
+
+    def alter(self, now: float, rate: float, limit: int) -> None:
+        """Have another rate and limit from now on; those who wait at a rate that was slow need not sit it out."""
+        self.rate, self.limit = rate, limit
+        self._free = min(self._free, now + 8 * FRAME / rate)
+
+    def enter(self, source: Hashable, now: float, size: int, item: T) -> bool:
+        """Let a packet of this many bytes wait for its turn; False when its source's queue is full."""
+        queue = self._waiting.setdefault(source, deque())
+        if len(queue) >= self.limit:
+            self.refused += 1
+            return False
+        if not self._turn and now > self._free:
+            self._free = now
+        if not queue:
+            self._turn.append(source)
+        queue.append((size, item))
+        return True
+
+    @property
+    def due(self) -> float:
+        """When the next packet leaves; infinite when none waits."""
+        return self._free if self._turn else math.inf
+
+    def leave(self) -> T:
+        """Return the packet that leaves at `due`; the rate is busy for its length from then on."""
+        source = self._turn.popleft()
+        queue = self._waiting[source]
+        size, item = queue.popleft()
+        self._free += size * 8 / self.rate
+        if queue:
+            self._turn.append(source)
+        return item

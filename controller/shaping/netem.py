@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from socket import inet_aton
 from typing import Any
 
-from controller.shaping.htb import Tree
 from controller.shaping.plan import CEILING, FIRST_PEER_CLASS, Access, InterfacePlan, ReceiverLine
+from controller.shaping.tc import Tree
 from testbed.network.impairments import QUANTILES, chain, quantiles
 from testbed.network.link import Distribution, Link
 

@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Callable
 
+from controller.shaping.namespaces import read_proc
 from testbed.common.errors import HostError
 
 ACCEPT = 1
@@ -197,3 +198,10 @@ class Stamps:
 def message_type(data: bytearray) -> int:
     """Return the type of the message in a buffer."""
     return data[4] | data[5] << 8
+
+
+def kernel_queues() -> list[dict[str, int]]:
+    """Read the netfilter queues of the calling thread's namespace, with what the kernel had to drop."""
+    columns = ("queue", "port", "waiting", "mode", "range", "queue_dropped", "user_dropped")
+    text = read_proc("netfilter/nfnetlink_queue")
+    return [dict(zip(columns, map(int, line.split()), strict=False)) for line in text.splitlines()]

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from controller.shaping import tolerance
-from controller.shaping.ends import CONTENT, SMALL_FRAME, Ends, FarEnds, Listener, Site, sockets
 from controller.shaping.medium import Route
 from controller.shaping.plan import FRAME
-from controller.shaping.trains import rates, seconds
+from controller.shaping.trains import CONTENT, SMALL_FRAME, Ends, FarEnds, Listener, Site, rates, seconds, sockets
 from testbed.network.impairments import expected_loss, longest_delay
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from socket import inet_aton
 from typing import Any
 
-from controller.shaping.htb import Tree
 from controller.shaping.plan import InterfacePlan, SenderClass
+from controller.shaping.tc import Tree
 
 
 def build(plan: InterfacePlan) -> list[str]:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from ipaddress import IPv4Network
 from typing import Any
 
-from controller.shaping import gating, sender, tc
 from controller.shaping import plan as planning
-from controller.shaping.backends import Userspace, choose, kernel_queues, queueing_iptables, walling_iptables
+from controller.shaping import sender, tc
+from controller.shaping.backends import Userspace, choose, queueing_iptables, walling_iptables
 from controller.shaping.chain import RuleChain, wall
-from controller.shaping.ends import Ends, FarEnds, Site, sockets
-from controller.shaping.gate import Gate
+from controller.shaping.helper import Gate
 from controller.shaping.interfaces import (
     Interface,
     bound_segments,
@@ -28,10 +27,12 @@ from controller.shaping.interfaces import (
     route_by_default,
     segments_of,
 )
-from controller.shaping.medium import Route
+from controller.shaping.medium import Route, routes
 from controller.shaping.namespaces import Namespace, command
+from controller.shaping.nfqueue import kernel_queues
 from controller.shaping.plan import Endpoint, InterfacePlan
 from controller.shaping.probes import measure, measure_half
+from controller.shaping.trains import Ends, FarEnds, Site, sockets
 from testbed.common.errors import HostError, InputError
 from testbed.network.checks import problems
 from testbed.network.link import Link, Pair, links_to_json
@@ -221,7 +222,7 @@ class Shaping:
             return {}
         addresses = self._addresses()
         endpoint, broadcast = attached.endpoint, attached.interface.broadcast
-        return gating.routes(endpoint.name, broadcast, addresses, self._links, self._cells, endpoint.uplink)
+        return routes(endpoint.name, broadcast, addresses, self._links, self._cells, endpoint.uplink)
 
     def _addresses(self) -> dict[str, str]:
         """Return the address of every device, wherever it is."""

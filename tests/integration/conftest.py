@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 
-from controller.shaping import modules
+from controller.shaping.backends import missing_modules
 
 
 @cache
 def _lacks_netem() -> bool:
-    return bool(modules.missing()["netem"])
+    return bool(missing_modules()["netem"])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -27,7 +27,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from controller.lab.paths import BUILD, ROOT
-from controller.shaping import modules
+from controller.shaping.backends import missing_modules
 from controller.shaping.plan import FRAME
 from controller.shaping.shaper import Shaping
 from controller.shaping.tolerance import RATE_HIGHEST, RATE_LOWEST, binomial_interval, delay_tolerance
@@ -386,7 +386,7 @@ def measure() -> Iterator[Measurement]:
         kept = RESULTS / f"{backend}.json"
         kept.unlink(missing_ok=True)
         try:
-            if modules.missing()[backend]:
+            if missing_modules()[backend]:
                 document = _in_virtual_machine(backend)
                 figures = [_figure(entry) for entry in document["figures"]]
                 yield from (replace(figure, name=f"{backend}: {figure.name}") for figure in figures)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from controller.shaping import namespaces, tc
-from controller.shaping.htb import Tree
 from controller.shaping.plan import ACCESS_CLASS, CEILING, Access, burst
+from controller.shaping.tc import Tree
 from testbed.common.errors import HostError
 
 TREE = Tree("eth0", 1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from controller.shaping.gatekeeper import Loop
-from controller.shaping.gating import QUEUE
+from controller.shaping.medium import QUEUE
 from testbed.wire.framing import ETHERNET_HEADER
 from tests.helpers.netfilter import Queue, Server, datagram
 

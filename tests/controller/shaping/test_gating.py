@@ -1,6 +1,6 @@
 """Which packets wait at the gate, at which rate, and the rules that lead them there."""
 
-from controller.shaping.gating import GATED_RATE, QUEUE, chain, routes
+from controller.shaping.medium import GATED_RATE, QUEUE, gate_rules, routes
 from testbed.network.link import Link
 from testbed.network.topology import Cell
 
@@ -49,6 +49,6 @@ def test_a_cast_in_several_cells_takes_all_of_them():
 
 def test_rules_lead_exactly_these_addresses_into_the_queue():
     gated = routes("a", BROADCAST, PEERS, links(1e6), ())
-    made = chain("eth1", gated)
+    made = gate_rules("eth1", gated)
     assert made.rules == (f"-d {BROADCAST}/32 -j NFQUEUE --queue-num {QUEUE}",)
     assert ("OUTPUT", "-o", "eth1") in vars(made).values()

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from controller.shaping.delayline import DelayLine, QueueImpairment
-from controller.shaping.gate import Gate
-from controller.shaping.helper import LARGEST_REQUEST, Helper, serve_request
+from controller.shaping.helper import LARGEST_REQUEST, DelayLine, Gate, Helper, QueueImpairment, serve_request
 from controller.shaping.plan import Access
 from testbed.common.errors import HostError
 from testbed.network.link import Link

@@ -9,7 +9,7 @@ import pytest
 
 from controller.shaping import netem, nfqueue, sender, tolerance
 from controller.shaping.chain import receiving
-from controller.shaping.lateness import LatenessHistogram
+from controller.shaping.helper import LatenessHistogram
 from controller.shaping.plan import Endpoint, InterfacePlan, burst, line_limit, plan, queue_limit
 from controller.shaping.probes import rounds
 from testbed.network.link import GilbertElliott, Link

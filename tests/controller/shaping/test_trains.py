@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from controller.shaping.ends import SMALL_FRAME, FarEnds, Listener
 from controller.shaping.plan import FRAME, burst
-from controller.shaping.trains import _Train, _train, _unmetered, seconds
+from controller.shaping.trains import SMALL_FRAME, FarEnds, Listener, _Train, _train, _unmetered, seconds
 from testbed.network.link import Link
 
 ENDS = {name: FarEnds(("127.0.0.1", 1)) for name in "ab"}

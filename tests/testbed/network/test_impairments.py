@@ -10,7 +10,7 @@ from statistics import fmean, median, pstdev
 
 import pytest
 
-from controller.shaping.bottleneck import Bottleneck
+from controller.shaping.medium import Bottleneck
 from controller.shaping.tolerance import binomial_interval
 from testbed.network import impairments
 from testbed.network.link import Distribution, GilbertElliott, Link
