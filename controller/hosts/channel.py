@@ -22,6 +22,7 @@ from docker.errors import APIError
 
 from controller.hosts.clocks import HostClock, Sample
 from controller.hosts.inside.streams import CLOCK, DATA, HEAD, PIECE, TIMES, Streams
+from controller.lab.clients import Clock
 from testbed.common.errors import HostError
 from testbed.wire.ports import CONTROL_PORT
 
@@ -71,7 +72,7 @@ class _Encrypted:
         self._inner.shutdown(how)
 
 
-class Channel:
+class Channel(Clock):
     """Reaches the containers of a host; `close` ends it."""
 
     def __init__(self, host: str, client: docker.DockerClient, keeper: str) -> None:

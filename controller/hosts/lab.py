@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import queue
-import secrets
 import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from ipaddress import IPv4Network
@@ -18,24 +17,22 @@ from typing import Any, TypeVar
 
 import docker
 import requests
-from docker.errors import DockerException, NotFound
+from docker.errors import DockerException
 
 from controller.hosts.channel import LOST_SECONDS, Channel
 from controller.hosts.contexts import Host, manager, reach, reach_all
-from controller.hosts.images import bring
-from controller.hosts.keeping import KEEPER, make_keeper
 from controller.hosts.labfile import LabPart
-from controller.hosts.networks import MTU, make_overlay
 from controller.hosts.placement import Capacity, place
+from controller.hosts.provision import KEEPER, MTU, bring, make_keeper, make_overlay
 from controller.hosts.removal import remove_everywhere
 from controller.hosts.shaper import NothingPasses, Shapers
 from controller.lab import runstate
-from controller.lab.agents import Agent
+from controller.lab.clients import Agent
 from controller.lab.containers import DeviceContainer, container_name
 from controller.lab.engine import connect, ensure_engine
 from controller.lab.health import Ending
 from controller.lab.images import ensure_images
-from controller.lab.lab import LEASE_SECONDS, Lab, LinkBackend, Progress, check_devices
+from controller.lab.lab import Lab, LinkBackend, Progress, check_devices, data_subnet, new_state, trial_of
 from controller.lab.networks import network_name
 from controller.lab.programimages import device_images
 from controller.lab.reaper import Reaper
@@ -43,8 +40,6 @@ from testbed.common.errors import HostError, InputError
 from testbed.experiment import Experiment
 from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
-from testbed.scenario.expand import trials
-from testbed.scenario.schema import Scenario
 from testbed.scenario.trial import Trial
 
 T = TypeVar("T")
@@ -80,7 +75,7 @@ class HostsLab:
                     subnet,
                     here=state.hosts[name],
                     url=channel.url,
-                    clock=lambda channel=channel: channel,  # type: ignore[misc]
+                    clock=channel,
                 )
         except BaseException:
             self._hang_up()
@@ -108,42 +103,30 @@ class HostsLab:
         reached = reach_all(hosts)
         managing = manager(reached)
         placed = placement(trial.experiment, capacities(reached), given)
-        here, scenario = ensure_engine(say), trial.scenario
+        here = ensure_engine(say)
         images = ensure_images(here, say)
-        devices = device_images(here, scenario.workload, trial.experiment, images, say)
+        devices = device_images(here, trial.scenario.workload, trial.experiment, images, say)
         bring(here, reached.values(), [images.shaper, *devices.values()], say)
-        state = runstate.RunState(
-            run=Lab.new_run_id(scenario.name),
-            token=secrets.token_urlsafe(24),
-            scenario=scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
-            point=trial.point,
-            repetition=trial.repetition,
-            results=None if results is None else str(results),
-            lease=None if keep else LEASE_SECONDS,
-            hosts={name: [device for device, host in placed.items() if host == name] for name in reached},
-        )
+        there = {name: [device for device, host in placed.items() if host == name] for name in reached}
+        state = new_state(trial, None, results, keep, there)
         reaper = Reaper(state.run, "controller.hosts.removal")
-        lab: HostsLab | None = None
-        try:
+        with (
+            reaper.guarding(partial(remove_everywhere, state.run, reached.values()), keep),
+            ExitStack() as made,
+        ):
             runstate.write(state)
             say("making the network")
-            subnet = make_overlay(managing, reached.values(), state.run, scenario.network.subnet, len(placed))
+            subnet = make_overlay(managing, reached.values(), state.run, trial.scenario.network.subnet, len(placed))
             with ThreadPoolExecutor(len(reached)) as pool:
                 list(pool.map(lambda host: make_keeper(host, state, images.shaper), reached.values()))
             lab = cls(state, trial, reached, subnet)
+            made.callback(lab._hang_up)
             say(f"starting {len(placed)} devices, and a shaper on each host")
             lab._each(lambda part: part.populate(devices, images.shaper, links, lambda _text: None))
             say("measuring the ways between the hosts")
             lab._subtract_ways()
-        except BaseException as error:
-            if lab is not None:
-                lab._hang_up()
-            remove = partial(remove_everywhere, state.run, reached.values())
-            reaper.remove(remove, sure=not isinstance(error, KeyboardInterrupt))
-            raise
-        if keep:
-            reaper.dismiss()
-        else:
+            made.pop_all()
+        if not keep:
             lab._reaper = reaper
             for name, part in lab.parts.items():
                 threading.Thread(target=part.renew_leases, name=f"lease-{name}", daemon=True).start()
@@ -154,15 +137,7 @@ class HostsLab:
         """Find a run that is up, from any process; raises what `Lab.open` does."""
         state = runstate.read(run_id)
         reached = reach_all([*state.hosts])
-        trial = trials(Scenario.model_validate(state.scenario))[0]
-        trial = replace(trial, point=state.point, repetition=state.repetition)
-        try:
-            network = manager(reached).client.api.inspect_network(network_name(run_id, "data"))
-        except NotFound:
-            raise InputError(
-                f"the run '{run_id}' has no network any more: remove it with 'testbed down {run_id}'"
-            ) from None
-        lab = cls(state, trial, reached, IPv4Network(network["IPAM"]["Config"][0]["Subnet"]))
+        lab = cls(state, trial_of(state), reached, data_subnet(manager(reached).client, run_id))
         lab.refresh()
         return lab
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from controller.hosts import underlay
 from controller.hosts.channel import Channel
-from controller.lab.links import Shaper
+from controller.lab.clients import Shaper
 from controller.lab.runstate import RunState
 from testbed.common.errors import HostError
 from testbed.network.impairments import expected_loss

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 from controller.hosts.channel import Channel
 from controller.hosts.contexts import Host, known, manager, reach
-from controller.hosts.keeping import make_keeper
+from controller.hosts.provision import make_keeper
 from controller.lab.diagnosis import HostCheck
 from controller.lab.images import exists, names
-from controller.lab.lab import Lab
 from controller.lab.removal import remove_from
-from controller.lab.runstate import RunState
+from controller.lab.runstate import RunState, new_id
 from testbed.common.errors import TestbedError
 
 _RATE_BYTES = 32 << 20
@@ -113,7 +112,7 @@ def _report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostRepor
 
 def _measured(host: Host, image: str) -> dict[str, float]:
     """Return clock, round trip and rate over the connection of a context, by a keeper that is removed at once."""
-    state = RunState(Lab.new_run_id("hosts"), "", lease=1.0)
+    state = RunState(new_id("hosts"), "", lease=1.0)
     try:
         channel = Channel(host.name, host.client, make_keeper(host, state, image))
         try:

@@ -9,10 +9,9 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from controller.lab.addresses import device_addresses, free_subnets
+from controller.lab.clients import attachment
 from controller.lab.containers import device_settings, shaper_settings
-from controller.lab.links import attachment
-from controller.lab.networks import CLOSED
+from controller.lab.networks import CLOSED, device_addresses, free_subnets
 from controller.lab.runstate import RunState
 from controller.shaping.plan import Endpoint
 from testbed.network.checks import SHAPER

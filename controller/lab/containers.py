@@ -144,7 +144,7 @@ def make_device(
 def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings of a device's container, as the engine takes them."""
     memory = int(spec.memory)
-    settings = _settings(
+    settings = container_settings(
         state,
         image,
         {DEVICE: spec.name},
@@ -183,7 +183,7 @@ def make_shaper(
 
 def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
     """Return the settings of the shaper's container, as the engine takes them."""
-    return _settings(
+    return container_settings(
         state,
         image,
         {ROLE: SHAPER},
@@ -198,14 +198,16 @@ def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
     )
 
 
-def _settings(
+def container_settings(
     state: RunState,
     image: str,
     labels: dict[str, str],
     environment: dict[str, str],
     **host: Any,
 ) -> dict[str, Any]:
-    """Return what all containers have in common, with what the caller adds for its own."""
+    """Return what all containers have in common, with what the caller adds for its own, as the engine takes it."""
+    # On several hosts there is no control network: the keepers enter the containers' own loopback.
+    published = "network_mode" not in host
     return {
         "image": image,
         "labels": {RUN: state.run, **labels},
@@ -214,16 +216,14 @@ def _settings(
             **({} if state.lease is None else {LEASE: f"{state.lease:g}"}),
             **environment,
         },
-        # On several hosts there is no control network: the keepers enter the containers' own loopback.
-        **({} if state.hosts else {"ports": [CONTROL_PORT]}),
+        **({"ports": [CONTROL_PORT]} if published else {}),
         "host_config": HostConfig(
             version=DEFAULT_DOCKER_API_VERSION,
-            port_bindings=None if state.hosts else {CONTROL_PORT: ("127.0.0.1", None)},
+            port_bindings={CONTROL_PORT: ("127.0.0.1", None)} if published else None,
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
             read_only=True,
-            log_config=_LOGS,
-            **({"network_mode": network_name(state.run, "control")} | host),
+            **({"network_mode": network_name(state.run, "control"), "log_config": _LOGS} | host),
         ),
     }
 

@@ -18,9 +18,7 @@ import docker
 from docker.errors import APIError, NotFound
 
 from controller.lab import runstate
-from controller.lab.addresses import device_addresses
-from controller.lab.agents import Agent, Clock, SameClock
-from controller.lab.changes import ContainerChanges
+from controller.lab.clients import Agent, Clock, Shaper
 from controller.lab.containers import (
     ControlUrl,
     DeviceContainer,
@@ -31,10 +29,9 @@ from controller.lab.containers import (
     make_shaper,
 )
 from controller.lab.engine import connect, ensure_engine, facts, is_local
-from controller.lab.health import Health
+from controller.lab.health import ContainerChanges, Health
 from controller.lab.images import ensure_images
-from controller.lab.links import Shaper
-from controller.lab.networks import make_networks, network_name
+from controller.lab.networks import device_addresses, make_networks, subnet_of
 from controller.lab.programimages import device_images
 from controller.lab.reaper import Reaper
 from controller.lab.removal import DEVICE, RUN, remove_run
@@ -75,11 +72,11 @@ class Lab:
         *,
         here: Collection[str] | None = None,
         url: ControlUrl = control_url,
-        clock: Callable[[], Clock] = SameClock,
+        clock: Clock | None = None,
     ) -> None:
         """``here`` names the devices on this engine, where others are elsewhere.
 
-        ``url`` says how containers are reached, and ``clock`` what the engine's host has for a clock by now.
+        ``url`` says how containers are reached, ``clock`` is that of the engine's host where it is not this one.
         """
         self._client = client
         self._url = url
@@ -100,11 +97,6 @@ class Lab:
         self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
 
     # Making and finding
-
-    @staticmethod
-    def new_run_id(scenario: str) -> str:
-        """Return an id that no other run has."""
-        return f"{scenario}-{secrets.token_hex(4)}"
 
     @classmethod
     def create(
@@ -132,32 +124,17 @@ class Lab:
                 "DOCKER_HOST is another machine, whose loopback ports cannot be reached from here: "
                 "run testbed there, or forward its engine and ports with ssh"
             )
-        images, scenario = ensure_images(client, say), trial.scenario
-        devices = device_images(client, scenario.workload, trial.experiment, images, say)
-        state = runstate.RunState(
-            run=run_id or cls.new_run_id(scenario.name),
-            token=secrets.token_urlsafe(24),
-            scenario=scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
-            point=trial.point,
-            repetition=trial.repetition,
-            results=None if results is None else str(results),
-            lease=None if keep else LEASE_SECONDS,
-        )
+        images = ensure_images(client, say)
+        devices = device_images(client, trial.scenario.workload, trial.experiment, images, say)
+        state = new_state(trial, run_id, results, keep)
         reaper = Reaper(state.run)
-        try:
+        with reaper.guarding(partial(remove_run, client, state.run, settle=False), keep):
             runstate.write(state)
             say("making the networks")
-            subnet = make_networks(client, state.run, scenario.network.subnet, len(trial.experiment.devices))
+            subnet = make_networks(client, state.run, trial.scenario.network.subnet, len(trial.experiment.devices))
             lab = cls(client, state, trial, subnet)
             lab.populate(devices, images.shaper, links, say)
-        except BaseException as error:
-            reaper.remove(
-                partial(remove_run, client, state.run, settle=False), sure=not isinstance(error, KeyboardInterrupt)
-            )
-            raise
-        if keep:
-            reaper.dismiss()
-        else:
+        if not keep:
             lab._reaper = reaper
             threading.Thread(target=lab.renew_leases, name="lease", daemon=True).start()
         return lab
@@ -168,17 +145,8 @@ class Lab:
 
         Raises InputError where there is no such run; HostError where no engine answers.
         """
-        state = runstate.read(run_id)
-        client = connect()
-        trial = trials(Scenario.model_validate(state.scenario))[0]
-        trial = replace(trial, point=state.point, repetition=state.repetition)
-        try:
-            network = client.api.inspect_network(network_name(run_id, "data"))
-        except NotFound:
-            raise InputError(
-                f"the run '{run_id}' has no network any more: remove it with 'testbed down {run_id}'"
-            ) from None
-        lab = cls(client, state, trial, IPv4Network(network["IPAM"]["Config"][0]["Subnet"]))
+        state, client = runstate.read(run_id), connect()
+        lab = cls(client, state, trial_of(state), data_subnet(client, run_id))
         lab.refresh()
         return lab
 
@@ -391,6 +359,38 @@ class Lab:
         say("waiting for the devices")
         self.health.wait_for({name: device.control_url for name, device in self.devices.items()})
         self._note_targets()
+
+
+def new_state(
+    trial: Trial, run_id: str | None, results: Path | None, keep: bool, hosts: Mapping[str, list[str]] | None = None
+) -> runstate.RunState:
+    """Return the state of a run that begins, with an id that no other run has unless one is given."""
+    return runstate.RunState(
+        run=run_id or runstate.new_id(trial.scenario.name),
+        token=secrets.token_urlsafe(24),
+        scenario=trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
+        point=trial.point,
+        repetition=trial.repetition,
+        results=None if results is None else str(results),
+        lease=None if keep else LEASE_SECONDS,
+        hosts=dict(hosts or {}),
+    )
+
+
+def trial_of(state: runstate.RunState) -> Trial:
+    """Return what a lab was made for."""
+    trial = trials(Scenario.model_validate(state.scenario))[0]
+    return replace(trial, point=state.point, repetition=state.repetition)
+
+
+def data_subnet(client: docker.DockerClient, run_id: str) -> IPv4Network:
+    """Return the subnet of a run's data network; raises InputError where that is gone."""
+    try:
+        return subnet_of(client, run_id)
+    except NotFound:
+        raise InputError(
+            f"the run '{run_id}' has no network any more: remove it with 'testbed down {run_id}'"
+        ) from None
 
 
 def check_devices(experiment: Experiment) -> None:

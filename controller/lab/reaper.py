@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from controller.lab.paths import ROOT, disown, own, state_folder
 
@@ -67,6 +67,17 @@ class Reaper:
         else:
             self._end()
         return done and sure
+
+    @contextmanager
+    def guarding(self, remove: Callable[[], object], keep: bool) -> Iterator[None]:
+        """Remove the run where it cannot be made, or that is interrupted; let it be if it is there to ``keep``."""
+        try:
+            yield
+        except BaseException as error:
+            self.remove(remove, sure=not isinstance(error, KeyboardInterrupt))
+            raise
+        if keep:
+            self.dismiss()
 
     def dismiss(self) -> None:
         """Let the run be: nothing of it is left, or all of it is to stay."""

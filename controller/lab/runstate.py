@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,6 +36,11 @@ class RunState:
     def token_of(self, name: str) -> str:
         """Return what the control API of a device, or of the shaper, asks for: none of them knows another's."""
         return derived(self.token, "control", name)
+
+
+def new_id(scenario: str) -> str:
+    """Return an id that no other run has."""
+    return f"{scenario}-{secrets.token_hex(4)}"
 
 
 def path_of(run: str) -> Path:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from controller.hosts.lab import AnyLab
-from controller.lab.agents import AgentGone
+from controller.lab.clients import AgentGone
 from controller.lab.containers import DeviceContainer
 from controller.lab.health import Ending
 from controller.running import control

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.hosts.lab import AnyLab
 from controller.lab import runstate
-from controller.lab.agents import AgentGone
+from controller.lab.clients import AgentGone
 from testbed.common.errors import TestbedError
 from testbed.faults.conditions import Changed, Conditions, DeviceState
 from testbed.faults.device_actions import MIN_FACTOR
@@ -27,7 +27,7 @@ from testbed.network.link import Link, Pair, links_from_json, links_to_json
 from testbed.trace.events import link_fields
 
 if TYPE_CHECKING:
-    from controller.lab.agents import Agent
+    from controller.lab.clients import Agent
 
 HALTED = MIN_FACTOR
 """Share of its own speed at which a device that is about to be paused computes: what it has begun waits as it does."""

@@ -172,9 +172,6 @@ class Media(Generic[T]):
             self._schedule(made, now)
 
 
-T = TypeVar("T")
-
-
 class Bottleneck(Generic[T]):
     """Queues by source, served packet by packet in turn, as HTB serves classes that borrow from one parent."""
 

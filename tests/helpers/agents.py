@@ -15,7 +15,7 @@ from typing import Any
 
 import requests
 
-from controller.lab.agents import Agent
+from controller.lab.clients import Agent
 from testbed.deployment import Deployments
 from testbed.hardware import DeviceSpec
 from testbed.method import Options, Problem

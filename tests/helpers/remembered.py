@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from controller.lab.agents import AgentGone
+from controller.lab.clients import AgentGone
 from testbed.common.errors import HostError
 from testbed.network.link import Link, Pair
 from testbed.scenario.expand import trials

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.pacing import LEAD_SECONDS
-from controller.lab.agents import AgentError, AgentGone
+from controller.lab.clients import AgentError, AgentGone
 from testbed.data.dataset import Dataset
 from testbed.trace.events import Event
 from testbed.wire.message import Message, encode

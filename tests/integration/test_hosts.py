@@ -19,8 +19,8 @@ from docker.types import IPAMConfig, IPAMPool
 
 from controller.hosts import survey
 from controller.hosts.contexts import reach
-from controller.hosts.images import bring
 from controller.hosts.lab import HostsLab, open_lab
+from controller.hosts.provision import bring
 from controller.hosts.removal import remove
 from controller.lab.engine import connect
 from controller.lab.images import exists
@@ -61,7 +61,7 @@ PLACE = {"source": "h1", "worker1": "h1", "worker2": "h2"}
 ABANDONED = """
 import sys, time
 from tests.integration.test_hosts import PLACE, TREE
-from controller.hosts.images import bring
+from controller.hosts.provision import bring
 from controller.hosts.lab import HostsLab
 from controller.lab.engine import connect
 from controller.lab.images import exists

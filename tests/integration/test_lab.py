@@ -281,7 +281,7 @@ def test_two_labs_do_not_meet_and_a_vanished_container_is_a_state(lab: Lab, clie
 
 @pytest.mark.parametrize("stage", ["making the networks", "starting 3 devices and the shaper", "shaping the links"])
 def test_ctrl_c_while_a_lab_is_made_leaves_nothing(client: docker.DockerClient, stage: str) -> None:
-    run = Lab.new_run_id("lab-interrupted")
+    run = runstate.new_id("lab-interrupted")
 
     def progress(text: str) -> None:
         if text == stage:
@@ -303,7 +303,7 @@ def test_ctrl_c_while_a_lab_is_made_leaves_nothing(client: docker.DockerClient, 
 def test_what_no_lab_can_be_is_refused_before_anything_exists(
     client: docker.DockerClient, change: dict[str, Any], message: str
 ) -> None:
-    run = Lab.new_run_id("lab-refused")
+    run = runstate.new_id("lab-refused")
     refused = trials(Scenario.model_validate(tree("lab-refused") | change))[0]
     with pytest.raises(InputError, match=message):
         Lab.create(refused, run)
@@ -314,7 +314,7 @@ def test_what_no_lab_can_be_is_refused_before_anything_exists(
 def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
     client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Lab.new_run_id("lab-broken")
+    run = runstate.new_id("lab-broken")
     whole = containers.device_settings
 
     def broken(state: RunState, image: str, spec: DeviceSpec, addresses: dict[str, str]) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def killed_at(client: docker.DockerClient, moment: str, guarded: bool) -> str:
 
     Unless it is ``guarded``, its reaper is killed with it.
     """
-    run = Lab.new_run_id("lab-killed")
+    run = runstate.new_id("lab-killed")
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, run, json.dumps(tree("lab-killed"))], start_new_session=True
     )

@@ -16,8 +16,8 @@ from dataclasses import replace
 import pytest
 import requests
 
+from controller.lab.clients import Shaper
 from controller.lab.health import healthy
-from controller.lab.links import Shaper
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import HostError, InputError

@@ -10,13 +10,12 @@ from typing import Any
 
 from docker.types import IPAMConfig, IPAMPool
 
-from controller.lab.addresses import free_subnets, host_routes
 from controller.lab.containers import control_url
 from controller.lab.engine import connect
 from controller.lab.health import healthy
 from controller.lab.images import ensure_images
 from controller.lab.lab import WORKERS, Lab
-from controller.lab.networks import subnets
+from controller.lab.networks import free_subnets, host_routes, subnets
 from controller.lab.removal import RUN, remove_run
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario

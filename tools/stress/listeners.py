@@ -28,7 +28,7 @@ from agent.receiving import Arrival, DataApplication, Inbox
 from agent.runner import Runner
 from agent.settings import Settings
 from controller.api import build
-from controller.lab.links import attachment
+from controller.lab.clients import attachment
 from controller.results.recorder import Recorder
 from controller.shaping import plan as planning
 from controller.shaping import sender, server

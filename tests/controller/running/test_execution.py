@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from controller.lab.agents import AgentError, AgentGone
+from controller.lab.clients import AgentError, AgentGone
 from controller.running.execution import Execution
 from testbed.common.errors import TestbedError
 

@@ -1,15 +1,20 @@
-"""Client of the agents' control API; see docs/protocols.md."""
+"""Clients of the containers of a run, over HTTP: of the shaper, and of the agents; see docs/protocols.md."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+import dataclasses
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import requests
 
-from controller.lab.client import Client, refusal
-from testbed.common.errors import TestbedError
+from controller.shaping.plan import Endpoint
+from testbed.common.errors import HostError, InputError, TestbedError
+from testbed.network.link import Link, Pair, links_to_json
+from testbed.network.topology import Cell
 from testbed.trace.events import Event
+from testbed.trace.outcome import LinkMeasurement
 from testbed.wire import tensors
 
 if TYPE_CHECKING:
@@ -17,33 +22,133 @@ if TYPE_CHECKING:
 
     from testbed.data.dataset import Dataset
 
+
+class Client:
+    """Requests with the token of a run to one container. Threads have a session each."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        self._local = threading.local()
+
+    def request(self, method: str, path: str, **options: Any) -> requests.Response:
+        """Make a request; raises what `requests` raises where nobody answers."""
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.trust_env = False  # no proxy stands between us and our own containers
+            session.headers["Authorization"] = f"Bearer {self._token}"
+        return session.request(method, self.url + path, **options)
+
+
+def refusal(response: requests.Response) -> str:
+    """Return why a request was refused."""
+    try:
+        return f"{response.json()['error']} ({response.status_code})"
+    except (ValueError, KeyError, TypeError):
+        return f"{response.status_code} {response.reason}"
+
+
+def attachment(
+    endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], seed: int, cells: Iterable[Cell]
+) -> dict[str, Any]:
+    """Return what the shaper is asked to attach."""
+    return {
+        "endpoints": [dataclasses.asdict(each) for each in endpoints],
+        "links": links_to_json(links),
+        "seed": seed,
+        "cells": [dataclasses.asdict(each) for each in cells],
+    }
+
+
+class Shaper:
+    """Shapes the links of one run. Every method raises HostError when a rule did not take."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._url = url
+        self._client = Client(url, token)
+
+    def _request(self, method: str, path: str, json: Any = None, timeout: float = 60.0) -> Any:
+        try:
+            answer = self._client.request(method, path, json=json, timeout=timeout)
+        except requests.RequestException as error:
+            raise HostError(f"the shaper at {self._url} does not answer: {error}; is the lab up?") from error
+        if answer.ok:
+            return answer.json()
+        raise (InputError if answer.status_code == 400 else HostError)(f"shaper: {refusal(answer)}")
+
+    def facts(self) -> dict[str, Any]:
+        """Return ``kernel``, ``backend``, ``hostname``, ``monotonic`` and ``time`` (clocks, seconds) of its host."""
+        facts: dict[str, Any] = self._request("GET", "/facts")
+        return facts
+
+    def attach(
+        self,
+        endpoints: Iterable[Endpoint],
+        links: Mapping[Pair, Link],
+        seed: int = 0,
+        cells: Iterable[Cell] = (),
+    ) -> None:
+        """Build the links of these devices and the cells of the run; again for one that has restarted.
+
+        Devices attached before are adapted. A pair of attached devices without a link cannot talk.
+        """
+        self._request("POST", "/attach", attachment(endpoints, links, seed, cells))
+
+    def set(self, links: Mapping[Pair, Link]) -> None:
+        """Change these links, live; no other link notices."""
+        self._request("POST", "/set", {"links": links_to_json(links)})
+
+    def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
+        """Measure these links between the devices themselves; a few seconds for a lab."""
+        answer = self._request("POST", "/probe", {"pairs": [list(pair) for pair in pairs]}, timeout=120)
+        return [LinkMeasurement.from_json(each) for each in answer["measurements"]]
+
+    def open_ends(self, run: str, pairs: Iterable[Pair]) -> dict[str, int]:
+        """Open sockets for `probe_half`; return the port of each device that is there. ``run`` is 8 bytes as hex."""
+        ports: dict[str, int] = self._request("POST", "/ends", {"run": run, "pairs": [list(pair) for pair in pairs]})[
+            "ports"
+        ]
+        return ports
+
+    def probe_half(
+        self, run: str, pairs: Iterable[Pair], ports: Mapping[str, int], begin: float
+    ) -> list[dict[str, Any]]:
+        """Measure links between hosts, of which each does its half; see `controller.shaping.probes.measure_half`."""
+        asked = {"run": run, "pairs": [list(pair) for pair in pairs], "ports": dict(ports), "begin": begin}
+        found: list[dict[str, Any]] = self._request("POST", "/half", asked, timeout=120)["measurements"]
+        return found
+
+    def renew(self) -> None:
+        """Let the container live for another lease."""
+        self._request("POST", "/lease", timeout=5.0)
+
+    def show(self) -> dict[str, Any]:
+        """Return ``backend``, ``links`` and ``devices``; of each device where the kernel differs, read back now."""
+        shown: dict[str, Any] = self._request("GET", "/show")
+        return shown
+
+    def statistics(self, reset: bool = False) -> dict[str, Any]:
+        """Return drops at queues and the delay line's lateness; ``reset`` sets the lateness back to nothing."""
+        figures: dict[str, Any] = self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
+        return figures
+
+
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 WORK_SECONDS = 600.0
 """For requests in which the agent has to import torch or take in a data set, beside many others on few processors."""
 
 
-class Clock(Protocol):
-    """The monotonic clock of an engine's host, by that of the controller."""
+class Clock:
+    """The monotonic clock of an engine's host, by that of the controller: one clock, on the same machine."""
 
     def there(self, here: float) -> float:
         """Return what the clock there shows when the one here shows this; in seconds."""
-        ...
-
-    def here(self, there: float) -> float:
-        """Return what the clock here shows when the one there shows this."""
-        ...
-
-
-class SameClock:
-    """One clock, as containers share it with the host of their engine."""
-
-    def there(self, here: float) -> float:
-        """Return the same."""
         return here
 
     def here(self, there: float) -> float:
-        """Return the same."""
+        """Return what the clock here shows when the one there shows this."""
         return there
 
 
@@ -58,9 +163,9 @@ class AgentGone(AgentError):  # noqa: N818 - a state of the device
 class Agent:
     """One device's agent. May be used from several threads."""
 
-    def __init__(self, url: str, token: str, name: str = "", clock: Callable[[], Clock] = SameClock) -> None:
+    def __init__(self, url: str, token: str, name: str = "", clock: Clock | None = None) -> None:
         self.url = url.rstrip("/")
-        self._clock = clock
+        self._clock = clock or Clock()
         self._origin = 0.0, 0.0
         """Origin of the run's time, by the clock here and by that of the device."""
         self._name = name or self.url
@@ -91,7 +196,7 @@ class Agent:
 
     def start(self, origin: float) -> None:
         """Run the program from ``origin`` on, an instant of this host's monotonic clock; now if that is past."""
-        self._origin = origin, self._clock().there(origin)
+        self._origin = origin, self._clock.there(origin)
         self._request("POST", "/start", json={"origin": self._origin[1]})
 
     def stop(self) -> None:
@@ -132,8 +237,7 @@ class Agent:
     def _on_our_clock(self, event: Event) -> Event:
         """Return an event with its times, which are seconds since the origin there, in seconds since that here."""
         here, there = self._origin
-        clock = self._clock()
-        moved = clock.here(there + event.time) - here - event.time
+        moved = self._clock.here(there + event.time) - here - event.time
         if not moved:
             return event
         start = {"start": event.fields["start"] + moved} if "start" in event.fields else {}
