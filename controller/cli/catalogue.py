@@ -12,9 +12,11 @@ from rich.markup import escape
 
 from controller.cli.options import as_json
 from controller.cli.printing import dump, make_console, options, print_catalogue, print_section
+from controller.report.tables import Cell, Column, Section, draw
+from controller.report.tables import figures as figure_columns
 from testbed.common import formats
-from testbed.common.errors import InputError, nearest
-from testbed.common.quantities import format_byte_rate, format_speed
+from testbed.common.errors import HostError, InputError, nearest
+from testbed.common.quantities import format_byte_rate, format_duration, format_rate, format_size, format_speed
 
 if TYPE_CHECKING:
     from controller.profiling.layers import LayerTime
@@ -147,9 +149,6 @@ def _model(name: str, function: str | None, data: str) -> Model:
 
 
 def _print_units(figures: Mapping[str, Any], data: str) -> None:
-    from controller.report import tables
-    from controller.report.tables import Column
-
     size = "x".join(map(str, figures["input"]))
     console = make_console()
     console.print(
@@ -167,7 +166,7 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
         )
         for unit in figures["units"]
     ]
-    columns = [Column(""), Column("unit"), Column("output"), *tables.figures("parameters", "FLOP", "bytes across")]
+    columns = [Column(""), Column("unit"), Column("output"), *figure_columns("parameters", "FLOP", "bytes across")]
     print_section(console, columns, rows)
     for reason in figures["held"]:
         console.print(f"[dim]{escape(reason)}[/dim]", soft_wrap=True)
@@ -176,7 +175,6 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
 def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json: bool) -> None:
     """Measure a model here; print the times of its layers, and what they are charged."""
     from controller.profiling.layers import measure, measure_whole
-    from controller.report.tables import Column, figures
     from testbed.scenario.expand import profiled
 
     device = None if profile is None else profiled(profile)
@@ -198,7 +196,11 @@ def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json
         mine, theirs, counted = (f"{share:.1%}" for share in shares)
         taken = formats.seconds(each.seconds), mine, formats.seconds(seconds), theirs
         rows.append((each.unit, each.layer, *taken, counted))
-    columns = [Column("unit"), Column("layer"), *figures("time", "of all", "as charged", "of all", "of the FLOPs")]
+    columns = [
+        Column("unit"),
+        Column("layer"),
+        *figure_columns("time", "of all", "as charged", "of all", "of the FLOPs"),
+    ]
     console = make_console()
     print_section(console, columns, rows)
     together = (
@@ -213,7 +215,6 @@ def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json
 
 def _fitted(times: Sequence[LayerTime]) -> DeviceSpec:
     from controller.profiling.layers import rates
-    from testbed.hardware import DeviceSpec
 
     try:
         speed, memory_rate = rates(times)
@@ -238,8 +239,6 @@ def profiles(as_json: bool) -> None:
         link: {preset: 802.11a, delay: 3ms}
         radio: {preset: 802.11a, area: [50, 50]}
     """
-    from controller.report.tables import Cell, Column, Section, draw
-    from testbed.common.quantities import format_rate, format_size
     from testbed.hardware import PROFILES
     from testbed.network.overlay import PRESETS
     from testbed.network.radio import TRANSCEIVERS
@@ -283,8 +282,6 @@ def _basis(profile: Profile) -> str:
 
 
 def _delay(preset: LinkPreset) -> str:
-    from testbed.common.quantities import format_duration
-
     delay = "delay is yours to give" if preset.delay is None else f"{format_duration(preset.delay)} one way"
     return delay if preset.frame is None else f"{delay}; frame {preset.frame} B"
 
@@ -307,7 +304,6 @@ def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> N
       testbed profile --program | ssh pi python3 - --peer 192.168.1.7 > my-pi.yaml
     """
     from controller.profiling import board
-    from testbed.common.errors import HostError
 
     if program:
         click.echo(Path(board.__file__).read_text(), nl=False)

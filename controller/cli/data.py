@@ -10,6 +10,8 @@ import click
 
 from controller.cli.options import CommandGroup, as_json
 from controller.cli.printing import dump, make_console, print_section
+from controller.report.tables import Column
+from testbed.common.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,8 +57,6 @@ def list_(as_json: bool) -> None:
     if as_json:
         dump(rows)
         return
-    from controller.report.tables import Column
-
     shown = []
     for row in rows:
         needed = "its path" if row["from_path"] else "none needed"
@@ -137,7 +137,6 @@ def look(
       testbed data look my_data.py:load
       testbed data look sales.csv:price --split column=shop --devices 3
     """
-    from testbed.common.errors import InputError
     from testbed.data import catalog
     from testbed.data.split import is_class
     from testbed.workload import DataPart
@@ -177,7 +176,6 @@ def _counts(labels: npt.NDArray[Any], classes: int) -> list[int]:
 
 def _shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
     """Return the samples of each device, of each class where there are classes."""
-    from testbed.common.errors import InputError
     from testbed.data.split import is_class
     from testbed.data.split import split as shared
 

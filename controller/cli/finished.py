@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +17,18 @@ if TYPE_CHECKING:
     from testbed.scenario.schema import PaperPart
 
 
-def explain(console: Console, error: TestbedError) -> None:
-    """Print the links that were measured, where a run was refused for them."""
+@contextmanager
+def explaining(console: Console) -> Iterator[None]:
+    """Print the links that were measured, where a run in the block is refused for them."""
     from controller.report.tables import draw
     from controller.report.terminal import measurements_table
     from controller.running.verification import LinksError
 
-    if isinstance(error, LinksError):
+    try:
+        yield
+    except LinksError as error:
         console.print(draw(measurements_table(error.measurements), console.width))
+        raise
 
 
 def show_run(console: Console, finished: Run, *, brief: bool) -> None:

@@ -1,13 +1,19 @@
-"""`testbed up`, `down`, `ps` and `logs`: standing labs, and what is left of any run."""
+"""`testbed up`, `down`, `ps`, `logs`, `exec` and `watch`: labs that are up, and what is left of any."""
 
 from __future__ import annotations
 
 import fnmatch
+import os
+import socket
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +21,8 @@ from controller.cli.options import as_json, links, on_hosts, overrides, run_opti
 from controller.cli.printing import dump, print_table, say
 
 if TYPE_CHECKING:
+    from docker import DockerClient
+
     from controller.hosts.labfile import LabPart
     from controller.lab.lab import LinkBackend
 
@@ -141,3 +149,106 @@ def logs(device: str, run_id: str | None, follow: bool) -> None:
         wrote = True
     if not wrote:
         say(f"{device} has written nothing")
+
+
+ERRORS = 2
+"""Number of the stream of standard error, in the engine's frames."""
+PIECE = 1 << 16
+"""Bytes of standard input that are passed on at once."""
+
+
+@click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("device")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("-i", "--input", "pass_input", is_flag=True, help="Pass the standard input on, such as a file.")
+@run_option
+def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_input: bool) -> None:
+    """Run COMMAND in the container of DEVICE, and exit with its status.
+
+    Other devices can be reached by their names, over the shaped links.
+
+    \b
+    Examples:
+      testbed exec worker1 -- python3 -c "import socket; print(socket.gethostbyname('source'))"
+      testbed exec -i worker1 -- sh -c "cat > /tmp/in.csv" < in.csv
+      testbed exec worker1 -- cat /tmp/out.csv > out.csv
+      testbed exec --run quickstart-1a2b3c4d worker1 -- cat /etc/hosts
+    """
+    from docker.errors import APIError, NotFound
+
+    from controller.hosts.lab import engine_of
+    from controller.lab import runstate
+    from controller.lab.containers import container_name
+    from testbed.common.errors import InputError, TestbedError
+
+    # What stands behind DEVICE is not click's to read, the sign that says so included.
+    words = list(command[1:] if command[0] == "--" else command)
+    chosen = runstate.choose(run_id)
+    client = engine_of(chosen, device)
+    try:
+        started = client.api.exec_create(container_name(chosen, device), words, stdin=pass_input)["Id"]
+    except NotFound:
+        raise InputError(f"there is no device '{device}' in {chosen}: see 'testbed ps'") from None
+    except APIError as error:
+        raise TestbedError(f"{device}: {error.explanation}") from None
+    for number, part in _frames(client, started, sys.stdin.fileno() if pass_input else None):
+        stream = sys.stderr if number == ERRORS else sys.stdout
+        stream.buffer.write(part)
+        stream.flush()
+    sys.exit(client.api.exec_inspect(started)["ExitCode"])
+
+
+def _frames(client: DockerClient, started: str, given: int | None) -> Iterator[tuple[int, bytes]]:
+    """Start a command, pass on what can be read of ``given``, and yield (stream, bytes) of what it writes."""
+    from docker.utils import socket as frames
+
+    # The engine's client wraps the connection as a file to be read; what is written goes past that.
+    connection: Any = client.api.exec_start(started, socket=True)
+
+    def feed(source: int) -> None:
+        with suppress(OSError):  # the command has ended, and left the rest unread
+            # Not through `sys.stdin`, whose lock a thread that waits for more would keep as the interpreter ends.
+            while piece := os.read(source, PIECE):
+                connection._sock.sendall(piece)
+            connection._sock.shutdown(socket.SHUT_WR)
+
+    if given is not None:
+        threading.Thread(target=feed, args=(given,), daemon=True).start()
+    read: Any = frames.frames_iter
+    yield from read(connection, tty=False)
+
+
+@click.command()
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--pace", type=click.FloatRange(min=0, min_open=True), help="Seconds of the run to show in each second.")
+@click.option("--open/--no-open", "show_page", default=True, help="Open the page in a browser.  [default: open]")
+def watch(run: str | None, pace: float | None, show_page: bool) -> None:
+    """Show RUN on a page in the browser: devices, links, learning, what each device does, and faults as they strike.
+
+    RUN is a run that is up (default: the only one), or a folder of results, which is replayed at --pace (1: real time).
+    While a run is up, faults can be injected from the page. It is served on 127.0.0.1 until Ctrl-C.
+
+    \b
+    Examples:
+      testbed watch
+      testbed watch results/quickstart --pace 5
+    """
+    from controller.lab import runstate
+    from controller.running.control import strike
+    from controller.watch.server import PageServer
+    from testbed.common.errors import InputError
+
+    if run is not None and Path(run).is_dir():
+        server = PageServer(Path(run), pace=pace or 1.0)
+    else:
+        state = runstate.read(runstate.choose(run))
+        if state.results is None:
+            raise InputError(f"{state.run} is a lab without a run: start one with 'testbed run'")
+        server = PageServer(Path(state.results), partial(strike, state.run), pace)
+    click.echo(server.address)
+    if show_page:
+        server.show()
+    with suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(3600)
+    server.close()

@@ -20,15 +20,15 @@ from testbed.common.errors import HostError, TestbedError
 from testbed.common.formats import visible
 
 COMMANDS = {
-    "init": "controller.cli.init:init",
+    "init": "controller.cli.validate:init",
     "run": "controller.cli.run:run",
     "up": "controller.cli.lab:up",
-    "start": "controller.cli.start:start",
+    "start": "controller.cli.run:start",
     "down": "controller.cli.lab:down",
-    "watch": "controller.cli.watch:watch",
+    "watch": "controller.cli.lab:watch",
     "ps": "controller.cli.lab:ps",
     "logs": "controller.cli.lab:logs",
-    "exec": "controller.cli.exec:execute",
+    "exec": "controller.cli.lab:execute",
     "fault": "controller.cli.fault:fault",
     "link": "controller.cli.link:link",
     "plan": "controller.cli.plan:plan",
@@ -46,7 +46,7 @@ COMMANDS = {
     "images": "controller.cli.machine:images",
     "bench": "controller.cli.machine:bench",
     "doctor": "controller.cli.machine:doctor",
-    "hosts": "controller.cli.hosts:hosts",
+    "hosts": "controller.cli.machine:hosts",
 }
 
 

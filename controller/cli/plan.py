@@ -10,9 +10,13 @@ import click
 
 from controller.cli.options import as_json, in_results, on_hosts, overrides
 from controller.cli.printing import dump, make_console, print_section
+from controller.report.tables import Column, figures
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.kits.layers import costs
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
 
 CLASSES_SHOWN = 4
 """Classes shown of a device, those with most samples; all of them are in the JSON."""
@@ -26,8 +30,6 @@ if TYPE_CHECKING:
     from testbed.method import Problem
     from testbed.network.radio import Position
     from testbed.plan import Piece
-    from testbed.prepare import Prepared
-    from testbed.workload import ProgramPart
 
 
 @click.command()
@@ -53,10 +55,6 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
       testbed plan quickstart --set workload.method.schedule=gpipe
       testbed plan scenarios/quickstart.yaml --json
     """
-    from testbed.prepare import prepare
-    from testbed.scenario.expand import trials
-    from testbed.scenario.loading import load
-
     # Repetitions differ in their seed alone; what follows from it (positions that are drawn) is shown of the first.
     loaded = load(scenario, overrides)
     if in_results(loaded):
@@ -78,12 +76,15 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
 
 
 def _describe_plan(prepared: Prepared) -> dict[str, Any]:
+    from testbed.methods.program import by_device
+
     experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
+    programs = by_device(problem.workload.programs, [device.name for device in problem.devices])
     return {
         "scenario": prepared.scenario.name,
         "point": prepared.trial.point,
         "task": problem.workload.task,
-        "programs": {name: part.model_dump() for name, part in _programs(problem).items()},
+        "programs": {name: part.model_dump() for name, part in programs.items()},
         "method": chosen.method,
         "model": problem.model.name,
         "batch_size": problem.workload.batch_size,
@@ -131,12 +132,6 @@ def _plain_time(prepared: Prepared) -> float | None:
         return None
     devices = tuple(replace(device, precision="f32") for device in problem.devices)
     return prepared.method.plan(replace(problem, devices=devices)).step_time
-
-
-def _programs(problem: Problem) -> dict[str, ProgramPart]:
-    from testbed.methods.program import by_device
-
-    return by_device(problem.workload.programs, [device.name for device in problem.devices])
 
 
 def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
@@ -199,8 +194,6 @@ def _print_hosts(console: Console, hosts: Sequence[Mapping[str, Any]]) -> None:
     """Print where devices would run."""
     if not hosts:
         return
-    from controller.report.tables import Column, figures
-
     rows = [
         (
             each["host"],
@@ -218,8 +211,6 @@ def _print_hosts(console: Console, hosts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _print_plan(console: Console, described: dict[str, Any]) -> None:
-    from controller.report.tables import Column, figures
-
     point = ", ".join(f"{key}={value}" for key, value in described["point"].items())
     if described["programs"]:
         console.print(f"[bold]{described['scenario']}[/bold]{' at ' + point if point else ''}: programs\n")
@@ -283,8 +274,6 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
 
 def _print_data(console: Console, data: dict[str, Any]) -> None:
     """Print who owns which training samples."""
-    from controller.report.tables import Column, figures
-
     rows = []
     for row in data["owners"]:
         counts = row["classes"]
@@ -300,8 +289,6 @@ def _print_data(console: Console, data: dict[str, Any]) -> None:
 
 def _print_radio(console: Console, radio: dict[str, Any]) -> None:
     """Print the reception ratios, a row a sender, a column a receiver, numbered as the rows are, and the map."""
-    from controller.report.tables import Column, figures
-
     ratios = radio["prr"]
     numbers = {name: str(index) for index, name in enumerate(ratios, 1)}
     rows = [
@@ -344,8 +331,6 @@ def letters(positions: Mapping[str, Position], names: Mapping[str, str], area: t
 
 def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:
     """Print what each way takes of the device that it takes most of, and of the network."""
-    from controller.report.tables import Column, figures
-
     rows = [
         (
             each["name"] + (" *" if each["chosen"] else ""),

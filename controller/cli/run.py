@@ -1,20 +1,24 @@
-"""`testbed run`: a scenario, whichever runtime, from the file to the report."""
+"""`testbed run` and `start`: a scenario, whichever runtime, from the file to the report."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.console import Console
 
-from controller.api.execution import emulate_side_by_side, run_one_by_one, simulate_side_by_side
-from controller.cli.finished import explain, judge, reproduce, show_run, summarize
-from controller.cli.options import accept_links, links, metrics_as_json, on_hosts, out, overrides, watched
+from controller.api.execution import emulate_side_by_side, run_one_by_one, run_recorded, simulate_side_by_side
+from controller.cli.finished import explaining, judge, reproduce, show_run, summarize
+from controller.cli.options import accept_links, links, metrics_as_json, on_hosts, out, overrides, run_option, watched
 from controller.cli.printing import dump, make_console
-from testbed.common.errors import InputError, TestbedError
+from controller.results.files import finished_among
+from controller.results.recorder import numbered
+from controller.results.run import Run, run_name
+from controller.running.inputs import InitialWeights
+from testbed.common.errors import InputError
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -25,7 +29,6 @@ WEIGHTS = "weights.safetensors"
 if TYPE_CHECKING:
     from controller.hosts.labfile import LabPart
     from controller.lab.lab import LinkBackend
-    from controller.results.run import Run
     from testbed.scenario.schema import Scenario
 
 
@@ -143,7 +146,7 @@ def run(
         if not as_json:
             show_run(console, finished, brief=len(prepared) > 1)
 
-    try:
+    with explaining(console):
         if cluster and todo:
             from controller.api.cluster import connected, simulate_on_cluster
 
@@ -158,10 +161,44 @@ def run(
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
             lab = {"links": links, "accept_links": accept_links, "keep": keep, **where.places}
             run_one_by_one(rows, runtime, console, done, watch=watch, streams=streams, **lab)
-    except TestbedError as error:
-        explain(console, error)
-        raise
     _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=as_json)
+
+
+@click.command()
+@click.argument("scenario")
+@run_option
+@out
+@overrides
+@accept_links
+@watched
+@metrics_as_json
+def start(
+    scenario: str, run_id: str | None, out: Path | None, overrides: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
+    """Run the workload of SCENARIO on the lab that `testbed up SCENARIO` made, and leave the lab up.
+
+    Its devices and network are those of the lab; method, model, programs, faults and lengths may be others than at the
+    last start. Ends as `testbed run` does.
+
+    \b
+    Examples:
+      testbed up quickstart && testbed start quickstart
+      testbed start quickstart --set workload.method.name=gpipe
+    """
+    from controller.hosts.lab import open_lab
+    from controller.lab import runstate
+
+    loaded = load(scenario, overrides)
+    prepared = prepare(trials(loaded)[0])
+    lab = open_lab(runstate.choose(run_id))
+    lab.check_serves(prepared.trial)
+    console = make_console(stderr=as_json)
+    folder = out or numbered(Path("results") / run_name(prepared.trial))
+    with explaining(console):
+        finished = run_recorded(prepared, "emulate", folder, InitialWeights(console), console, standing=lab, **options)
+    if not as_json:
+        show_run(console, finished, brief=False)
+    _show_all([finished], loaded, console, as_json=as_json)
 
 
 def _check_apart(where: LabPart, runtime: str, keep: bool) -> None:
@@ -204,9 +241,6 @@ def _places(
     prepared: Sequence[Prepared], runtime: str, out: Path | None, resume: Path | None, together: str
 ) -> list[Path]:
     """Return where the results of each run go; runs of one sweep lie together, and never among those of an earlier."""
-    from controller.results.recorder import numbered
-    from controller.results.run import run_name
-
     if resume is not None and out is not None:
         raise InputError("--resume names the folder: leave --out away")
     if together and runtime != "simulate":
@@ -223,8 +257,6 @@ def _places(
 
 
 def _finished(prepared: Sequence[Prepared], places: Sequence[Path], console: Console) -> dict[int, Run]:
-    from controller.results.files import finished_among
-
     found = finished_among(places, [each.trial for each in prepared])
     console.print(f"{len(found)} of {len(places)} runs are there already")
     return found

@@ -1,9 +1,11 @@
-"""`testbed validate` and `schema`: what a scenario file may say."""
+"""`testbed init`, `validate` and `schema`: what a scenario file may say, and a folder to begin a study with."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +14,47 @@ from controller.cli.options import as_json, in_results, overrides
 from controller.cli.printing import dump
 from testbed.common.errors import InputError
 from testbed.common.formats import visible
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import SHIPPED, load, published_schema
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def init(folder: Path) -> None:
+    """Create FOLDER with a scenario, a network, a method and a test to start a study from.
+
+    \b
+    Example:
+      testbed init my-study
+      cd my-study
+      testbed run my-study.yaml --runtime simulate
+      pytest
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder}: is there already: name a new folder")
+    name, made = folder.resolve().name, not folder.exists()
+    study = {path.name: path.read_text() for path in sorted((SHIPPED / "study").glob("*.*"))}
+    # In quotes: without them YAML reads null as nothing.
+    study["study.yaml"] = study["study.yaml"].replace("name: study\n", f"name: {json.dumps(name)}\n")
+    study["study.yaml"] = study["study.yaml"].replace("study.yaml", f"{name}.yaml")
+    study["test_study.py"] = study["test_study.py"].replace("study.yaml", f"{name}.yaml")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in study.items():
+            (folder / file.replace("study.yaml", f"{name}.yaml")).write_text(text)
+        load(folder / f"{name}.yaml")
+    except InputError:
+        for written in list(folder.iterdir()):
+            written.unlink()
+        if made:
+            folder.rmdir()
+        text = f"{folder}: '{name}' is no name of a scenario: use lower-case letters, digits and dashes, a letter first"
+        raise InputError(f"{text}, 31 of them at most") from None
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made: {error.strerror or error}") from None
+    click.echo(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    click.echo(f"next: cd {folder} && testbed run {name}.yaml --runtime simulate")
 
 
 @click.command()
@@ -46,10 +89,6 @@ def validate(scenarios: tuple[str, ...], overrides: tuple[str, ...], as_json: bo
 
 
 def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    from testbed.prepare import prepare
-    from testbed.scenario.expand import trials
-    from testbed.scenario.loading import load
-
     file = name
     try:
         scenario = load(name, overrides)
@@ -87,6 +126,4 @@ def schema() -> None:
       testbed schema > scenario.schema.json
       # yaml-language-server: $schema=scenario.schema.json
     """
-    from testbed.scenario.loading import published_schema
-
     dump(published_schema())

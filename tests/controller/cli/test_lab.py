@@ -13,7 +13,7 @@ import pytest
 _COMMAND = """
 import socket, struct, sys, threading
 from types import SimpleNamespace
-from controller.cli.exec import execute
+from controller.cli.lab import execute
 from controller.lab import engine, runstate
 
 ours, theirs = socket.socketpair()

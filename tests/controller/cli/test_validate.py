@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.init import init
+from controller.cli.validate import init
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load
 
