@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from controller.shaping import interfaces, netem, nfqueue, sender, tc
 from controller.shaping.chain import receiving
@@ -23,7 +23,7 @@ from testbed.common.seeds import derive
 from testbed.network.link import Distribution, Link
 
 
-class Backend:
+class Backend(Protocol):
     """The receiver's side of the links, by one of the kernel's means. Runs in the device's namespace."""
 
     name: str
@@ -34,11 +34,9 @@ class Backend:
 
     def problem(self, plan: InterfacePlan) -> str | None:
         """Say what of a plan this backend cannot do in the device's namespace, and what would help."""
-        raise NotImplementedError
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Do what is not done by ``tc``, and before that: all of it without an old plan, else what differs."""
-        raise NotImplementedError
 
     def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
         """Return what ``tc`` is to do."""
@@ -50,14 +48,13 @@ class Backend:
 
     def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
         """Say where the kernel holds something else than the plan."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Let go of everything."""
-        raise NotImplementedError
 
     def forget(self, device: str) -> None:
         """Forget a device that is gone."""
+        return
 
     def statistics(self) -> dict[str, Any]:
         """Return what bears on trust in this backend, beside what the kernel itself counts."""
@@ -65,6 +62,7 @@ class Backend:
 
     def reset(self) -> None:
         """Reset such figures."""
+        return
 
 
 class Userspace(Backend):
