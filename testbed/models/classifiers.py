@@ -55,20 +55,22 @@ def mlp(options: MlpOptions, shape: Shape, classes: int) -> Model:
 class CnnOptions(Part):
     """Options of the small convolutional network."""
 
-    channels: tuple[Width, Width, Width] = Field((16, 32, 64), description="of the three convolutions")
+    channels: tuple[Width, ...] = Field(
+        (16, 32, 64), min_length=1, max_length=3, description="of the convolutions, one to three, the last two pooled"
+    )
     hidden: tuple[Width, ...] = Field(
         (120, 84), max_length=MOST_LAYERS, description="sizes of the fully connected layers before the last"
     )
 
 
 def cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
-    """Make three convolutions, the last two with pooling, and fully connected layers."""
-    first, second, third = options.channels
+    """Make convolutions, the last two with pooling, and fully connected layers."""
     units: Units = [
-        ("conv1", [Conv2d(first, padding=1), ReLU()]),
-        ("conv2", [Conv2d(second, padding=1), ReLU(), MaxPool2d()]),
-        ("conv3", [Conv2d(third, padding=1), ReLU(), MaxPool2d(), Flatten()]),
+        (f"conv{index}", [Conv2d(channels, padding=1), ReLU()]) for index, channels in enumerate(options.channels, 1)
     ]
+    for _, layers in units[-2:]:
+        layers.append(MaxPool2d())
+    units[-1][1].append(Flatten())
     units += [(f"hidden{index}", [Linear(size), ReLU()]) for index, size in enumerate(options.hidden, 1)]
     units.append(("output", [Linear(classes)]))
     return chain("cnn", shape, classes, units)

@@ -44,6 +44,7 @@ class Node:
     saved: dict = field(default_factory=dict)
     used: Counter = field(default_factory=Counter)
     rates: dict = field(default_factory=dict)
+    past: dict = field(default_factory=dict)
 
 
 class EdgePipe:
@@ -126,6 +127,7 @@ class EdgePipe:
         if not self.goes_on(name, layer, batch, came):
             return []
         node, (inputs, gaps) = self.nodes[name], self.whole(layer - 1, batch, came)
+        self.substitute(node, layer - 1, came, inputs)
         outputs = inputs @ node.weights[layer].T + node.biases[layer]
         if layer < self.layers - 1:
             outputs = np.maximum(outputs, 0)
@@ -134,6 +136,9 @@ class EdgePipe:
 
     def goes_on(self, name, layer, batch, came):
         return True
+
+    def substitute(self, node, layer, came, inputs):
+        pass
 
     def cross_entropy(self, results, batch):
         """Return the mean loss and its gradient by the results."""
@@ -199,9 +204,18 @@ class VersatileFL(EdgePipe):
     """Section IV: substitution, the forward criterion, saved gradients, dynamic update; neurons stay where they are."""
 
     def __init__(
-        self, setting, granularity="link", ideal=False, thres_fw=None, grad_reuse=None, patience=60, stage_window=1
+        self,
+        setting,
+        granularity="link",
+        ideal=False,
+        thres_fw=None,
+        grad_reuse=None,
+        patience=60,
+        stage_window=1,
+        past=False,
     ):
         super().__init__(setting)
+        self.past = past
         self.granularity, self.ideal, self.patience, self.stage_window = granularity, ideal, patience, stage_window
         self.seen = defaultdict(list)
         self.given = thres_fw, grad_reuse
@@ -240,6 +254,14 @@ class VersatileFL(EdgePipe):
             return False
         self.nodes[name].rates[layer, batch] = rates
         return True
+
+    def substitute(self, node, layer, came, inputs):
+        """Put the mean of what a sender's neurons last gave in the place of zeros."""
+        for sender in self.holders(layer) if self.past else ():
+            if sender in came:
+                node.past[layer, sender] = came[sender][0].mean(axis=0)
+            elif (layer, sender) in node.past:
+                inputs[:, self.neurons(sender, layer)] = node.past[layer, sender]
 
     def of_results(self, name, layer, batch, came):
         if not self.criterion(name, layer, batch, self.rates_of(layer, came)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from testbed.kits.slots.planner import SlotDetails, timetable_of
@@ -80,12 +81,19 @@ def _time_to_good(record: Record) -> float | None:
     return None if step is None else timetable_of(details).slots(step * details.micro_batches) * details.slot
 
 
-def _rate(record: Record) -> float | None:
+def _casts(record: Record) -> int:
+    return len(_training_casts(record))
+
+
+def _transmissions(record: Record) -> int:
     """As the paper counts packets: to each receiver one."""
+    return sum(len(each.fields["peers"]) for each in _training_casts(record))
+
+
+def _rate(count: Callable[[Record], int], record: Record) -> float | None:
     last = _last_backward(record)
     seconds = last - (details_of(record).begin or 0.0) - sum(end - begin for begin, end in _tests(record) if end < last)
-    meant = sum(len(each.fields["peers"]) for each in _training_casts(record))
-    return meant / seconds / len(record.plan.devices) if seconds > 0 else None
+    return count(record) / seconds / len(record.plan.devices) if seconds > 0 else None
 
 
 DECLARED = Declared(
@@ -108,14 +116,19 @@ DECLARED = Declared(
             "of the results that the output layer shares, those that came in time",
             lambda record: _passed(record, "sharing"),
         ),
+        Figure("training_casts", "number", "acknowledgements too, without those of tests", _casts),
         Figure(
-            "training_casts",
+            "training_transmissions",
             "number",
-            "transmissions, acknowledgements too, without those of tests",
-            lambda record: len(_training_casts(record)),
+            "the same, one for each receiver of a cast: the papers' transmissions",
+            _transmissions,
         ),
+        Figure("casts_rate", "number", "casts a second and device while training", partial(_rate, _casts)),
         Figure(
-            "transmissions_rate", "number", "a second and device while training, one for each receiver of a cast", _rate
+            "transmissions_rate",
+            "number",
+            "a second and device while training, one for each receiver of a cast",
+            partial(_rate, _transmissions),
         ),
         Figure("timeslots", "number", "until the last backward, those of tests between steps among them", _timeslots),
         Figure(

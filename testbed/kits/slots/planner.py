@@ -32,6 +32,9 @@ from testbed.wire import cast
 ANSWER = 0.005
 """Seconds that a device may take to acknowledge a cast, beside the transmission."""
 
+BYTES_OF_RANGE = 32
+"""About what one device's neurons of a layer take in a message."""
+
 Divide = Callable[[Sequence[int], Sequence[str]], Arrangement]
 """Hook: from the neurons of each layer, the input layer's first, and the devices to one super neuron a device."""
 
@@ -96,7 +99,7 @@ class SlotDetails(Details):
     backward: tuple[float, ...]
     """The same of its backward and update."""
     begin: float | None = None
-    """Seconds at which the first slot begins where weights are given, and handed out before; None: at once."""
+    """Seconds at which the first slot begins where weights or the arrangement are handed out before; None: at once."""
     answered: tuple[float, ...]
     """By device, the seconds after a cast has left until all have acknowledged it; devices know only own links."""
 
@@ -162,8 +165,13 @@ def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Pro
     return LayerCosts(forward_of(one, samples), backward_of(one, samples), update)
 
 
-def plan(method: str, problem: Problem[SlotOptions], divide: Divide, micro_batches: int = 1) -> Plan[SlotDetails]:
-    """Divide the layers, map the super neurons onto devices, time the slots. Raises `InputError`."""
+def plan(
+    method: str, problem: Problem[SlotOptions], divide: Divide, micro_batches: int = 1, informs: bool = False
+) -> Plan[SlotDetails]:
+    """Divide the layers, map the super neurons onto devices, time the slots. Raises `InputError`.
+
+    ``informs``: whether the coordinator informs the others of the arrangement before the first slot.
+    """
     neurons, names = neurons_of(problem), [device.name for device in problem.devices]
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
     order, reached = _mapped(problem, divide(neurons, names), mapping.matrix(names, ratios))
@@ -173,7 +181,10 @@ def plan(method: str, problem: Problem[SlotOptions], divide: Divide, micro_batch
     table = _table(held.groups, problem.options.pipelined, micro_batches)
     slot = _slot(problem, held, math.ceil(problem.workload.batch_size / micro_batches))
     times = [_computation(problem, held, layer, problem.workload.batch_size) for layer in range(len(neurons))]
-    lead = held.holders(held.output)[0]
+    lead, coordinator = held.holders(held.output)[0], mapping.coordinator(names, ratios)
+    weights = BYTES_PER_VALUE * sum(unit.parameters for unit in problem.model.units)
+    handed_out = [(lead, weights)] if problem.workload.model.weights is not None else []
+    handed_out += [(coordinator, BYTES_OF_RANGE * sum(map(len, held.layers)))] if informs else []
     return Plan(
         method=method,
         lead=lead,
@@ -183,7 +194,7 @@ def plan(method: str, problem: Problem[SlotOptions], divide: Divide, micro_batch
         details=SlotDetails(
             groups=tuple((group.start, group.stop) for group in held.groups),
             devices=held.devices,
-            coordinator=mapping.coordinator(names, ratios),
+            coordinator=coordinator,
             score=reached,
             reception=fmean(ratios.values()) if ratios else 1.0,
             pipelined=problem.options.pipelined,
@@ -192,7 +203,7 @@ def plan(method: str, problem: Problem[SlotOptions], divide: Divide, micro_batch
             test_slot=max(slot, sum(_needed(problem, held, test_batch(problem)))),
             forward=tuple(forward for forward, _ in times),
             backward=tuple(backward for _, backward in times),
-            begin=_handed_out(problem, lead),
+            begin=sum(_handed_out(problem, *each) for each in handed_out) or None,
             answered=tuple(_answering_time(problem, name) for name in held.devices),
         ),
     )
@@ -268,22 +279,19 @@ def _steps(problem: Problem[SlotOptions], table: Timetable, slot: float) -> int 
     return steps
 
 
-def _handed_out(problem: Problem[SlotOptions], lead: str) -> float | None:
-    """Return the seconds until every device has the weights to begin with; None where they are drawn from the seed.
+def _handed_out(problem: Problem[SlotOptions], sender: str, size: int) -> float:
+    """Return the seconds until every device has so many bytes of one, such as the weights to begin with.
 
-    Twice what their bytes take from the device that leads to all others, one after the other, and some round trips.
-    Raises `InputError` where it has no link to one of them.
+    Twice what they take to all others, one after the other, and some round trips. Raises `InputError` where it has no
+    link to one of them.
     """
-    if problem.workload.model.weights is None:
-        return None
-    others = [device.name for device in problem.devices if device.name != lead]
-    unlinked = [name for name in others if (lead, name) not in problem.links]
+    others = [device.name for device in problem.devices if device.name != sender]
+    unlinked = [name for name in others if (sender, name) not in problem.links]
     if unlinked:
-        text = f"no link leads from {lead}, which has the weights to begin with, to {unlinked[0]}: use mesh"
+        text = f"no link leads from {sender}, which has what all others need to begin, to {unlinked[0]}: use mesh"
         raise InputError(text, ("network", "topology"))
-    rate, delay = _leaving(problem, lead)
-    size = BYTES_PER_VALUE * sum(unit.parameters for unit in problem.model.units) * len(others)
-    return 2 * (0.0 if rate is None else 8 * size / rate) + 4 * delay + problem.options.margin
+    rate, delay = _leaving(problem, sender)
+    return 2 * (0.0 if rate is None else 8 * size * len(others) / rate) + 4 * delay + problem.options.margin
 
 
 def _needed(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> tuple[float, float]:

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from testbed.device import Device
 from testbed.kits.layers.layer_shard import LayerShard
 from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.typed import Typed
+from testbed.kits.slots.arrangement import Arrangement
 from testbed.kits.slots.missing import Arrived, Usable, Work, back
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import SlotDetails
 from testbed.kits.slots.program import KINDS, Fixed, SlotProgram, transmit_of
 from testbed.kits.slots.weights import given_weights
 from testbed.method import Job
-from testbed.methods.edgepipe.planner import EdgePipeOptions, Learns, arrangement
+from testbed.methods.edgepipe import INFORMING, EdgePipeOptions, Learns, arrangement
+
+
+@dataclass(frozen=True)
+class NeedsArrangement(Typed, kind=INFORMING[0]):
+    """To the device that coordinates: the sender has started, and does not know what to hold."""
+
+    started: float
+    """Seconds on its clock."""
+
+
+@dataclass(frozen=True)
+class Arranged(Typed, kind=INFORMING[1]):
+    """From the device that coordinates: the task that each device receives in line 22 of Algorithm 1."""
+
+    layers: list[dict[str, list[int]]]
+    """By layer, each device's first neuron, and the one behind its last."""
 
 
 class TreatedAsNull:
@@ -78,10 +98,30 @@ class TreatedAsNull:
         """Need no loss."""
 
 
+async def informed(mailbox: Mailbox, job: Job[EdgePipeOptions, SlotDetails]) -> Arrangement:
+    """Return who holds what: as planned, on the device that coordinates, and elsewhere as that one says."""
+    planned, coordinator = arrangement(job.problem, job.plan), job.plan.details.coordinator
+    if not job.problem.options.informs:
+        return planned
+    if mailbox.device.name != coordinator:
+        mailbox.post(coordinator, NeedsArrangement(mailbox.device.now()))
+        received = (await mailbox.take(Arranged)).layers
+        layers = tuple({name: range(first, stop) for name, (first, stop) in layer.items()} for layer in received)
+        return replace(planned, layers=layers)
+    task = Arranged([{name: [held[0], held[-1] + 1] for name, held in layer.items()} for layer in planned.layers])
+
+    def inform(message: NeedsArrangement) -> None:
+        mailbox.post(message.sender, task)
+
+    mailbox.on(NeedsArrangement, inform)
+    return planned
+
+
 async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
     """Train and test, slot by slot, from the slot that it is."""
-    async with Mailbox(device, job.problem.links, KINDS) as mailbox:
+    async with Mailbox(device, job.problem.links, (*KINDS, NeedsArrangement, Arranged)) as mailbox:
+        arranged = await informed(mailbox, job)
         neurons = Neurons(device, job.problem, await given_weights(mailbox, job))
-        held = Fixed(arrangement(job.problem, job.plan), neurons, device.name)
+        held = Fixed(arranged, neurons, device.name)
         null = TreatedAsNull(job.problem.options.learns, job.plan.details.micro_batches)
         await SlotProgram(mailbox, job, neurons, held, null, transmit_of(mailbox, job)).run()

@@ -57,10 +57,12 @@ class ArrangementController:
         devices: Sequence[str],
         window: tuple[int, float],
         enabled: bool,
+        until: int | None = None,
     ) -> None:
         """``devices``: all that there may ever be; ``window``: its steps, and its seconds.
 
-        Not ``enabled``, only what was counted is recorded, window after window.
+        Not ``enabled``, only what was counted is recorded, window after window. ``until``: the step at which all
+        maintenance ends.
         """
         self._mailbox = mailbox
         self._device = mailbox.device
@@ -71,6 +73,7 @@ class ArrangementController:
         self._others = [name for name in devices if name != mailbox.device.name]
         self._steps, self._seconds = window
         self._enabled = enabled
+        self._until = until
         self._reported = 0
         """Windows of which the maintenance was recorded."""
         self._joining: dict[str, int] = {}
@@ -130,6 +133,9 @@ class ArrangementController:
         """
         step = None if segment.tests or action is None else action.batch
         self._report(segment, step)
+        if step is not None and self._until is not None and step >= self._until:
+            self._enabled, self._until = False, None
+            self._maintenance.end()
         if not self._enabled:
             return False
         before, me = self._group, self._device.name

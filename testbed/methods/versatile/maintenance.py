@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
@@ -20,6 +20,7 @@ from testbed.kits.slots.arrangement import Arrangement
 from testbed.kits.slots.casts import Outputs, Transmit, Values
 from testbed.kits.slots.missing import Arrived, Usable, Work, back
 from testbed.methods.versatile.planner import VersatileOptions
+from testbed.models.slices import Channels
 
 MOST_FORWARD = 0.5
 FORWARD_STEP = 0.1
@@ -37,7 +38,7 @@ class DynamicUpdate:
     def __init__(self, options: VersatileOptions) -> None:
         self.stage = 0
         """Counted by the device that leads, and sent along with casts."""
-        self._options = options
+        self.options = options
         self._window, self._losses = 0, list[float]()
         """The present window of `stage_window` steps, and the exact losses of its steps."""
         self._best = math.inf
@@ -47,34 +48,34 @@ class DynamicUpdate:
     @property
     def thres_fw(self) -> float:
         """As given, or 0, then 0.1 more in each stage, up to 0.5."""
-        given = self._options.thres_fw
+        given = self.options.thres_fw
         return min(MOST_FORWARD, round(self.stage * FORWARD_STEP, 9)) if given is None else given
 
     @property
     def grad_reuse_bw(self) -> int:
         """As given, or 10, then 1 less in each stage, down to 0."""
-        given = self._options.grad_reuse
+        given = self.options.grad_reuse
         return max(0, MOST_REUSE - self.stage) if given is None else given
 
     def observe(self, step: int, loss: float) -> None:
         """Take the exact loss of a step, in the order of steps; those of which results are missing are left out."""
-        window, last = divmod(step, self._options.stage_window)
+        window, last = divmod(step, self.options.stage_window)
         if window != self._window:
             self._close()
         self._window = window
         self._losses.append(loss)
-        if last + 1 == self._options.stage_window:
+        if last + 1 == self.options.stage_window:
             self._close()
 
     def _close(self) -> None:
         """Compare the mean loss of the present window, if any was seen, with the best before."""
         if not self._losses:
             return
-        loss, end = fmean(self._losses), (self._window + 1) * self._options.stage_window
+        loss, end = fmean(self._losses), (self._window + 1) * self.options.stage_window
         self._losses.clear()
         if self._since is None or loss < self._best:
             self._best, self._since = loss, end
-        elif end - self._since >= self._options.patience:
+        elif end - self._since >= self.options.patience:
             self.stage, self._since = self.stage + 1, end
 
 
@@ -139,19 +140,25 @@ class Maintenance:
 
     masks = False
 
-    def __init__(self, options: VersatileOptions, update: DynamicUpdate, confirm: Confirm) -> None:
-        self.announces = options.rearrangement
+    def __init__(self, update: DynamicUpdate, confirm: Confirm) -> None:
+        self.announces = update.options.rearrangement
         """By what is received of a device, the others judge it."""
         self.rates: dict[tuple[int, int], Rates] = {}
         """By layer and number of a batch that was forwarded here: of its way up to that layer."""
-        self._options = options
         self._update = update
         self._confirm = confirm
         self._saved: defaultdict[int, SavedGradients] = defaultdict(SavedGradients)
+        self._past: dict[tuple[int, str, Channels], torch.Tensor] = {}
+        """By layer, sender and its neurons: the mean over the samples of what last arrived whole, (values,)."""
         self._dropped: set[tuple[int, int]] = set()
         """Layers and numbers of the batches that went no further here."""
         self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
         """By layer, since the last `report`."""
+
+    def end(self) -> None:
+        """Go on as the baseline Naive, with zeros for what is missing."""
+        naive = VersatileOptions.baselines["naive-zeros"]
+        self._update.options = self._update.options.model_copy(update=dict(naive))
 
     def forget(self, layer: int) -> None:
         """Forget what was saved of a layer: its neurons are others now."""
@@ -172,11 +179,26 @@ class Maintenance:
         if not self._goes_on(layer, arrived, rates):
             return None
         self.rates[layer, arrived.batch] = rates
-        return arrived.together()
+        return self._substituted(arrived).together()
 
     def tested(self, arrived: Arrived) -> torch.Tensor | None:
-        """Return inputs, (samples, values), with zeros for missing ones; without substitution None for such a batch."""
-        return arrived.together() if self._options.substitution or arrived.complete else None
+        """Return inputs, (samples, values), as in training; without substitution None where any is missing."""
+        return self._substituted(arrived).together() if self._update.options.substitution or arrived.complete else None
+
+    def _substituted(self, arrived: Arrived) -> Arrived:
+        """Put past outputs, if these are to be substitutes, in the place of missing ones, which else are zeros."""
+        if not self._update.options.past:
+            return arrived
+        parts = []
+        for part in arrived.parts:
+            key = (arrived.layer, part.sender, part.neurons)
+            if part.tensor is not None and part.missing is None:
+                self._past[key] = part.tensor.mean(dim=0)
+            elif key in self._past:
+                past = self._past[key].expand(arrived.samples, -1)
+                part = part._replace(tensor=past if part.tensor is None else past.where(part.missing, part.tensor))
+            parts.append(part)
+        return replace(arrived, parts=tuple(parts))
 
     def _goes_on(self, layer: int, arrived: Arrived, rates: Rates) -> bool:
         """Return whether a batch goes on to be learnt from, and keep in mind where it does not."""
@@ -184,7 +206,7 @@ class Maintenance:
         self._counts[layer]["batches"] += 1
         if key in self._dropped:
             return False
-        if valid(rates, self._update.thres_fw) and (self._options.substitution or arrived.complete):
+        if valid(rates, self._update.thres_fw) and (self._update.options.substitution or arrived.complete):
             return True
         self._dropped.add(key)
         self._counts[layer]["dropped"] += 1
@@ -192,20 +214,20 @@ class Maintenance:
 
     async def results(self, arrived: Arrived) -> Usable:
         """Return all results; those of a batch of which some are missing give no exact loss."""
-        others = self._options.sharing != "layer" or await self._confirm(arrived.layer, arrived)
+        others = self._update.options.sharing != "layer" or await self._confirm(arrived.layer, arrived)
         if not self._goes_on(arrived.layer, arrived, _heard_rates(arrived, arrived.layer)):
             return Usable(None, "nothing")
         return Usable(arrived.together(), "new") if arrived.complete and others else Usable(None, "saved")
 
     async def losses(self, arrived: Arrived) -> Usable:
         """Return the sum of the losses that have arrived (equation 2); they are new gradients by the granularity."""
-        layer, granularity = arrived.layer - 1, self._options.backward
+        layer, granularity = arrived.layer - 1, self._update.options.backward
         others = granularity != "layer" or await self._confirm(layer, arrived)
         lost = (layer, arrived.batch) in self._dropped
         self._dropped -= {each for each in self._dropped if each[0] == layer and each[1] <= arrived.batch}
         here = sum(part.tensor is not None for part in arrived.parts)
         enough = here > 0 if granularity == "link" else here == len(arrived.parts) and others
-        nothing = not here or (not self._options.substitution and not arrived.complete)
+        nothing = not here or (not self._update.options.substitution and not arrived.complete)
         return Usable(None if nothing else arrived.added(), "nothing" if lost else "new" if enough else "saved")
 
     def learn(
@@ -218,7 +240,7 @@ class Maintenance:
         if gradient is not None and usable.learns == "new":
             counts["fresh"] += 1
             return partial(saved.learn, shard, layer, batch, gradient)
-        reuses = self._options.reuse and saved.usable(self._update.grad_reuse_bw)
+        reuses = self._update.options.reuse and saved.usable(self._update.grad_reuse_bw)
         counts["reused" if reuses else "idle"] += 1
         if gradient is None and not reuses:
             return None

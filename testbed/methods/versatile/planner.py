@@ -35,10 +35,16 @@ class VersatileOptions(SlotOptions):
     }
     """The paper's Naive "does not have any maintenance scheme against failures", which leaves open whether a batch with
     anything missing is dropped, or zeros are computed with and a layer learns where all its losses have arrived."""
+    naive_after: int | None = Field(None, ge=1)
+    """Steps after which nothing is maintained any more: "applying Naive to the VersatileFL-based trained or recovered
+    model after each network variation outbreak" (Figure 11), as the baseline `naive-zeros`."""
     allocation: Literal["vertical", "hybrid", "horizontal", "random"] = "hybrid"
     """As EdgePipe's; random: all layers in one group, each neuron on any of the devices."""
     substitution: bool = True
     """Zeros for missing values. False: a batch with anything missing goes no further."""
+    past: bool = False
+    """Substitute the past for missing outputs ("the missing intermediate values with the past or approximated values"):
+    what their sender's neurons last gave on the mean of a batch, since other samples pass now; zeros before that."""
     reuse: bool = True
     """Saved gradients where new ones are missing."""
     rearrangement: bool = True

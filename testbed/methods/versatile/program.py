@@ -76,7 +76,7 @@ async def run(device: Device, job: VersatileJob) -> None:
     async with Mailbox(device, problem.links, KINDS) as mailbox:
         update, neurons = DynamicUpdate(options), Neurons(device, problem, await given_weights(mailbox, job))
         confirm = Confirming(mailbox, lambda: handover.now, answering_time(mailbox, details))
-        maintenance = Maintenance(options, update, confirm)
+        maintenance = Maintenance(update, confirm)
         handover = Handover(mailbox, neurons, first, maintenance.forget)
         if not booted:
             handover.apply(first)
@@ -91,6 +91,7 @@ async def run(device: Device, job: VersatileJob) -> None:
             [each.name for each in problem.devices],
             (window, window * timetable_of(details).period * details.slot),
             options.rearrangement,
+            options.naive_after,
         )
         transmit = transmit_of(mailbox, job)
         if options.sharing == "ideal":

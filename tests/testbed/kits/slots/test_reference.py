@@ -33,8 +33,10 @@ def drawn(name, seed):
             "stage_window": draw.choice([1, 1, 2, 4]),
         }
         own |= {"granularity": draw.choice(["link", "neuron"]), "ideal": draw.random() < 0.3}
+        own["past"] = random.Random(f"past {seed}").random() < 0.3
         method |= {"backward": own["granularity"], "sharing": "ideal" if own["ideal"] else "neuron"}
-        method |= {"rearrangement": False, **{key: own[key] for key in ("grad_reuse", "patience", "stage_window")}}
+        same = ("grad_reuse", "patience", "stage_window", "past")
+        method |= {"rearrangement": False, **{key: own[key] for key in same}}
         method["thres_fw"] = own["thres_fw"] and f"{own['thres_fw']:.0%}"
     loss = draw.choice([2, 10, 20, 35, 50])
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": f"{loss}%"}}

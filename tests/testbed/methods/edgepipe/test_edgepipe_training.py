@@ -12,8 +12,7 @@ from torch.nn import functional
 from testbed.common.errors import InputError
 from testbed.data.batches import batch
 from testbed.kits.slots.planner import timetable_of
-from testbed.methods.edgepipe import EdgePipe
-from testbed.methods.edgepipe.planner import arrangement
+from testbed.methods.edgepipe import EdgePipe, arrangement
 from testbed.network.broadcast import heard, received
 from testbed.plan import Details
 from testbed.scenario.expand import trials
@@ -217,9 +216,39 @@ def test_figures_count_what_came_and_tell_training_from_tests():
     assert [figures[f"{each}_passed"] for each in ("forward", "backward", "sharing")] == [1, 1, 1]
     # For a batch each of six devices casts the outputs of two layers, and four of them the losses of two.
     assert figures["training_casts"] == 12 * (12 + 8)
+    # To the next layer's devices but oneself: 16 transmissions of outputs and results, 12 of losses.
+    assert figures["training_transmissions"] == 12 * 28
+    assert figures["transmissions_rate"] / figures["casts_rate"] == pytest.approx(28 / 20)
     # Twice two test runs of three batches.
     assert figures["casts"] == 12 * (12 + 8) + 2 * 2 * 3 * 12
     assert [each["step"] for each in of(outcome, "tests")] == [6, 12]
+
+
+def test_the_coordinator_informs_all_others_before_the_first_timeslot_and_that_is_counted():
+    written, usual = six({"informs": True}), six()
+    _, chosen = planned(written)
+    outcome, same = run(written), run(usual)
+    assert [step["loss"] for step in of(outcome, "step")] == [step["loss"] for step in of(same, "step")]
+    informed = {each["peer"]: event for event, each in sent(outcome, "arrangement")}
+    assert informed.keys() == {*chosen.details.devices} - {chosen.details.coordinator}
+    assert {event.device for event in informed.values()} == {chosen.details.coordinator}
+    assert max(event.time for event in informed.values()) < chosen.details.begin
+    (trial,) = trials(written)
+    figures = metrics(outcome, trial.experiment, chosen, EdgePipe.declared)
+    told = [each["bytes"] for kind in ("arrangement", "needs_arrangement") for _, each in sent(outcome, kind)]
+    assert figures["informing_bytes"] == sum(told)
+    assert figures["bytes_sent"] == sum(told) + metrics(same, trial.experiment, chosen, EdgePipe.declared)["bytes_sent"]
+
+
+def sent(outcome, kind):
+    return [(each, each.fields) for each in outcome.events if each.event == "send" and each.fields["message"] == kind]
+
+
+def test_a_device_that_restarts_is_informed_again():
+    kill = {"kill": "worker1", "when": {"device": "worker1", "begins": "backward", "batch": 3}, "for": "100ms"}
+    outcome = run(six({"informs": True}, faults=[kill]))
+    assert outcome.status == "finished"
+    assert sum(each["peer"] == "worker1" for _, each in sent(outcome, "arrangement")) == 2
 
 
 def test_a_test_batch_of_all_samples_has_slots_that_are_long_enough():

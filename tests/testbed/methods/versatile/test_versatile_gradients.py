@@ -64,7 +64,7 @@ def test_gradients_are_as_numpy_has_them(granularity, limit, place):
         async def confirm(layer, arrived):
             return complete[1 - at]
 
-        return Maintenance(options, DynamicUpdate(options), confirm)
+        return Maintenance(DynamicUpdate(options), confirm)
 
     devices = [maintained(at) for at in range(2)]
     draws = np.random.default_rng(limit)
@@ -105,7 +105,7 @@ def test_gradients_are_as_numpy_has_them(granularity, limit, place):
 
 def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_batch_teaches_nothing():
     options = VersatileOptions(thres_fw="50%")
-    missing = Maintenance(options, DynamicUpdate(options), None)
+    missing = Maintenance(DynamicUpdate(options), None)
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
     lost = SenderPart("b", range(1, 2), None)
     assert asyncio.run(missing.results(Arrived(2, 0, 2, 2, (mine, lost)))) == Usable(None, "saved")

@@ -121,6 +121,22 @@ def test_a_killed_device_is_found_by_its_silence_and_its_neurons_start_anew_on_t
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
+def test_nothing_is_maintained_after_the_steps_of_naive_after():
+    method = {"allocation": "hybrid", "naive_after": 15}
+    planned = devices_of(six(method))
+    victim = next(name for name in planned.details.devices if name != planned.lead)
+    faults = [{"kill": victim, "at": f"{15 * 4 * planned.details.slot}s"}]
+    network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "5%"}}
+    keys = {"faults": faults, "network": network, "workload": {"steps": 60}}
+    naive, maintained = (run(six({**method, "naive_after": steps}, **keys)) for steps in (15, None))
+    before, still = ([each["loss"] for each in of(outcome, "step")][:15] for outcome in (naive, maintained))
+    assert before == still
+    assert "failure" in {each["cause"] for each in of(maintained, "rearrangement")}
+    assert "failure" not in {each["cause"] for each in of(naive, "rearrangement")}
+    reused = [each["reused"] for each in of(naive, "maintenance") if "reused" in each and each["step"] > 36]
+    assert not reused, "saved gradients are not used any more"
+
+
 def test_neurons_of_a_device_that_retires_travel_and_it_joins_again_with_an_even_share():
     method = {"allocation": "horizontal"}
     planned = devices_of(six(method))
