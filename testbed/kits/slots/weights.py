@@ -49,7 +49,7 @@ KINDS = (NeedsWeights, GivenWeights, FinalWeights)
 
 async def given_weights(mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]) -> State | None:
     """Return the weights of the whole network to begin with; None where they are drawn from the seed."""
-    if job.plan.details.begin is None:
+    if job.problem.workload.model.weights is None:
         return None
     if mailbox.device.name != job.plan.lead:
         mailbox.post(job.plan.lead, NeedsWeights(mailbox.device.now()))
