@@ -191,12 +191,13 @@ class Maintenance:
             return arrived
         parts = []
         for part in arrived.parts:
-            key = (arrived.layer, part.sender, part.neurons)
-            if part.tensor is not None and part.missing is None:
-                self._past[key] = part.tensor.mean(dim=0)
+            sent, key = part.tensor, (arrived.layer, part.sender, part.neurons)
+            if sent is not None and part.missing is None:
+                self._past[key] = sent.mean(dim=0)
             elif key in self._past:
                 past = self._past[key].expand(arrived.samples, -1)
-                part = part._replace(tensor=past if part.tensor is None else past.where(part.missing, part.tensor))
+                mixed = past if sent is None or part.missing is None else past.where(part.missing, sent)
+                part = part._replace(tensor=mixed)
             parts.append(part)
         return replace(arrived, parts=tuple(parts))
 
