@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
@@ -56,7 +57,7 @@ def run_recorded(
     """
     from controller.report import boxes, html
     from controller.results.recorder import Recorder
-    from controller.results.streams import following
+    from controller.results.streams import Following
     from controller.running.inputs import load_data
     from testbed.models.weights import facts
 
@@ -66,7 +67,7 @@ def run_recorded(
     try:
         page = _page(recorder.path, runtime, console) if watch else nullcontext()
         wanted = dict.fromkeys([*streams, *prepared.scenario.results.to])
-        with page, following(recorder.path, [*wanted], callbacks) as stream:
+        with page, Following(recorder.path, wanted, callbacks) as stream:
 
             def see(event: Event) -> None:
                 recorder.event(event)
@@ -161,18 +162,8 @@ def simulate_side_by_side(
 
     ``scenario`` and ``changes`` are what `testbed.scenario.loading.load` takes. A trial that cannot be run ends all.
     """
-    # Spawned, since torch's threads do not survive a fork.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting: dict[Future[Path], int] = {
-            pool.submit(simulate_one, scenario, list(changes), number, folder): number
-            for number, folder in todo.items()
-        }
-        console.print(f"{len(todo)} runs, {jobs} at once")
-        try:
-            take_in(waiting, lambda _number, ended: ended.result(), console, done)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    console.print(f"{len(todo)} runs, {jobs} at once")
+    _side_by_side(jobs, partial(simulate_one, scenario, list(changes)), todo, console, done)
 
 
 def emulate_side_by_side(
@@ -192,21 +183,30 @@ def emulate_side_by_side(
     from controller.hosts.contexts import manager, reach_all
 
     managing = manager(reach_all(where.hosts)).name  # makes the networks of all
-    context = get_context("spawn")
-    free = context.Manager().Queue()
+    free = get_context("spawn").Manager().Queue()
     for host in where.hosts:
         free.put(host)
-    with ProcessPoolExecutor(len(where.hosts), mp_context=context) as pool:
-        waiting: dict[Future[Path], int] = {
-            pool.submit(emulate_one, scenario, list(changes), number, folder, free, managing, dict(options)): number
-            for number, folder in todo.items()
-        }
-        console.print(f"{len(todo)} runs, one at a time on each of {', '.join(where.hosts)}")
+    console.print(f"{len(todo)} runs, one at a time on each of {', '.join(where.hosts)}")
+    one = partial(emulate_one, scenario, list(changes), free=free, managing=managing, options=dict(options))
+    _side_by_side(len(where.hosts), one, todo, console, done)
+
+
+def _side_by_side(
+    jobs: int, run_one: Callable[[int, Path], Path], todo: Mapping[int, Path], console: Console, done: Done
+) -> None:
+    # Spawned, since torch's threads do not survive a fork.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(run_one, number, folder): number for number, folder in todo.items()}
         try:
             take_in(waiting, lambda _number, ended: ended.result(), console, done)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def simulate_one(scenario: str, changes: Sequence[str], number: int, folder: Path) -> Path:
+    """Simulate one trial of a scenario into a folder, and return that."""
+    return _run_one(prepare(trials(load(scenario, changes))[number]), "simulate", folder)
 
 
 def emulate_one(
@@ -219,15 +219,19 @@ def emulate_one(
     options: dict[str, Any],
 ) -> Path:
     """Run one trial of a scenario into a folder, on a host that is free, and return the folder."""
-    from controller.running.inputs import InitialWeights
-
-    prepared = prepare(trials(load(scenario, changes))[number])
-    silent, host = Console(file=StringIO()), free.get()
-    options |= {"hosts": sorted({host, managing}), "place": {each.name: host for each in prepared.experiment.devices}}
+    prepared, host = prepare(trials(load(scenario, changes))[number]), free.get()
+    places = {"hosts": sorted({host, managing}), "place": {each.name: host for each in prepared.experiment.devices}}
     try:
-        return run_recorded(prepared, "emulate", folder, InitialWeights(silent), silent, **options).path
+        return _run_one(prepared, "emulate", folder, **options, **places)
     finally:
         free.put(host)
+
+
+def _run_one(prepared: Prepared, runtime: Literal["emulate", "simulate"], folder: Path, **options: Any) -> Path:
+    from controller.running.inputs import InitialWeights
+
+    silent = Console(file=StringIO())
+    return run_recorded(prepared, runtime, folder, InitialWeights(silent), silent, **options).path
 
 
 def take_in(
@@ -253,15 +257,6 @@ def take_in(
             finished = load_figures(place(number, ended))
             console.print(f"[bold]{over} of {total}[/] {finished.path.name}{_left(began, over, total)}")
             done(number, finished)
-
-
-def simulate_one(scenario: str, changes: Sequence[str], number: int, folder: Path) -> Path:
-    """Simulate one trial of a scenario into a folder, and return that."""
-    from controller.running.inputs import InitialWeights
-
-    prepared = prepare(trials(load(scenario, changes))[number])
-    silent = Console(file=StringIO())
-    return run_recorded(prepared, "simulate", folder, InitialWeights(silent), silent).path
 
 
 def _left(began: float, over: int, total: int) -> str:

@@ -94,7 +94,7 @@ def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     writer.dump({"services": services, "networks": networks}, text)
     return {
         "docker-compose.yml": _HEAD.format(name=name) + text.getvalue(),
-        "links.json": _lines(attached),
+        "links.json": json.dumps(attached, indent=1) + "\n",
         "shape": _SHAPE.format(devices=" ".join(addresses), port=FIRST_PORT),
     }
 
@@ -114,14 +114,3 @@ def service(settings: Mapping[str, Any], port: int, networks: Mapping[str, Any])
             word, write = _OF_HOST[key]
             found[word] = write(value)
     return {**found, "ports": [f"127.0.0.1:{port}:{CONTROL_PORT}"], "networks": {"control": {}, **networks}}
-
-
-def _lines(attached: Mapping[str, Any]) -> str:
-    """Write JSON with a line for each item of a list."""
-    parts = []
-    for key, value in attached.items():
-        written = json.dumps(value)
-        if isinstance(value, list):
-            written = "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
-        parts.append(f"{json.dumps(key)}: {written}")
-    return "{" + ",\n".join(parts) + "}\n"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from testbed.common.extras import need
 from testbed.trace.events import Event
@@ -151,32 +150,29 @@ STREAMS: Mapping[str, Callable[[Path], Callback]] = {
 
 
 class Following:
-    """Hands the events of a run to callbacks."""
+    """Hands the events of a run to callbacks, and within ``with`` its end.
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = callbacks
+    Callbacks are those of ``kinds``, names of `STREAMS`, which write into a folder, and others. Raises `InputError` for
+    a logger whose package is not installed.
+    """
+
+    def __init__(self, folder: Path, kinds: Iterable[str], callbacks: Sequence[Callback] = ()) -> None:
+        self._callbacks = [*(STREAMS[kind](folder) for kind in kinds), *callbacks]
         self.finished: Run | None = None
         """To be set once the run lies in its folder."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._callbacks:
+            each.on_end(self.finished)
 
     def event(self, event: Event) -> None:
         """Hand on an event, where callbacks have something for it."""
         if event.event in (*SCALARS, "fault"):
             for each in self._callbacks:
                 getattr(each, f"on_{event.event}")(event)
-
-
-@contextmanager
-def following(folder: Path, kinds: Sequence[str], callbacks: Sequence[Callback] = ()) -> Iterator[Following]:
-    """Return what takes the events of a run that is written to a folder; ``kinds`` are names of `STREAMS`.
-
-    Raises `InputError` for a logger whose package is not installed.
-    """
-    found = Following([*(STREAMS[kind](folder) for kind in kinds), *callbacks])
-    try:
-        yield found
-    finally:
-        for each in found._callbacks:
-            each.on_end(found.finished)
 
 
 def _step(event: Event) -> int:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from controller.shaping.namespaces import Namespace, command
@@ -119,7 +120,7 @@ def _pair() -> Iterator[list[Endpoint]]:
         )
         addresses = [f"198.18.0.{number}" for number in (1, 2)]
         for namespace, address in zip(namespaces, addresses, strict=True):
-            namespace.run(lambda address=address: _plug(address))  # type: ignore[misc]
+            namespace.run(partial(_plug, address))
         yield [Endpoint(*each) for each in zip(_PAIR, pids, addresses, strict=True)]
 
 

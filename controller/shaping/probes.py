@@ -89,37 +89,25 @@ def measure(
     """
     results: dict[Pair, LinkMeasurement] = {}
     media = media or {}
-    representatives = set(
-        _one_of_each({pair: _on_the_way(pair, each, sites, media) for pair, each in links.items()}, media)
-    )
+    representatives = _one_of_each(links, sites, media)
     wanted = dict(links)
     for _ in range(_ATTEMPTS):
-        for result in _measure_once(wanted, sites, media, representatives):
-            results[result.source, result.destination] = result
+        tallies = _tallies(wanted, sites, media, representatives)
+        with sockets(sites, {name for pair in wanted for name in pair}) as ends:
+            _measure(tallies, representatives, media, ends)
+        results |= {tally.pair: tally.measurement() for tally in tallies}
         wanted = {pair: link for pair, link in wanted.items() if results[pair].problem}
         if not wanted:
             break
     return [results[pair] for pair in links]
 
 
-def _one_of_each(links: Mapping[Pair, Link], media: Mapping[Pair, Route]) -> list[Pair]:
+def _one_of_each(links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> set[Pair]:
     """Return the first link of every kind."""
     kinds: dict[tuple[Link, Hashable], Pair] = {}
     for pair, link in links.items():
-        kinds.setdefault((link, media.get(pair)), pair)
-    return list(kinds.values())
-
-
-def _measure_once(
-    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route], representatives: set[Pair]
-) -> list[LinkMeasurement]:
-    tallies = _tallies(links, sites, media, representatives)
-    with sockets(sites, {name for pair in links for name in pair}) as ends:
-        _measure_delays(tallies, ends)
-        for together, late in _trains(tallies, representatives, media):
-            for pair, rate in rates(together, late, ends).items():
-                next(tally for tally in tallies if tally.pair == pair).rate = rate
-    return [tally.measurement() for tally in tallies]
+        kinds.setdefault((_on_the_way(pair, link, sites, media), media.get(pair)), pair)
+    return {*kinds.values()}
 
 
 def measure_half(
@@ -132,15 +120,9 @@ def measure_half(
     arrived here in seconds by their sender's clock and this host's; the ``rate`` in bit/s where it was measured; and
     the lowest rate ``asked`` on its way.
     """
-    representatives = set(_one_of_each({pair: _on_the_way(pair, each, sites, {}) for pair, each in links.items()}, {}))
+    representatives = _one_of_each(links, sites, {})
     tallies = _tallies(links, sites, {}, representatives)
-    _wait_until(begin)
-    due = begin + _measure_delays(tallies, ends, run)
-    for together, late in _trains(tallies, representatives, {}):
-        _wait_until(due)
-        for pair, rate in rates(together, late, ends, run).items():
-            next(tally for tally in tallies if tally.pair == pair).rate = rate
-        due += seconds(together, late, ends) + _BETWEEN
+    _measure(tallies, representatives, {}, ends, run, begin)
     return [
         {
             "source": tally.pair[0],
@@ -154,8 +136,23 @@ def measure_half(
     ]
 
 
-def _wait_until(instant: float) -> None:
-    time.sleep(max(0.0, instant - time.monotonic()))
+def _measure(
+    tallies: Sequence[_Tally],
+    representatives: set[Pair],
+    media: Mapping[Pair, Route],
+    ends: Mapping[str, Ends | FarEnds],
+    run: bytes | None = None,
+    begin: float | None = None,
+) -> None:
+    """Measure delays and losses, then rates; where there is an instant to ``begin`` each part as other hosts do."""
+    by_pair, due = {tally.pair: tally for tally in tallies}, begin or -math.inf
+    time.sleep(max(0.0, due - time.monotonic()))
+    due += _measure_delays(tallies, ends, run)
+    for together, late in _trains(tallies, representatives, media):
+        time.sleep(max(0.0, due - time.monotonic()))
+        for pair, rate in rates(together, late, ends, run).items():
+            by_pair[pair].rate = rate
+        due += seconds(together, late, ends) + _BETWEEN
 
 
 def _tallies(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import flask
@@ -12,7 +13,7 @@ import flask
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import InputError, TestbedError
-from testbed.network.link import links_from_json
+from testbed.network.link import Pair, links_from_json
 from testbed.network.topology import Cell
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
@@ -44,14 +45,17 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
         app.logger.exception("a request was not understood")
         return {"error": refusal(f"the request was not understood: {error!r}")}, 400
 
+    for path, act in (
+        ("/lease", lambda _: renew()),
+        ("/attach", partial(_attach, shaping)),
+        ("/set", lambda asked: shaping.set(links_from_json(asked["links"]))),
+        ("/probe", lambda asked: {"measurements": [each.to_json() for each in shaping.probe(_pairs(asked))]}),
+        ("/ends", lambda asked: {"ports": shaping.open_ends(str(asked["run"]), _pairs(asked))}),
+        ("/half", partial(_half, shaping)),
+    ):
+        app.add_url_rule(path, path, partial(_done, act), methods=["POST"])
     app.get("/health", endpoint="health")(lambda: {"state": "ready"})
     app.get("/facts")(shaping.facts)
-    app.post("/lease", endpoint="lease")(lambda: _lease(renew))
-    app.post("/attach", endpoint="attach")(lambda: _attach(shaping, _object()))
-    app.post("/set", endpoint="set")(lambda: _set(shaping, _object()))
-    app.post("/probe", endpoint="probe")(lambda: _probe(shaping, _object()))
-    app.post("/ends", endpoint="ends")(lambda: _ends(shaping, _object()))
-    app.post("/half", endpoint="half")(lambda: _half(shaping, _object()))
     app.get("/show")(shaping.show)
     app.get("/statistics", endpoint="statistics")(
         lambda: shaping.statistics(reset=flask.request.args.get("reset") == "1")
@@ -59,44 +63,26 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
     return app
 
 
-def _object() -> Mapping[str, Any]:
-    """Return the JSON object that was sent; raises InputError for any other value."""
-    given = flask.request.get_json()
+def _done(act: Callable[[Mapping[str, Any]], dict[str, Any] | None]) -> dict[str, Any]:
+    """Do what is asked by the JSON object that was sent, if any; raises InputError for any other value."""
+    given = flask.request.get_json() if flask.request.content_length else {}
     if not isinstance(given, dict):
         raise InputError("the body of a request is a JSON object")
-    return given
+    return act(given) or {}
 
 
-def _lease(renew: Callable[[], None]) -> dict[str, Any]:
-    renew()
-    return {}
+def _pairs(asked: Mapping[str, Any]) -> list[Pair]:
+    return [(source, destination) for source, destination in asked["pairs"]]
 
 
-def _attach(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
-    shaping.seed = int(request.get("seed", shaping.seed))
-    cells = [Cell(tuple(each["devices"]), each["rate"]) for each in request.get("cells", ())]
-    shaping.attach([Endpoint(**each) for each in request["endpoints"]], links_from_json(request["links"]), cells)
-    return {}
+def _attach(shaping: Shaping, asked: Mapping[str, Any]) -> None:
+    shaping.seed = int(asked.get("seed", shaping.seed))
+    cells = [Cell(tuple(each["devices"]), each["rate"]) for each in asked.get("cells", ())]
+    shaping.attach([Endpoint(**each) for each in asked["endpoints"]], links_from_json(asked["links"]), cells)
 
 
-def _set(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
-    shaping.set(links_from_json(request["links"]))
-    return {}
-
-
-def _ends(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
-    return {"ports": shaping.open_ends(str(request["run"]), [(a, b) for a, b in request["pairs"]])}
-
-
-def _half(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
-    pairs = [(source, destination) for source, destination in request["pairs"]]
-    halves = shaping.probe_half(str(request["run"]), pairs, request["ports"], float(request["begin"]))
-    return {"measurements": halves}
-
-
-def _probe(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
-    pairs = [(source, destination) for source, destination in request["pairs"]]
-    return {"measurements": [each.to_json() for each in shaping.probe(pairs)]}
+def _half(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
+    return {"measurements": shaping.probe_half(str(asked["run"]), _pairs(asked), asked["ports"], float(asked["begin"]))}
 
 
 def serve(shaping: Shaping, token: str, host: str, port: int, renew: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import IPv4Network
 from typing import Any
 
@@ -166,7 +167,7 @@ class Shaping:
         self._have_gate()
         for attached in alive:
             wanted = self._plan(attached)
-            if problem := attached.namespace.run(lambda wanted=wanted: self._backend.problem(wanted)):  # type: ignore[misc]
+            if problem := attached.namespace.run(partial(self._backend.problem, wanted)):
                 self._links = before
                 raise HostError(f"links to {attached.endpoint.name}: {problem}")
         # Each to its end before an error is raised: a half-changed lab is worse than a late message.
@@ -296,9 +297,7 @@ class Shaping:
             devices = {}
             for name, attached in sorted(self._devices.items()):
                 wanted = self._plan(attached)
-                differences = attached.namespace.run(
-                    lambda attached=attached, wanted=wanted: self._differences(attached, wanted)  # type: ignore[misc]
-                )
+                differences = attached.namespace.run(partial(self._differences, attached, wanted))
                 devices[name] = {
                     "address": attached.endpoint.address,
                     "interface": attached.interface.name,
@@ -315,7 +314,7 @@ class Shaping:
         with self._lock:
             self.release_the_dead()
             queues = {
-                name: attached.namespace.run(lambda attached=attached: self._queue_counts(attached))  # type: ignore[misc]
+                name: attached.namespace.run(partial(self._queue_counts, attached))
                 for name, attached in sorted(self._devices.items())
             }
             sent = {name: counts.pop("bytes") for name, counts in queues.items()}

@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from controller.shaping.namespaces import Namespace
 from controller.shaping.plan import FRAME, burst, queue_limit
@@ -79,7 +80,7 @@ def sockets(sites: Mapping[str, Site], names: Iterable[str]) -> Iterator[dict[st
         for name in sorted(names):
             site = sites[name]
             assert site.namespace is not None
-            ends[name] = site.namespace.run(lambda site=site: _open(site.address))  # type: ignore[misc]
+            ends[name] = site.namespace.run(partial(_open, site.address))
             stack.enter_context(ends[name].sender)
             stack.enter_context(ends[name].receiver)
         yield ends

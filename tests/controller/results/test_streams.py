@@ -9,7 +9,7 @@ import pytest
 
 from controller.api import load, simulate
 from controller.results.run import Run
-from controller.results.streams import Callback, following
+from controller.results.streams import Callback, Following
 from testbed.common.errors import InputError
 from testbed.trace.events import Event
 from tests.helpers import recorded
@@ -24,7 +24,7 @@ EVENTS = [
 
 
 def test_rows_are_there_as_they_come(tmp_path: Path) -> None:
-    with following(tmp_path, ["csv"]) as run:
+    with Following(tmp_path, ["csv"]) as run:
         for count, event in enumerate(EVENTS):
             run.event(event)
             assert len((tmp_path / "stream.csv").read_text().splitlines()) == count + 1
@@ -50,7 +50,7 @@ SCALARS = [
 
 
 def write(folder: Path, kind: str) -> None:
-    with following(folder, [kind]) as run:
+    with Following(folder, [kind]) as run:
         for event in EVENTS:
             run.event(event)
 
@@ -125,7 +125,7 @@ def test_callbacks_see_a_run_as_it_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_without_streams_writes_none(tmp_path: Path) -> None:
-    with following(tmp_path, []) as run:
+    with Following(tmp_path, []) as run:
         for event in recorded.events():
             run.event(event)
     assert list(tmp_path.iterdir()) == []
