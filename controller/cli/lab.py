@@ -45,17 +45,12 @@ def up(
     For a sweep, the first point is used. `testbed start` runs a scenario on it, `exec` a command on a device; `fault`,
     `link`, `ps` and `logs` work on it; `testbed down` ends it.
     """
-    from controller.hosts.lab import AnyLab, HostsLab
-    from controller.lab.lab import Lab
+    from controller.hosts.lab import create_lab
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
 
     trial = trials(load(scenario, overrides))[0]
-    lab: AnyLab
-    if where.hosts:
-        lab = HostsLab.create(trial, where.hosts, where.place, links=links, progress=say, keep=True)
-    else:
-        lab = Lab.create(trial, links=links, progress=say, keep=True)
+    lab = create_lab(trial, where.hosts, where.place, links=links, progress=say, keep=True)
     if as_json:
         devices = [asdict(device) for device in lab.devices.values()]
         dump({"run": lab.run_id, "subnet": lab.subnet, "devices": devices})

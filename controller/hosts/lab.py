@@ -418,6 +418,11 @@ AnyLab = Lab | HostsLab
 """What a run goes on."""
 
 
+def create_lab(trial: Trial, hosts: Sequence[str], place: Mapping[str, str], **options: Any) -> AnyLab:
+    """Make a lab on this machine's engine, or on those of some hosts; options and errors are those of `Lab.create`."""
+    return HostsLab.create(trial, hosts, place, **options) if hosts else Lab.create(trial, **options)
+
+
 def open_lab(run_id: str) -> AnyLab:
     """Find a run that is up, on one engine or on several; raises what `Lab.open` does."""
     return HostsLab.open(run_id) if runstate.hosts_of(run_id) else Lab.open(run_id)

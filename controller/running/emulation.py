@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
-from controller.hosts.lab import AnyLab, HostsLab
+from controller.hosts.lab import AnyLab, create_lab
 from controller.lab import capability
-from controller.lab.lab import Lab, LinkBackend
+from controller.lab.lab import LinkBackend
 from controller.running import verification
 from controller.running.execution import Execution
 from controller.running.fidelity import since
@@ -51,11 +51,17 @@ def emulate(
     began = time.monotonic()
     if not accept_links and standing is None and not hosts:
         capability.check(prepared.experiment, links)
-    options: _Options = {"links": links, "progress": on_stage, "results": results, "keep": keep}
-    made: AbstractContextManager[AnyLab] = nullcontext(standing) if standing else _lab(prepared, options, hosts, place)
-    with made as lab:
-        if standing is not None and results is not None:
-            lab.note_results(results)
+    with ExitStack() as stack:
+        if standing is not None:
+            lab = standing
+            if results is not None:
+                lab.note_results(results)
+        else:
+            lab = create_lab(
+                prepared.trial, hosts, place or {}, links=links, progress=on_stage, results=results, keep=keep
+            )
+            if not keep:
+                stack.callback(_remove, lab, on_stage)
         on_stage("measuring the links")
         measured = verification.verified(lab.shaper.probe, list(prepared.experiment.links), accept_links)
         on_stage("handing out the work")
@@ -72,27 +78,7 @@ def emulate(
     return outcome
 
 
-@contextmanager
-def _lab(
-    prepared: Prepared, options: _Options, hosts: Sequence[str], place: Mapping[str, str] | None
-) -> Iterator[AnyLab]:
-    """Have a lab for the time of the run."""
-    trial = prepared.trial
-    lab: AnyLab
-    lab = HostsLab.create(trial, hosts, place or {}, **options) if hosts else Lab.create(trial, **options)
-    try:
-        yield lab
-    finally:
-        if not options["keep"]:
-            options["progress"]("removing the containers")
-            if not lab.down():
-                options["progress"]("what is left is removed in the background, as soon as the engine answers")
-
-
-class _Options(TypedDict):
-    """What a lab is made with, on one host or several."""
-
-    links: LinkBackend
-    progress: Callable[[str], None]
-    results: Path | None
-    keep: bool
+def _remove(lab: AnyLab, on_stage: Callable[[str], None]) -> None:
+    on_stage("removing the containers")
+    if not lab.down():
+        on_stage("what is left is removed in the background, as soon as the engine answers")
