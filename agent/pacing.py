@@ -15,9 +15,10 @@ import queue
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 CATCH_UP_SECONDS = 0.005
@@ -265,3 +266,32 @@ def precise_sleep() -> None:
 def _wait(event: threading.Event, seconds: float) -> None:
     """Wait for an event, or so long."""
     event.wait(seconds)
+
+
+_TASKS = Path("/proc/self/task")
+
+
+class WaitingTime:
+    """Reads the counters; each call of `since_last` returns what came to them since the call before."""
+
+    def __init__(self, without: Collection[int] = ()) -> None:
+        """``without`` are the kernel's numbers of threads to leave out."""
+        self._without = frozenset(map(str, without))
+        self._known = self._read()
+
+    def since_last(self) -> float:
+        """Return seconds, summed over the threads that run now; 0 where the kernel does not count."""
+        now = self._read()
+        waited = sum(nanoseconds - self._known.get(thread, 0) for thread, nanoseconds in now.items())
+        self._known = now
+        return waited * 1e-9
+
+    def _read(self) -> dict[str, int]:
+        found = {}
+        for task in _TASKS.iterdir():
+            if task.name not in self._without:
+                try:
+                    found[task.name] = int((task / "schedstat").read_text().split()[1])
+                except (OSError, IndexError):  # the thread has ended, or the kernel does not count
+                    continue
+        return found

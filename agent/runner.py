@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from agent.events import EventLog
 from agent.http import Refused
-from agent.pacing import Pace, precise_sleep
+from agent.pacing import Pace, WaitingTime, precise_sleep
 from agent.receiving import DataApplication
 from agent.settings import Settings
-from agent.waiting import WaitingTime
 from testbed.common.errors import TestbedError
 from testbed.network.broadcast import heard, received
 from testbed.trace.events import Event

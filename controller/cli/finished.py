@@ -22,7 +22,7 @@ def explaining(console: Console) -> Iterator[None]:
     """Print the links that were measured, where a run in the block is refused for them."""
     from controller.report.tables import draw
     from controller.report.terminal import measurements_table
-    from controller.running.verification import LinksError
+    from controller.running.fidelity import LinksError
 
     try:
         yield

@@ -99,7 +99,7 @@ def ps(as_json: bool) -> None:
     from controller.lab import runstate
     from controller.lab.containers import running_labs
     from controller.lab.engine import connect
-    from controller.results.progress import Progress, progress
+    from controller.results.files import Progress, progress
     from testbed.common.errors import HostError
 
     labs = running_labs(connect())

@@ -13,15 +13,14 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from controller.results.declared import declared_in
-from controller.results.manifest import RUNNING
-from controller.results.recorder import scenario_yaml, with_local_sources
+from controller.results.recorder import RUNNING, scenario_yaml, with_local_sources
 from controller.results.run import Run
 from testbed.common.errors import InputError
 from testbed.plan import Plan
@@ -166,3 +165,49 @@ def _read_events(path: Path) -> EventLog:
                 if line.endswith("\n"):
                     raise InputError(f"{path}:{number}: is not an event: the file is damaged") from None
     return events
+
+
+READ = 1 << 18
+"""Bytes at the end of the events that are looked at."""
+
+
+@dataclass
+class Progress:
+    """What the last events say."""
+
+    time: float = 0.0
+    """Seconds of the run, at its last event."""
+    step: int | None = None
+    """Last step or request that is done."""
+    loss: float | None = None
+    doing: dict[str, str] = field(default_factory=dict)
+    """By device, what it does or did last."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.time:.1f} s"]
+        parts += [] if self.step is None else [f"step {self.step}"]
+        parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        return ", ".join(parts)
+
+
+def progress(folder: Path) -> Progress:
+    """Return how far the run in a folder has come; nothing done where there are no events yet."""
+    found = Progress()
+    try:
+        with (folder / "events.jsonl").open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - READ))
+            text = file.read()
+    except FileNotFoundError:
+        return found
+    # Neither the first nor the last line need be whole.
+    first = 0 if size <= READ else text.find(b"\n") + 1
+    for line in text[first : text.rfind(b"\n") + 1].splitlines():
+        event = Event.from_json(line.decode())
+        found.time = max(found.time, event.time)
+        if event.event in ("step", "request"):
+            found.step = event.fields.get(event.event)
+            found.loss = event.fields.get("loss", found.loss)
+        elif event.event in ("begin", "compute"):
+            found.doing[event.device] = str(event.fields.get("span"))
+    return found

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from controller.results.manifest import RUNNING
+from controller.results.recorder import RUNNING
 from controller.results.reproduction import Outcome, ReproducedRow, table
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load, read_keys

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from controller.hosts.lab import AnyLab, create_lab
 from controller.lab import capability
 from controller.lab.lab import LinkBackend
-from controller.running import verification
 from controller.running.execution import Execution
-from controller.running.fidelity import since
+from controller.running.fidelity import since, verified
 from testbed.common.errors import HostError
 from testbed.prepare import Prepared
 from testbed.trace.events import Event
@@ -45,7 +44,7 @@ def emulate(
     The first four arguments are those of `testbed.simulation.simulate`. ``links`` says what shapes the links. With
     ``keep`` the lab stays up afterwards. ``standing`` is a lab that is up, and stays so. ``hosts`` are the docker
     contexts of several engines to run on, ``place`` the host of devices that are to be on a certain one. Raises
-    HostError where the lab cannot be had; `LinksError` (of `verification`) when a link is outside its tolerance and not
+    HostError where the lab cannot be had; `LinksError` when a link is outside its tolerance and not
     accepted so; InputError where a link asks for more than this host was measured to carry.
     """
     began = time.monotonic()
@@ -63,7 +62,7 @@ def emulate(
             if not keep:
                 stack.callback(_remove, lab, on_stage)
         on_stage("measuring the links")
-        measured = verification.verified(lab.shaper.probe, list(prepared.experiment.links), accept_links)
+        measured = verified(lab.shaper.probe, list(prepared.experiment.links), accept_links)
         on_stage("handing out the work")
         # Asked for before the run: what it has found must not be lost if nothing answers after it.
         facts, before = lab.facts(), lab.shaper.statistics(reset=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +24,6 @@ from controller.lab.containers import DeviceContainer
 from controller.lab.health import Ending
 from controller.running import control
 from controller.running.fidelity import HostMonitor
-from controller.running.keyed import KeyedExecutor
 from controller.running.machines import Containers, changes_of, events_of
 from testbed.common.errors import HostError, TestbedError
 from testbed.faults.conditions import Changed
@@ -41,6 +40,29 @@ if TYPE_CHECKING:
     import torch
 
     from testbed.data.dataset import Dataset
+
+
+class KeyedExecutor:
+    """Runs the jobs of one key in the order of their submission; those of different keys side by side.
+
+    A job that waits for its turn takes a worker of the pool; what it waits for has begun before it.
+    """
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+        self._last: dict[Hashable, Future[None]] = {}
+
+    def submit(self, key: Hashable, job: Callable[[], None]) -> None:
+        """Run a job as soon as all earlier ones of its key are over."""
+        before = self._last.get(key)
+
+        def in_turn() -> None:
+            if before is not None:
+                wait([before])
+            job()
+
+        self._last[key] = self._pool.submit(in_turn)
+
 
 START_MARGIN = 0.3
 """Seconds between the request to start and the common origin: every agent has heard of it by then."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from controller.results.manifest import RUNNING
+from controller.results.recorder import RUNNING
 
 INTERVAL = 0.25
 """Seconds between two looks at the file, and between two batches."""

@@ -52,7 +52,7 @@ class Series:
 
 def pace(devices: int = DEVICES, seconds: float = SECONDS) -> list[Series]:
     """Have as many processes of the agent as there are devices pace work at once."""
-    command = [sys.executable, "-m", "agent.pace", json.dumps(CHARGES), str(seconds)]
+    command = [sys.executable, "-m", "tools.bench.paced", json.dumps(CHARGES), str(seconds)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) for _ in range(devices)]
     said = [json.loads(process.communicate()[0]) for process in running]
     return [Series([Paced(*span) for span in each["spans"]], each["wall"]) for each in said]

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, ValidationError
 
 from controller.cli.main import testbed as command_line
 from controller.report import html
-from controller.results.manifest import manifest
+from controller.results.recorder import manifest
 from controller.results.run import Run
 from testbed.kits.pipeline.planning import PipelineDetails
 from testbed.methods.pipeline import Pipeline

@@ -1,9 +1,12 @@
-"""The shapers of several hosts as one."""
+"""The shapers of several hosts as one, and what is measured and imposed of links between them."""
 
 from __future__ import annotations
 
-from controller.hosts.shaper import Shapers
+import pytest
+
+from controller.hosts.shaper import Shapers, combined, imposed_links, samples
 from controller.lab.runstate import RunState
+from testbed.common.errors import InputError
 from testbed.network.link import Link
 
 
@@ -11,3 +14,75 @@ def test_where_no_link_crosses_hosts_there_are_no_ways() -> None:
     links = {("p", "q"): Link(rate=1e6, delay=0.01), ("q", "p"): Link(rate=1e6, delay=0.01)}
     state = RunState("run", "token", hosts={"a": ["p", "q"], "b": []})
     assert Shapers({}, state, {}, links).measured_ways() == []
+
+
+HOST = {"p": "a", "q": "a", "r": "b"}
+LINK = Link(rate=50e6, delay=0.005)
+
+
+def half(sent: int, source: str, destination: str, delays: list[float], rate: float | None = None) -> dict:
+    return {"source": source, "destination": destination, "sent": sent, "delays": delays, "rate": rate, "asked": 50e6}
+
+
+def measured(there: list[float], back: list[float]):
+    """Return what comes of packets p -> r and r -> p, whose delays are by the clocks of a and b."""
+    halves = {
+        "a": [half(30, "p", "r", []), half(0, "r", "p", back, 50e6)],
+        "b": [half(0, "p", "r", there, 49.8e6), half(30, "r", "p", [])],
+    }
+    asked = {("p", "r"): LINK, ("r", "p"): LINK}
+    return combined(asked, halves, HOST, {"a": 0.0, "b": 10.003})
+
+
+def test_a_difference_of_clocks_is_not_a_delay() -> None:
+    found, moved = measured([10.0052] * 30, [-9.9948] * 30)  # b's clock is 10 s ahead, not 10.003
+    assert [each.delay for each in found] == pytest.approx([0.0052, 0.0052])
+    assert [each.problem for each in found] == [None, None]
+    assert moved["a", "b"] == (pytest.approx(10.0), pytest.approx(0.0004))
+
+
+def test_a_delay_that_is_too_long_on_one_way_is_seen_all_the_same() -> None:
+    found, _ = measured([10.0072] * 30, [-9.9948] * 30)
+    assert all(each.problem and "delays by 6.2" in each.problem for each in found)
+
+
+def test_packets_that_did_not_arrive_are_loss() -> None:
+    found, _ = measured([10.0052] * 20, [-9.9948] * 30)
+    assert found[0].loss == pytest.approx(1 / 3)
+    assert "loses 10 of 30" in (found[0].problem or "")
+
+
+def test_where_nothing_comes_back_the_clocks_of_the_connections_count() -> None:
+    found, moved = measured([10.008] * 30, [])
+    assert moved == {}
+    assert found[0].delay == pytest.approx(0.005)
+    assert "none of 30 packets arrived" in (found[1].problem or "")
+
+
+def test_what_the_way_has_is_not_imposed_again() -> None:
+    links = {("p", "r"): LINK, ("p", "q"): LINK, ("r", "p"): Link(up=False)}
+    found = imposed_links(links, HOST, {("a", "b"): 0.002, ("b", "a"): 0.002})
+    assert found["p", "r"].delay == pytest.approx(0.003)
+    assert found["p", "q"] == LINK
+    assert not found["r", "p"].up
+
+
+def test_a_way_that_is_a_little_longer_than_asked_is_within_tolerance() -> None:
+    assert imposed_links({("p", "r"): Link()}, HOST, {("a", "b"): 0.0002})["p", "r"].delay == 0.0
+
+
+def test_a_way_that_is_longer_than_asked_is_refused_with_both_figures() -> None:
+    said = r"p -> r asks for a delay of 5 ms, and the way from a to b has 7.00 ms already: .*--place"
+    with pytest.raises(InputError, match=said):
+        imposed_links({("p", "r"): LINK}, HOST, {("a", "b"): 0.007})
+
+
+def test_each_way_is_measured_by_its_steadiest_and_fastest_link() -> None:
+    links = {
+        ("p", "r"): Link(rate=1e6),
+        ("q", "r"): Link(rate=1e9),
+        ("r", "p"): Link(rate=1e9, delay=0.01, jitter=0.005),
+        ("r", "q"): Link(rate=1e6),
+        ("p", "q"): Link(),
+    }
+    assert sorted(samples(links, HOST)) == [("q", "r"), ("r", "q")]

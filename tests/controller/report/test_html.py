@@ -14,7 +14,7 @@ from controller.report import html, radiomap
 from controller.report.plots import Axis, Line, inline, line_plot, thin
 from controller.report.timeline import MOST_BARS, timeline
 from controller.results.declared import declared_by
-from controller.results.manifest import manifest
+from controller.results.recorder import manifest
 from controller.results.run import Run
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics

@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from controller.results import files, recorder
-from controller.results.progress import progress
+from controller.results.files import progress
 from controller.results.run import run_name
 from testbed.common.errors import HostError, InputError
 from testbed.scenario.schema import Scenario

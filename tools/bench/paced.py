@@ -1,4 +1,4 @@
-"""``python -m agent.pace CHARGES SECONDS``: how exactly this host paces work, as JSON.
+"""``python -m tools.bench.paced CHARGES SECONDS``: how exactly this host paces work, as JSON.
 
 ``CHARGES`` is a JSON list of seconds. Work is charged with one after the other until ``SECONDS`` are over, each as
 soon as the one before is done. Prints ``spans`` (charge, duration, late, deficit; seconds) and ``wall`` (seconds).

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from controller.report.tables import draw
 from controller.report.terminal import measurements_table
-from controller.running.verification import LinksError, nearest_rate, verified
+from controller.running.fidelity import LinksError, nearest_rate, verified
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
 
