@@ -11,7 +11,7 @@ from agent.http import serve
 from agent.receiving import MOST_READING, DataApplication
 from agent.runner import Runner
 from agent.settings import Settings, control_address
-from testbed.wire.lease import Lease
+from testbed.wire.token import Lease
 
 CONTROL_THREADS = 8
 DATA_THREADS = 4

@@ -89,7 +89,7 @@ class Runner:
 
     def put_data(self, body: bytearray) -> None:
         """Keep the data set for the program, which is the lead's; raises `Refused` for what is none."""
-        from testbed.data.packing import unpack
+        from testbed.data.dataset import unpack
 
         try:
             dataset = unpack(body)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from testbed.faults.parts import FaultPart
-from testbed.faults.replay import Change
+from testbed.faults.script import Change
 from testbed.hardware import DeviceSpec
-from testbed.network.link import Link, Pair
+from testbed.network.link import Cell, Link, Pair, cell_of
 from testbed.network.radio import Radio
-from testbed.network.topology import Cell, cell_of
 from testbed.workload import WorkloadPart
 
 

@@ -23,9 +23,9 @@ from testbed.data.split import class_counts, is_class
 from testbed.data.split import split as shared
 from testbed.deployment import Deployments, model_of
 from testbed.experiment import Experiment
-from testbed.faults import checks
+from testbed.faults import parts as fault_parts
 from testbed.faults.conditions import FaultSetting
-from testbed.faults.replay import traced_links
+from testbed.faults.script import traced_links
 from testbed.method import Method, Problem
 from testbed.methods.external import code_of
 from testbed.models import weights
@@ -34,8 +34,7 @@ from testbed.models.making import KEY as MODEL_FILE
 from testbed.plan import Plan
 from testbed.scenario.expand import device_names, trials
 from testbed.scenario.loading import load
-from testbed.scenario.schema import Scenario
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.figures import events_of
 from testbed.validation import find_method
 from testbed.workload import SplitPart, WorkloadPart
@@ -340,7 +339,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
     experiment = trial.experiment
     links = experiment.links
     traced = [(pair, link) for _, pair, link in traced_links(links, experiment.changes, experiment.devices[0].name)]
-    found = checks.problems(
+    found = fault_parts.problems(
         experiment.faults,
         FaultSetting(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
         lambda device: method.spans(plan, device),

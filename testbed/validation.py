@@ -15,15 +15,14 @@ from testbed import methods
 from testbed.common.conditions import parse_condition
 from testbed.common.errors import Diagnostic, InputError, Key, nearest
 from testbed.data import catalog as data
-from testbed.faults.checks import devices_named
+from testbed.faults.parts import devices_named
 from testbed.method import Method
 from testbed.models import catalog as models
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.scenario import paper
 from testbed.scenario.expand import no_such_devices
 from testbed.scenario.loading import explain
-from testbed.scenario.schema import Scenario
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.figures import Figure
 from testbed.trace.registry import OF_DEVICES, figures_of, kind_of
 from testbed.workload import ModelPart, WorkloadPart

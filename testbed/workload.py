@@ -16,7 +16,7 @@ MOST_SAMPLES = 2_000_000
 """Samples of a data set, and of a batch, at most."""
 MOST_STEPS = 10**9
 Initialisation = Literal["lecun", "he", "glorot", "torch"]
-"""How first weights are drawn, see `testbed.models.initialisation`."""
+"""How first weights are drawn, see `testbed.models.layers`."""
 
 
 class ModelPart(Part):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from controller.lab.lab import LinkBackend
-    from testbed.scenario.trial import Trial
+    from testbed.scenario.schema import Trial
 
 __all__ = ["Callback", "Result", "Results", "build", "emulate", "live", "load", "open_results", "simulate", "sweep"]
 

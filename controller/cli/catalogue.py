@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from controller.profiling.layers import LayerTime
     from testbed.hardware import DeviceSpec, Profile
     from testbed.models.chain import Model
-    from testbed.network.overlay import LinkPreset
+    from testbed.network.parts import LinkPreset
 
 
 @click.command()
@@ -240,7 +240,7 @@ def profiles(as_json: bool) -> None:
         radio: {preset: 802.11a, area: [50, 50]}
     """
     from testbed.hardware import PROFILES
-    from testbed.network.overlay import PRESETS
+    from testbed.network.parts import PRESETS
     from testbed.network.radio import TRANSCEIVERS
 
     if as_json:

@@ -40,7 +40,7 @@ from testbed.common.errors import HostError, InputError
 from testbed.experiment import Experiment
 from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Trial
 
 T = TypeVar("T")
 

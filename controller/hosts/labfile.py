@@ -14,7 +14,7 @@ from testbed.common.part import Name, Part
 from testbed.common.quantities import Duration
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.scenario.loading import parse, read_keys
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Trial
 
 ACTIONS = {"kill_host": "kill", "restart_host": "restart", "partition_hosts": "partition"}
 """What strikes hosts, and as what it strikes their devices."""

@@ -25,7 +25,7 @@ from controller.lab.removal import ROLE
 from controller.lab.runstate import RunState
 from testbed.common.errors import HostError
 from testbed.common.quantities import format_size
-from testbed.wire.lease import LEASE
+from testbed.wire.token import LEASE
 
 KEEPER = "keeper"
 LEASE_SECONDS = 15.0

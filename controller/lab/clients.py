@@ -11,8 +11,7 @@ import requests
 
 from controller.shaping.plan import Endpoint
 from testbed.common.errors import HostError, InputError, TestbedError
-from testbed.network.link import Link, Pair, links_to_json
-from testbed.network.topology import Cell
+from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.events import Event
 from testbed.trace.outcome import LinkMeasurement
 from testbed.wire import tensors
@@ -185,7 +184,7 @@ class Agent:
 
     def put_data(self, dataset: Dataset) -> None:
         """Hand over the data set."""
-        from testbed.data.packing import pack
+        from testbed.data.dataset import pack
 
         self._request("PUT", "/data", seconds=WORK_SECONDS, data=pack(dataset))
 

@@ -15,7 +15,7 @@ from controller.lab.networks import CLOSED, device_addresses, free_subnets
 from controller.lab.runstate import RunState
 from controller.shaping.plan import Endpoint
 from testbed.network.checks import SHAPER
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Trial
 from testbed.wire.ports import CONTROL_PORT
 
 FIRST_PORT = 8710

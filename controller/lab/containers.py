@@ -17,8 +17,8 @@ from controller.lab.runstate import RunState
 from testbed.common.errors import HostError, InputError
 from testbed.hardware import DeviceSpec
 from testbed.network.checks import SHAPER
-from testbed.wire.lease import LEASE
 from testbed.wire.ports import CONTROL_PORT, DATA_PORT
+from testbed.wire.token import LEASE
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
 """To configure networks, to enter the devices' namespaces (two of them), and to be scheduled in time."""

@@ -43,8 +43,7 @@ from testbed.methods.program import by_device
 from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
 from testbed.scenario.expand import trials
-from testbed.scenario.schema import Scenario
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Scenario, Trial
 
 WORKERS = max(4, 2 * (os.cpu_count() or 1))
 """Containers made at once: more only queue up inside the engine."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.methods import METHODS
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Trial
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import EventType
 from testbed.trace.figures import NOTHING, Column, Curve, Declared, Figure, Row, Table

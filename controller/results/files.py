@@ -26,7 +26,7 @@ from testbed.common.errors import InputError
 from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Trial
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog
 from testbed.trace.metrics import metrics

@@ -27,8 +27,7 @@ from controller.results.run import Run
 from testbed.common import usercode
 from testbed.common.errors import HostError, InputError
 from testbed.plan import Plan
-from testbed.scenario.schema import Scenario
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Scenario, Trial
 from testbed.trace import perfetto
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.results.run import Run
 from testbed.common.errors import InputError
-from testbed.common.extras import need
+from testbed.common.lazy import need
 
 if TYPE_CHECKING:
     import pandas as pd

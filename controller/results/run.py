@@ -13,7 +13,7 @@ from typing import Any
 from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.scenario.expect import Expectation, evaluate
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Trial
 from testbed.trace.figures import NOTHING, Declared, Figure
 from testbed.trace.gantt import run_end
 from testbed.trace.log import EventLog

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from testbed.common.extras import need
+from testbed.common.lazy import need
 from testbed.trace.events import Event
 
 if TYPE_CHECKING:

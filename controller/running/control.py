@@ -37,8 +37,7 @@ from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
 from testbed.network import checks
 from testbed.network.link import Link, Pair, links_to_json
-from testbed.network.overlay import PRESETS, overlay
-from testbed.network.parts import LinkPart
+from testbed.network.parts import PRESETS, LinkPart, overlay
 from testbed.scenario.loading import parse
 
 Request = Mapping[str, Any]

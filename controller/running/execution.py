@@ -28,8 +28,7 @@ from controller.running.machines import Containers, changes_of, events_of
 from testbed.common.errors import HostError, TestbedError
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
-from testbed.faults.replay import TraceScript
-from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript
+from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript, TraceScript
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event

@@ -11,8 +11,8 @@ from controller.shaping import server
 from controller.shaping.confinement import confine
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import TestbedError
-from testbed.wire.lease import Lease
 from testbed.wire.ports import CONTROL_PORT
+from testbed.wire.token import Lease
 
 
 def main() -> int:

@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 from controller.shaping.chain import RuleChain
 from controller.shaping.plan import FRAME, queue_limit
 from testbed.network.broadcast import broadcast_rate
-from testbed.network.link import Link, Pair
-from testbed.network.topology import Cell, cell_of
+from testbed.network.link import Cell, Link, Pair, cell_of
 
 QUEUE = 60_000
 """Number of the netfilter queue in each device's namespace; the delay line's count from 1."""

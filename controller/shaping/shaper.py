@@ -36,8 +36,7 @@ from controller.shaping.probes import measure, measure_half
 from controller.shaping.trains import Ends, FarEnds, Site, sockets
 from testbed.common.errors import HostError, InputError
 from testbed.network.checks import problems
-from testbed.network.link import Link, Pair, links_to_json
-from testbed.network.topology import Cell
+from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
 
 

@@ -19,7 +19,7 @@ from controller.results.declared import declared_in
 from controller.results.files import begun
 from controller.watch.feed import batches
 from testbed.common.errors import InputError, TestbedError
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Trial
 from testbed.trace.figures import Declared
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised

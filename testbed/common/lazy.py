@@ -1,9 +1,11 @@
-"""Torch, imported by the first use of it: validating, planning and the begin of a run take none of its seconds."""
+"""What is imported late: torch by its first use, since planning takes none of its seconds, and packages of extras."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from testbed.common.errors import InputError, Key
 
 if TYPE_CHECKING:
     import torch as torch
@@ -21,3 +23,12 @@ else:
             return found
 
     torch, nn, functional = _Lazy("torch"), _Lazy("torch.nn"), _Lazy("torch.nn.functional")
+
+
+def need(module: str, extra: str, what: str, key: Key = ()) -> Any:
+    """Import a module for what needs it; raises `InputError` that names the extra where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = module.partition(".")[0]
+        raise InputError(f"{what} needs {missing}: pip install 'edge-testbed[{extra}]' ({error})", key) from None

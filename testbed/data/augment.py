@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from testbed.common.errors import InputError, Key
-from testbed.common.extras import need
-from testbed.common.lazy import torch
+from testbed.common.lazy import need, torch
 from testbed.common.seeds import derive
 from testbed.data.dataset import Dataset
 from testbed.workload import AugmentPart

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from testbed.common import usercode
 from testbed.common.errors import InputError, Key
-from testbed.common.extras import need
 from testbed.common.fields import Fields, pack
+from testbed.common.lazy import need
 from testbed.data import pictures, tables
 from testbed.data.dataset import Dataset
 from testbed.data.split import holdout, is_class

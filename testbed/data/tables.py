@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.common.errors import InputError, Key
-from testbed.common.extras import need
+from testbed.common.lazy import need
 
 SUFFIXES = (".csv", ".parquet")
 Columns = Sequence[str] | Mapping[str, Sequence[str]]

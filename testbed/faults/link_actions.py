@@ -16,8 +16,7 @@ from testbed.common.quantities import Duration
 from testbed.faults.conditions import Conditions, FaultAction, FaultSetting
 from testbed.network import checks
 from testbed.network.link import Link, Pair
-from testbed.network.overlay import FIGURES, PRESETS, given, overlay
-from testbed.network.parts import LinkPart
+from testbed.network.parts import FIGURES, PRESETS, LinkPart, given, overlay
 
 
 class LinkSetPart(Part):

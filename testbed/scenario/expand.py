@@ -13,21 +13,18 @@ from typing import Any
 from testbed.common.errors import Diagnostic, InputError, Key, nearest, parse_key
 from testbed.common.seeds import derive
 from testbed.experiment import Experiment
-from testbed.faults.replay import Change
+from testbed.faults.script import Change
 from testbed.hardware import PROFILES, DeviceSpec, Profile, Rates
 from testbed.network import checks
 from testbed.network.checks import rate_problem
-from testbed.network.link import Link, Pair
-from testbed.network.overlay import PRESETS, overlay
-from testbed.network.parts import LinkPart
+from testbed.network.link import Cell, Link, Pair, directed_pairs
+from testbed.network.parts import PRESETS, LinkPart, overlay
 from testbed.network.radio import Radio
-from testbed.network.topology import Cell, directed_pairs
 from testbed.scenario import paper
 from testbed.scenario.loading import parse, put, read_keys, validate
 from testbed.scenario.radio import radio
-from testbed.scenario.schema import DevicePart, ProfilePart, Scenario
+from testbed.scenario.schema import DevicePart, ProfilePart, Scenario, Trial
 from testbed.scenario.trace import changes
-from testbed.scenario.trial import Trial
 
 _MAX_NAME = 31
 MAX_RUNS = 10_000

@@ -7,6 +7,7 @@ that is not there, more stages than units) is checked where the experiment is bu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -15,6 +16,7 @@ from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, mo
 from testbed.common.part import Name, Part
 from testbed.common.quantities import ByteRate, Duration, Rate, Size, Speed
 from testbed.device import Kind, Precision
+from testbed.experiment import Experiment
 from testbed.faults.parts import FaultPart
 from testbed.network.parts import NetworkPart
 from testbed.scenario.source import Source
@@ -315,3 +317,16 @@ class Scenario(Part):
         scenario = self.model_copy()
         scenario._source = source
         return scenario
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One point of a scenario's sweep in one repetition."""
+
+    scenario: Scenario
+    """Its ``sweep`` is empty and its ``repetitions`` 1; its ``seed`` is the repetition's."""
+    experiment: Experiment
+    """The same as a runtime needs it."""
+    point: dict[str, object]
+    """The sweep's values here, by dotted key; empty without a sweep."""
+    repetition: int = 0

@@ -18,12 +18,11 @@ from pydantic import BaseModel, ValidationError
 from testbed.common.errors import Diagnostic, Key, nearest
 from testbed.common.quantities import parse_duration
 from testbed.faults.device_actions import MIN_FACTOR, ThrottlePart
-from testbed.faults.replay import Change, traced_links
+from testbed.faults.script import Change, traced_links
 from testbed.hardware import DeviceSpec
 from testbed.network import checks
 from testbed.network.link import Link, Pair
-from testbed.network.overlay import FIGURES
-from testbed.network.parts import LinkPart
+from testbed.network.parts import FIGURES, LinkPart
 from testbed.scenario.loading import explain
 
 KEYS = tuple(name for name in FIGURES if name != "bursts")

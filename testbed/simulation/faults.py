@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from testbed.faults.machines import RecordedStep, carry_out
-from testbed.faults.replay import Changes, TraceScript
-from testbed.faults.script import FaultOperation, FaultScript
+from testbed.faults.script import Changes, FaultOperation, FaultScript, TraceScript
 from testbed.simulation.world import World
 from testbed.trace.events import Event
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from testbed.common.errors import InputError, TestbedError
 from testbed.common.seeds import derive
 from testbed.experiment import Experiment
-from testbed.faults.replay import TraceScript
-from testbed.faults.script import FaultScript
+from testbed.faults.script import FaultScript, TraceScript
 from testbed.method import Job
 from testbed.prepare import Prepared
 from testbed.simulation.device import SimulatedDevice

@@ -11,9 +11,8 @@ from typing import Any
 from testbed.faults.conditions import Changed, Conditions, DeviceState
 from testbed.hardware import DeviceSpec
 from testbed.network.broadcast import broadcast_rate
-from testbed.network.link import Link, Pair
+from testbed.network.link import Cell, Link, Pair
 from testbed.network.radio import Radio
-from testbed.network.topology import Cell
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.host import Guest, Host

@@ -1,10 +1,12 @@
-"""Who may ask: agents, shaper and page take requests that bear their token, and no others."""
+"""Who may ask agents, shaper and page, by tokens; and how long a container lives when nobody asks any more."""
 
 from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -33,3 +35,35 @@ def derived(token: str, *purpose: str) -> str:
 def data_token(token: str, sender: str, receiver: str) -> str:
     """Return what messages from one device to another bear, made of the token of their run."""
     return derived(token, "data", sender, receiver)
+
+
+LEASE = "TESTBED_LEASE"
+"""The variable of a container's environment that holds the seconds of its lease; without it there is none."""
+_TICK = 5.0
+
+
+class Lease:
+    """Calls ``end`` when it has not been renewed for some seconds.
+
+    They are counted in short sleeps of this process: while it is paused, or waits for a processor, none of the lease is
+    used up.
+    """
+
+    def __init__(self, environment: Mapping[str, str], end: Callable[[], None]) -> None:
+        self._seconds = float(environment.get(LEASE) or "inf")
+        self._left = self._seconds
+        self._end = end
+        if environment.get(LEASE):
+            threading.Thread(target=self._count, name="lease", daemon=True).start()
+
+    def renew(self) -> None:
+        """Begin to count again."""
+        self._left = self._seconds
+
+    def _count(self) -> None:
+        tick = min(_TICK, self._seconds / 4)
+        while self._left > 0:
+            time.sleep(tick)
+            self._left -= tick
+        print(f"nobody has renewed the lease of {self._seconds:g} s: this container ends", flush=True)
+        self._end()

@@ -9,8 +9,7 @@ from controller.results.recorder import Recorder
 from testbed.network.link import Link
 from testbed.plan import Piece, Plan
 from testbed.scenario.expand import trials
-from testbed.scenario.schema import Scenario
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from testbed.faults.parts import FaultPart
-from testbed.faults.replay import TraceScript
-from testbed.faults.script import FaultScript
+from testbed.faults.script import FaultScript, TraceScript
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.scenario.trace import parse

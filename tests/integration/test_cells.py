@@ -16,8 +16,7 @@ import pytest
 
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
-from testbed.network.link import Link, Pair
-from testbed.network.topology import Cell
+from testbed.network.link import Cell, Link, Pair
 from tools.bench.bare import Network
 from tools.bench.flows import flows, tcp_rates
 

@@ -27,8 +27,7 @@ from controller.lab.runstate import RunState
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
-from testbed.scenario.schema import Scenario
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Scenario, Trial
 from tests.helpers.commands import command
 
 pytestmark = pytest.mark.containers

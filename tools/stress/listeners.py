@@ -36,10 +36,9 @@ from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import refuse
 from controller.watch.server import application as page
 from testbed.data import load
-from testbed.data.packing import pack
+from testbed.data.dataset import pack
 from testbed.faults.parts import ActionPart
-from testbed.network.link import Link, Pair
-from testbed.network.topology import Cell
+from testbed.network.link import Cell, Link, Pair
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import parse

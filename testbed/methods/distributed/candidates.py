@@ -14,8 +14,7 @@ from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.dataflow import Dataflow, dataflow
 from testbed.methods.distributed.demands import divided_weights, memory
 from testbed.methods.distributed.options import PlanSettings, SchemeName
-from testbed.methods.distributed.parts import Range, divide, proportional
-from testbed.methods.distributed.plan import DistributedPlan, LayerPlan, Tiling
+from testbed.methods.distributed.plan import DistributedPlan, LayerPlan, Range, Tiling, divide, proportional
 from testbed.methods.distributed.schemes import (
     Schemes,
     WorkerTotals,

@@ -18,10 +18,10 @@ from math import inf
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.dataflow import Dataflow
-from testbed.methods.distributed.deepthings import is_late
 from testbed.methods.distributed.demands import costs
-from testbed.methods.distributed.parts import Pieces, Range, intersection
+from testbed.methods.distributed.plan import Pieces, Range, intersection
 from testbed.methods.distributed.tiles import costs as tile_costs
+from testbed.methods.distributed.tiles import is_late
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.network.link import Link, Pair
 from testbed.wire.message import size_around

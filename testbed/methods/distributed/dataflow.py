@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from testbed.methods.distributed.deepthings import Overlap, computed, overlaps
 from testbed.methods.distributed.options import PlanSettings
-from testbed.methods.distributed.parts import (
+from testbed.methods.distributed.plan import (
     NOTHING,
+    DistributedPlan,
     Pieces,
     Range,
+    Region,
     difference,
     divide,
     evenly,
@@ -30,7 +31,7 @@ from testbed.methods.distributed.parts import (
     shifted,
     union,
 )
-from testbed.methods.distributed.plan import DistributedPlan, Region
+from testbed.methods.distributed.tiles import Overlap, computed, overlaps
 from testbed.models.graph import Graph, GraphLayer
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.models.slices import NONE, Slice

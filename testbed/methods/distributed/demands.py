@@ -13,8 +13,8 @@ from testbed.device import Cost
 from testbed.kits.layers import layer_slices
 from testbed.methods.distributed import tiles
 from testbed.methods.distributed.dataflow import Dataflow, by_chunks, layers_stored, stored
-from testbed.methods.distributed.deepthings import Overlap
-from testbed.methods.distributed.parts import Range, intersection, size
+from testbed.methods.distributed.plan import Range, intersection, size
+from testbed.methods.distributed.tiles import Overlap
 from testbed.models.chain import forward_of
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 

@@ -16,12 +16,11 @@ from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.pipeline.messages import Activation
 from testbed.method import Problem
-from testbed.methods.distributed.context import MemberContext
 from testbed.methods.distributed.dataflow import Dataflow, layers_stored, stored
 from testbed.methods.distributed.demands import parameters
 from testbed.methods.distributed.messages import OutputPiece, PartialSums, TileInput, TileOutput, TileOverlap
-from testbed.methods.distributed.parts import Range
-from testbed.methods.distributed.request_work import RequestWork
+from testbed.methods.distributed.plan import Range
+from testbed.methods.distributed.request_work import MemberContext, RequestWork
 from testbed.methods.distributed.tile_work import TileWork
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.models.sliced import SlicedLayer, SlicedShape, draw

@@ -17,8 +17,7 @@ from testbed.methods.distributed.communication import elements, interval, of_til
 from testbed.methods.distributed.dataflow import Dataflow, dataflow
 from testbed.methods.distributed.demands import costs, longest_path, memory, multiplications, parameters, weights
 from testbed.methods.distributed.options import SCHEMES, DistributedOptions, PlanSettings
-from testbed.methods.distributed.parts import equal
-from testbed.methods.distributed.plan import DistributedPlan
+from testbed.methods.distributed.plan import DistributedPlan, equal
 from testbed.methods.distributed.schemes import REUSES, Reuse, WorkerTotals, pairs_of, total
 from testbed.methods.distributed.tiles import redundant_multiplications
 from testbed.models.graph import Graph, graph_of

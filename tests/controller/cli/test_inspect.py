@@ -13,7 +13,7 @@ from testbed.common.errors import InputError
 from testbed.hardware import PROFILES
 from testbed.methods import METHODS
 from testbed.models import CATALOG
-from testbed.network.overlay import PRESETS
+from testbed.network.parts import PRESETS
 
 
 @pytest.fixture

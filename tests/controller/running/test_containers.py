@@ -16,8 +16,7 @@ from testbed.faults.conditions import Changed
 from testbed.faults.device_actions import ThrottlePart
 from testbed.faults.machines import carry_out
 from testbed.faults.parts import ActionPart
-from testbed.faults.replay import Change, Changes
-from testbed.faults.script import FaultOperation, FaultPhase
+from testbed.faults.script import Change, Changes, FaultOperation, FaultPhase
 from testbed.network.link import Link
 from testbed.network.parts import LinkPart
 from testbed.network.radio import Propagation, Radio

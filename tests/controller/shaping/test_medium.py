@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.shaping.medium import GATED_RATE, QUEUE, Media, Route, gate_rules, routes
-from testbed.network.link import Link
-from testbed.network.topology import Cell
+from testbed.network.link import Cell, Link
 
 CELL = ("cell", 0)
 SECOND = 1000

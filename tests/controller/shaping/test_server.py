@@ -11,8 +11,7 @@ from flask.testing import FlaskClient
 from controller.shaping.plan import Endpoint
 from controller.shaping.server import application
 from testbed.common.errors import HostError, InputError
-from testbed.network.link import Link, Pair
-from testbed.network.topology import Cell
+from testbed.network.link import Cell, Link, Pair
 
 
 class Remembering:

@@ -11,8 +11,7 @@ import torch
 from controller.running.inputs import load_data
 from testbed.common.errors import InputError
 from testbed.data import load
-from testbed.data.dataset import Dataset
-from testbed.data.packing import pack, unpack
+from testbed.data.dataset import Dataset, pack, unpack
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.workload import AugmentPart, DataPart

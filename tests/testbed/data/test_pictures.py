@@ -8,7 +8,7 @@ from PIL import Image
 
 from testbed.common.errors import InputError
 from testbed.data import describe, load
-from testbed.data.packing import pack, unpack
+from testbed.data.dataset import pack, unpack
 from testbed.data.pictures import Frame, frame, letterbox, read
 from testbed.workload import DataPart
 

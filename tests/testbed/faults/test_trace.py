@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
 from testbed.faults.conditions import Changed, Conditions
-from testbed.faults.replay import Change, TraceScript, traced_links
+from testbed.faults.script import Change, TraceScript, traced_links
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.scenario.expand import trials
@@ -156,8 +156,8 @@ def test_trace_that_is_no_trace():
 
 
 def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
-    from testbed.faults.checks import problems
     from testbed.faults.conditions import FaultSetting
+    from testbed.faults.parts import problems
 
     tree = {
         "name": "x",

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
 from testbed.network.checks import problems
-from testbed.network.link import GilbertElliott, Link
-from testbed.network.overlay import overlay
-from testbed.network.parts import LinkPart
-from testbed.network.topology import Cell, cell_of
+from testbed.network.link import Cell, GilbertElliott, Link, cell_of
+from testbed.network.parts import LinkPart, overlay
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, validate
 from testbed.scenario.source import Source

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from controller.cli.main import testbed as command_line
 from controller.cli.plan import letters
-from testbed.network.overlay import PRESETS
+from testbed.network.parts import PRESETS
 from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
 
 EDGEPIPE = Propagation(transmit_power=16, sensitivity=-82, path_loss_exponent=3.1, reference_loss=46.68, shadowing=8)

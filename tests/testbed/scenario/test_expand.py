@@ -4,9 +4,8 @@ import pytest
 
 from testbed.common.errors import InputError
 from testbed.hardware import PROFILES
-from testbed.network.link import Link
-from testbed.network.overlay import PRESETS
-from testbed.network.topology import directed_pairs
+from testbed.network.link import Link, directed_pairs
+from testbed.network.parts import PRESETS
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate
 from testbed.scenario.source import Source

@@ -7,9 +7,8 @@ import pytest
 
 from testbed.device import Device
 from testbed.network.broadcast import broadcast_rate, heard
-from testbed.network.link import Link
+from testbed.network.link import Cell, Link
 from testbed.network.radio import Propagation, Radio
-from testbed.network.topology import Cell
 from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.wire.message import Message
 from tests.helpers.worlds import events, idle, world

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from testbed.device import Device
-from testbed.network.link import Link
-from testbed.network.topology import Cell
+from testbed.network.link import Cell, Link
 from testbed.simulation.shared_channel import SharedChannel
 from testbed.wire.framing import cast_wire_bytes
 from testbed.wire.message import Message

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.device import Device
-from testbed.network.link import Link
-from testbed.network.topology import Cell
+from testbed.network.link import Cell, Link
 from testbed.wire.message import Message
 from tests.helpers.worlds import events, world
 

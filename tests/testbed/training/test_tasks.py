@@ -10,7 +10,7 @@ import torchmetrics
 from testbed.common.errors import InputError
 from testbed.data import catalog
 from testbed.data.batches import batch
-from testbed.data.packing import pack, unpack
+from testbed.data.dataset import pack, unpack
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

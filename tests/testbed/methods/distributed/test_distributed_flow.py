@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.candidates import candidate
 from testbed.methods.distributed.communication import elements, of_tiles, transfers
-from testbed.methods.distributed.context import Ledger
-from testbed.methods.distributed.parts import Range, difference, divide, intersection, size, union
+from testbed.methods.distributed.plan import Range, difference, divide, intersection, size, union
+from testbed.methods.distributed.request_work import Ledger
 from testbed.methods.distributed.tile_work import compute_tile
 from testbed.models.chain import chain
 from testbed.models.graph import graph_of

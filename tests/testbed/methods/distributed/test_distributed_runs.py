@@ -7,9 +7,9 @@ import torch
 
 from testbed.common.errors import InputError, TestbedError
 from testbed.methods.distributed.communication import elements, overlapped, phases, transfers
-from testbed.methods.distributed.context import Ledger
 from testbed.methods.distributed.dataflow import layers_stored
 from testbed.methods.distributed.demands import parameters
+from testbed.methods.distributed.request_work import Ledger
 from testbed.models import create
 from testbed.models.sliced import cut, draw
 from testbed.trace.intervals import total

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from testbed.common.errors import TestbedError
-from testbed.methods.distributed.context import Ledger
 from testbed.methods.distributed.dataflow import Origin
-from testbed.methods.distributed.parts import Range
-from testbed.methods.distributed.request_work import Store
+from testbed.methods.distributed.plan import Range
+from testbed.methods.distributed.request_work import Ledger, Store
 
 
 def test_an_input_is_put_together_from_pieces_of_several_values():

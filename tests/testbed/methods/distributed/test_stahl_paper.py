@@ -11,7 +11,7 @@ from testbed.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Trial
 from testbed.simulation import simulate
 from tests.helpers import recorded
 

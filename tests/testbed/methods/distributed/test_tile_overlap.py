@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from testbed.hardware import DeviceSpec
 from testbed.methods.distributed.candidates import candidate
 from testbed.methods.distributed.communication import elements, of_tiles, overlapped, phases, transfers
-from testbed.methods.distributed.context import Ledger
-from testbed.methods.distributed.deepthings import is_late
 from testbed.methods.distributed.demands import memory, multiplications
 from testbed.methods.distributed.plan import Region
+from testbed.methods.distributed.request_work import Ledger
 from testbed.methods.distributed.tile_work import compute_tile
-from testbed.methods.distributed.tiles import redundant_multiplications
+from testbed.methods.distributed.tiles import is_late, redundant_multiplications
 from testbed.models.graph import Graph, GraphLayer
 from testbed.trace.metrics import metrics
 from tests.helpers.graphs import asked, yolov2

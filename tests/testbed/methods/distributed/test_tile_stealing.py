@@ -3,8 +3,8 @@
 import pytest
 
 from testbed.common.errors import InputError
+from testbed.methods.distributed import DECLARED
 from testbed.methods.distributed.demands import memory
-from testbed.methods.distributed.figures import DECLARED
 from testbed.methods.distributed.tile_work import tile_queue
 from testbed.models import create
 from testbed.models.graph import graph_of

@@ -16,7 +16,7 @@ from testbed.partition.asynchronous import AsynchronousPipeline, capacities, div
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.scenario.trial import Trial
+from testbed.scenario.schema import Trial
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from tests.helpers import ROOT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from testbed.wire.lease import LEASE, Lease
+from testbed.wire.token import LEASE, Lease
 
 
 def test_a_lease_that_is_renewed_lasts_and_then_ends() -> None:

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from testbed.faults.checks import devices_named, problems
 from testbed.faults.conditions import FaultSetting
-from testbed.faults.parts import FaultPart
+from testbed.faults.parts import FaultPart, devices_named, problems
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.network.radio import Propagation, Radio

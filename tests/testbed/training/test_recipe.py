@@ -11,7 +11,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from testbed.training.sequences import read_right
+from testbed.training.recipe import read_right
 from tests.helpers.runs import of
 
 SCENARIO = """

@@ -12,7 +12,7 @@ from testbed.common.fields import Entering
 from testbed.common.usercode import Code
 from testbed.deployment import model_of
 from testbed.models import create
-from testbed.models.initialisation import bound
+from testbed.models.layers import bound
 from tests.helpers.runs import of, run, scenario
 
 TORCH = {"he": torch.nn.init.kaiming_uniform_, "glorot": torch.nn.init.xavier_uniform_}

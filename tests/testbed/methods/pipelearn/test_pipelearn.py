@@ -18,10 +18,10 @@ from testbed.kits.rounds.estimate import (
     profile,
     shortest_epoch,
 )
-from testbed.methods.pipelearn.optimise import candidates, parallel_batches, shortlist
+from testbed.methods.pipelearn import candidates, parallel_batches, shortlist
 from testbed.models.catalog import create
 from testbed.network.link import Link
-from testbed.network.overlay import PRESETS
+from testbed.network.parts import PRESETS
 from tests.helpers.training import sgd
 
 SAMPLES, BATCH, DEVICES = 10_000, 100, 4
