@@ -3,9 +3,9 @@
 from testbed.kits.messaging.membership import Hello
 from testbed.kits.rounds.client import send_difference
 from testbed.kits.rounds.messages import Begin, Begun, Update
-from testbed.kits.rounds.method import Hooks, RoundMethod, global_model
+from testbed.kits.rounds.method import Hooks, RoundMethod
 from testbed.kits.rounds.options import TransferOptions
-from testbed.kits.rounds.server import Trained, mean
+from testbed.kits.rounds.server import GlobalModel, Trained, mean
 
 
 class FedBuffOptions(TransferOptions):
@@ -36,7 +36,7 @@ class FedBuff(RoundMethod[FedBuffOptions]):
     async def serve(self, mailbox, job):
         """Give each device the newest weights whenever it has sent a change, or has started."""
         options, device = job.problem.options, mailbox.device
-        model, versions, given = global_model(device, job, add_mean), {}, {}
+        model, versions, given = GlobalModel(device, job, add_mean), {}, {}
 
         def begin(name):
             versions[name], given[name] = model.rounds, given.get(name, -1) + 1

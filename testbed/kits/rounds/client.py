@@ -116,22 +116,15 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
     return train
 
 
+@dataclass(frozen=True)
 class LocalTraining:
     """What a device with data does of its own: it trains rounds on its samples, whoever says when and from where on."""
 
-    def __init__(
-        self,
-        share: Share,
-        length: Length,
-        layers: Layers,
-        train_local: TrainLocal = train_whole,
-        sent: Sent = send_weights,
-    ) -> None:
-        self.share = share
-        self.length = length
-        self.layers = layers
-        self._train_local = train_local
-        self._sent = sent
+    share: Share
+    length: Length
+    layers: Layers
+    train_local: TrainLocal = train_whole
+    sent: Sent = send_weights
 
     def steps(self, number: int) -> range:
         """Return the iterations of a round, counted through all rounds."""
@@ -144,8 +137,8 @@ class LocalTraining:
     async def train(self, number: int, start: State) -> tuple[float | None, State]:
         """Train a round from some weights on; return the mean loss and what is to be sent of the new weights."""
         await self.layers.load(start, number)
-        loss = await self._train_local(LocalRound(number, self.steps(number), self.layers, self.share, start))
-        return loss, self._sent(start, self.layers.weights())
+        loss = await self.train_local(LocalRound(number, self.steps(number), self.layers, self.share, start))
+        return loss, self.sent(start, self.layers.weights())
 
 
 class Client:

@@ -9,7 +9,6 @@ from typing import Generic
 from typing_extensions import TypeVar
 
 from testbed.device import Device
-from testbed.kits.layers.feed import Requests
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.transfer import Codec, codec, codecs
 from testbed.kits.rounds import planner
@@ -29,7 +28,7 @@ from testbed.kits.rounds.messages import KINDS
 from testbed.kits.rounds.options import GroupOptions, RoundOptions, transfer_of
 from testbed.kits.rounds.planner import Participants, RoundDetails
 from testbed.kits.rounds.rounds import Choose, RoundPolicy, Rounds, everyone
-from testbed.kits.rounds.server import EvaluationSchedule, GlobalModel, Merge, Server, ServerSide, mean
+from testbed.kits.rounds.server import GlobalModel, Merge, Server, ServerSide, mean
 from testbed.kits.rounds.share import Share
 from testbed.method import Job, Method, Problem
 from testbed.plan import Plan
@@ -137,19 +136,6 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
     return LocalTraining(share, Participants(problem).length, layers, hooks.train_local, sent)
 
 
-def global_model(device: Device, job: Job[O, RoundDetails], merge: Merge = mean) -> GlobalModel:
-    """Return the whole model on the server: as it was before a restart, or as the run begins with it."""
-    problem = job.problem
-    assert job.dataset is not None
-    tests = Requests(job.dataset, problem.workload.batch_size)
-    schedule = EvaluationSchedule(problem.options.evaluate_every, Participants(problem).length.rounds)
-    layers = Layers(device, problem, 0, len(problem.model.units))
-    model = GlobalModel(device, layers, job.weights, tests, schedule, merge, problem.workload.training.ema)
-    if model.numbers:
-        device.expose(lambda: model.stopping.result(model.result()))
-    return model
-
-
 async def hold_rounds(
     mailbox: Mailbox, job: Job[O, RoundDetails], hooks: Hooks, split: bool = False, in_turn: bool = False
 ) -> None:
@@ -160,7 +146,7 @@ async def hold_rounds(
     problem, clients = job.problem, job.plan.details.portions
     assert job.dataset is not None
     device, options, depth = mailbox.device, problem.options, len(problem.model.units)
-    model = global_model(device, job, hooks.merge)
+    model = GlobalModel(device, job, hooks.merge)
     splits = {name: client.split for name, client in clients.items()}
     side = None
     if split:
@@ -170,7 +156,7 @@ async def hold_rounds(
     deadline = options.round_deadline or LATE * max(client.round_time for client in clients.values())
     policy = RoundPolicy(0 if in_turn else hooks.min_updates, deadline, hooks.choose)
     changes = hooks.sent is send_weights and codec(transfer_of(options).updates) is not None
-    server = Server(mailbox, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn, changes)
+    server = Server(device, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn, changes)
     size = problem.workload.batch_size
     if few := [name for name, there in problem.samples.items() if there < size]:
         text = f"{', '.join(few)}: fewer samples than a batch of {size}, which is all of them there"

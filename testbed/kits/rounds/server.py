@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,10 @@ from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.rounds.estimate import AGGREGATION_FLOPS
 from testbed.kits.rounds.layers import Layers
 from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Norms, Update
+from testbed.kits.rounds.options import RoundOptions
+from testbed.kits.rounds.planner import Participants, RoundDetails
 from testbed.kits.rounds.rounds import Rounds
+from testbed.method import Job
 from testbed.training.optimizers import AVERAGE
 from testbed.training.stopping import Stopping
 from testbed.wire.message import Message
@@ -81,35 +84,22 @@ def mean(state: State, trained: Sequence[Trained], memory: Memory) -> State:
     return average([each.state for each in trained], [each.samples for each in trained])
 
 
-@dataclass(frozen=True)
-class EvaluationSchedule:
-    """After which rounds a model is evaluated."""
-
-    every: float
-    """Rounds from one evaluation to the next, or seconds if it is no whole number."""
-    rounds: int
-    """Rounds of the whole workload; after the last there is always an evaluation."""
-
-
 class GlobalModel:
-    """The whole model, after each round; outlives a restart of the server."""
+    """The whole model on the server, after each round; outlives a restart of the server."""
 
-    def __init__(
-        self,
-        device: Device,
-        layers: Layers,
-        weights: State | None,
-        tests: Requests,
-        schedule: EvaluationSchedule,
-        merge: Merge = mean,
-        ema: float | None = None,
-    ) -> None:
-        """``weights`` to begin with; None: those of ``layers``, which are all of the model's.
-
-        ``ema``: evaluate the moving average of the weights after each round, this share of which is kept; None: them.
-        """
-        self._ema = ema
-        kept = device.saved(GLOBAL)
+    def __init__(self, device: Device, job: Job[RoundOptions, RoundDetails], merge: Merge = mean) -> None:
+        """Take what the server's disk keeps; else the weights that the job was given, or those of the seed."""
+        problem, kept, weights = job.problem, device.saved(GLOBAL), job.weights
+        assert job.dataset is not None
+        self._device = device
+        self._merge = merge
+        self._layers = layers = Layers(device, problem, 0, len(problem.model.units))
+        self._tests = Requests(job.dataset, problem.workload.batch_size)
+        self._due = Due(problem.options.evaluate_every, device.now())
+        self._last = Participants(problem).length.rounds
+        """Rounds of the whole workload; after the last there is always an evaluation."""
+        self._ema = problem.workload.training.ema
+        """The share that a moving average of the weights keeps in each round, where that is evaluated."""
         self.rounds = 0 if kept is None else int(kept["rounds"])
         """Rounds that are in the global model."""
         self._report: dict[str, Any] = {} if kept is None else kept["report"]
@@ -122,17 +112,13 @@ class GlobalModel:
         elif weights is not None:
             self.state = {**self.state, **weights}
         self.stopping = Stopping(layers.training)
-        self._device = device
-        self._layers = layers
-        self._merge = merge
-        self._tests = tests
-        self._schedule = schedule
-        self._due = Due(schedule.every, device.now())
+        if self.numbers:
+            device.expose(lambda: self.stopping.result(self.result()))
 
     @property
     def finished(self) -> bool:
         """Whether all rounds of the workload are in it, or no more are wanted."""
-        return bool(self.stopping.reason) or self.rounds >= self._schedule.rounds
+        return bool(self.stopping.reason) or self.rounds >= self._last
 
     @property
     def numbers(self) -> bool:
@@ -179,7 +165,7 @@ class GlobalModel:
         loss = {name: made.pop(name) for name in ("loss",) if name in made}
         self._device.record("round", **made)
         self._device.record("step", step=made["round"], samples=sum(made["samples"].values()), **loss)
-        if self.rounds == self._schedule.rounds or self._due(self.rounds, self._device.now()):
+        if self.rounds == self._last or self._due(self.rounds, self._device.now()):
             score = await evaluation(self._layers, self.result(), self._tests, self.rounds)
             fields = score.fields()
             self._device.record("evaluate", step=self.rounds, **fields)
@@ -197,106 +183,96 @@ async def evaluation(layers: Layers, state: State, tests: Requests, number: int)
     return score
 
 
+@dataclass(frozen=True)
 class ServerSide:
     """The server's layers: those behind each device's split point, a copy for each device or one for all.
 
     Algorithm 2 of PipeLearn, lines 4 to 17.
     """
 
-    def __init__(self, mailbox: Mailbox, parallel: Mapping[str, int], copies: Mapping[str, Layers]) -> None:
-        """``parallel``: the mini-batches of an iteration of each device; ``copies``: the layers that serve it."""
-        self.losses: dict[str, float] = {}
-        """Mean of the iterations of the device's last round."""
-        self._mailbox = mailbox
-        self._parallel = parallel
-        self._copies = copies
+    mailbox: Mailbox
+    parallel: Mapping[str, int]
+    """Mini-batches of an iteration of each device."""
+    copies: Mapping[str, Layers]
+    """The layers that serve each device."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Mean of the iterations of each device's last round."""
 
     async def serve(self, state: State, number: int, begun: Begun) -> None:
         """Train a device's copy along with it, from the global model's state on."""
-        layers = self._copies[begun.sender]
+        layers = self.copies[begun.sender]
         await layers.load(restrict(state, layers.first, layers.last), number)
         steps, loss = range(begun.first, begun.last), 0.0
         for step in steps:
-            for micro in range(self._parallel[begun.sender]):
-                given = await self._mailbox.take(DeviceActivation, (begun.sender, step, micro))
+            for micro in range(self.parallel[begun.sender]):
+                given = await self.mailbox.take(DeviceActivation, (begun.sender, step, micro))
                 loss += await layers.forward_loss(step, micro, given.tensor, given.labels, given.samples)
                 gradient = await layers.backward(step, micro, len(given.labels))
                 assert gradient is not None
-                self._mailbox.post(begun.sender, ActivationGradient(begun.configuration, step, micro, gradient))
+                self.mailbox.post(begun.sender, ActivationGradient(begun.configuration, step, micro, gradient))
             norms = None
             if layers.clips_by_norm:
-                first = await self._mailbox.take(Norms, (begun.sender, step))
+                first = await self.mailbox.take(Norms, (begun.sender, step))
                 norms = torch.cat([first.tensor, layers.norms()])
-                self._mailbox.post(begun.sender, Norms(begun.configuration, step, norms))
+                self.mailbox.post(begun.sender, Norms(begun.configuration, step, norms))
             await layers.update(step, norms)
         self.losses[begun.sender] = loss / len(steps)
 
     def join(self, update: Update) -> tuple[State, float]:
         """Return a device's whole model, M^k of equation (1), and its loss."""
-        return {**update.state, **self._copies[update.sender].weights()}, self.losses[update.sender]
+        return {**update.state, **self.copies[update.sender].weights()}, self.losses[update.sender]
 
 
+@dataclass(frozen=True)
 class Server:
     """Rounds from the first that is not in the global model to the last."""
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        rounds: Rounds,
-        model: GlobalModel,
-        splits: Mapping[str, int],
-        side: ServerSide | None,
-        in_turn: bool = False,
-        changes: bool = False,
-    ) -> None:
-        """``splits``: the first layer that is not a device's; ``side``: who trains the rest, None: there is none.
-
-        ``in_turn``: one device after the other goes on from what the one before it has made. ``changes``: what devices
-        send is to be added to the weights that they began with.
-        """
-        self._mailbox = mailbox
-        self._device = mailbox.device
-        self._rounds = rounds
-        self._model = model
-        self._splits = splits
-        self._side = side
-        self._in_turn = in_turn
-        self._changes = changes
+    device: Device
+    rounds: Rounds
+    model: GlobalModel
+    splits: Mapping[str, int]
+    """By device, the first layer that is not its own."""
+    side: ServerSide | None
+    """Trains those layers; None: there are none."""
+    in_turn: bool = False
+    """Whether one device after the other goes on from what the one before it has made."""
+    changes: bool = False
+    """Whether what devices send is to be added to the weights that they began with."""
 
     async def run(self) -> None:
         """Hold the rounds that are left."""
-        devices = list(self._splits)
-        turns = [[name] for name in devices] if self._in_turn else [devices]
-        if not self._model.is_reported():
-            await self._model.report()
-        while not self._model.finished:
-            start = self._device.now()
+        devices = list(self.splits)
+        turns = [[name] for name in devices] if self.in_turn else [devices]
+        if not self.model.is_reported():
+            await self.model.report()
+        while not self.model.finished:
+            start = self.device.now()
             trained: list[Trained] = []
             while not trained:  # in turn, all devices may have been missed
-                await self._rounds.present(devices, 1)
+                await self.rounds.present(devices, 1)
                 for turn in turns:
-                    trained += await self._train(self._model.rounds, turn)
-            await self._model.keep(start, trained)
-            await self._model.report()
+                    trained += await self._train(self.model.rounds, turn)
+            await self.model.keep(start, trained)
+            await self.model.report()
 
     async def _train(self, number: int, devices: Sequence[str]) -> list[Trained]:
         """Have devices train from the global model on, into which what they send is merged."""
-        state = self._model.state
+        state = self.model.state
 
         def invite(name: str, configuration: int) -> Begin:
-            return Begin(configuration, number, restrict(state, 0, self._splits[name]))
+            return Begin(configuration, number, restrict(state, 0, self.splits[name]))
 
-        serve = None if self._side is None else partial(self._side.serve, state, number)
-        updates = await self._rounds.hold(number, devices, invite, serve)
-        if self._changes:
+        serve = None if self.side is None else partial(self.side.serve, state, number)
+        updates = await self.rounds.hold(number, devices, invite, serve)
+        if self.changes:
             updates = [replace(each, state=_added(state, each.state)) for each in updates]
         trained = [Trained(update.sender, update.samples, *self._whole(update)) for update in updates]
-        await self._model.merge(trained)
+        await self.model.merge(trained)
         return trained
 
     def _whole(self, update: Update) -> tuple[State, float]:
-        if self._side is not None:
-            return self._side.join(update)
+        if self.side is not None:
+            return self.side.join(update)
         assert update.loss is not None
         return update.state, update.loss
 
