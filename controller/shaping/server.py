@@ -13,8 +13,7 @@ import flask
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import InputError, TestbedError
-from testbed.network.link import Pair, links_from_json
-from testbed.network.topology import Cell
+from testbed.network.link import Cell, Pair, links_from_json
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
 
