@@ -16,27 +16,17 @@ GOOD = 0.8
 """The accuracy to which the paper counts the time."""
 
 
-def _deviation(record: Record) -> float | None:
-    found = [event.fields.get("deviation") for event in record.of("evaluate")]
-    return found[-1] if found else None
+def _evaluated(field: str, record: Record) -> float | None:
+    """Return a field of the last evaluation. Its accuracy is gathered where it has that by ``one`` device, too."""
+    found = record.of("evaluate")
+    fields: Mapping[str, Any] = found[-1].fields if found else {}
+    if field == "gathered":
+        return fields["accuracy"] if "one" in fields else None
+    value: float | None = fields.get(field, fields.get("accuracy") if field == "one" else None)
+    return value
 
 
-def _accuracy(by: str) -> Callable[[Record], float | None]:
-    """Return the figure of the last evaluation: ``gathered``, by what ``one`` device heard, or by ``any``."""
-
-    def of(record: Record) -> float | None:
-        found = record.of("evaluate")
-        fields: Mapping[str, Any] = found[-1].fields if found else {}
-        accuracy: float | None = fields.get("accuracy")
-        if by == "gathered":
-            return accuracy if "one" in fields else None
-        value: float | None = fields.get(by, accuracy if by == "one" else None)
-        return value
-
-    return of
-
-
-def _passed(record: Record, passing: str) -> float | None:
+def _passed(passing: str, record: Record) -> float | None:
     """Take each device's last count: it goes on counting, tests included, until it restarts."""
     last = {event.device: event.fields for event in record.of("passed") if event.fields["to"] == passing}
     due = sum(fields["due"] for fields in last.values())
@@ -98,23 +88,13 @@ def _rate(count: Callable[[Record], int], record: Record) -> float | None:
 
 DECLARED = Declared(
     figures=(
-        Figure(
-            "forward_passed",
-            "share",
-            "of the outputs that a layer needed of other devices, those that came in time",
-            lambda record: _passed(record, "forward"),
-        ),
-        Figure(
-            "backward_passed",
-            "share",
-            "of the losses that a layer needed of other devices, those that came in time",
-            lambda record: _passed(record, "backward"),
-        ),
-        Figure(
-            "sharing_passed",
-            "share",
-            "of the results that the output layer shares, those that came in time",
-            lambda record: _passed(record, "sharing"),
+        *(
+            Figure(f"{passing}_passed", "share", f"of {needed}, those that came in time", partial(_passed, passing))
+            for passing, needed in (
+                ("forward", "the outputs that a layer needed of other devices"),
+                ("backward", "the losses that a layer needed of other devices"),
+                ("sharing", "the results that the output layer shares"),
+            )
         ),
         Figure("training_casts", "number", "acknowledgements too, without those of tests", _casts),
         Figure(
@@ -137,17 +117,15 @@ DECLARED = Declared(
             "timeslots of training, without those of tests, until an evaluation first found an accuracy of 80 %",
             _time_to_good,
         ),
-        Figure(
-            "accuracy_one", "share", "of the tests, by the results that the device that leads heard", _accuracy("one")
+        *(
+            Figure(f"accuracy_{field}", "share", meaning, partial(_evaluated, field))
+            for field, meaning in (
+                ("one", "of the tests, by the results that the device that leads heard"),
+                ("any", "of the tests, those right by the results that at least one device of the output layer heard"),
+                ("gathered", "of the tests, by results of which none is lost"),
+                ("deviation", "standard deviation of the accuracy over the test runs"),
+            )
         ),
-        Figure(
-            "accuracy_any",
-            "share",
-            "of the tests, those right by the results that at least one device of the output layer heard",
-            _accuracy("any"),
-        ),
-        Figure("accuracy_gathered", "share", "of the tests, by results of which none is lost", _accuracy("gathered")),
-        Figure("accuracy_deviation", "share", "standard deviation of the accuracy over the test runs", _deviation),
     ),
     events=(
         EventType("tests", "training stands still, and test runs begin", ("batch",), ("step",)),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -114,7 +115,9 @@ class SlotProgram:
         self._tests = TestRuns(job.dataset, test_batch(problem), problem.options.test_runs)
         steps = min(self._training.steps, job.plan.steps or self._training.steps)
         self._job = job
-        self._times = (
+        self._segments = partial(
+            segments,
+            table,
             details.slot,
             steps,
             details.test_slot,
@@ -138,9 +141,6 @@ class SlotProgram:
             scores = TestRuns(job.dataset, test_batch(problem), problem.options.test_runs)
             self._gathering = Gathering(mailbox, job.plan.lead, arranging.now.sizes[-1], scores)
         self._evaluations: list[asyncio.Task[None]] = []
-
-    def _segments(self) -> Iterator[SlotSegment]:
-        return segments(self._table, *self._times)
 
     async def run(self) -> None:
         """Train, and test over the same links, from the slot that it is.

@@ -7,7 +7,9 @@ begins with given weights leaves time before its first slot.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -21,11 +23,15 @@ from testbed.method import Job
 
 
 @dataclass(frozen=True)
-class NeedsWeights(Typed, kind="needs_weights"):
-    """To the device that leads: the sender has started, and has no weights to begin with."""
+class Needs(Typed):
+    """To the device that has what all others need before the first slot: the sender has started, and lacks it."""
 
     started: float
     """Seconds on its clock."""
+
+
+class NeedsWeights(Needs, kind="needs_weights"):
+    """To the device that leads."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +50,30 @@ class FinalWeights(Typed, kind="final_weights", key=("sender",)):
     state: State
 
 
+K = TypeVar("K", bound=Typed)
 KINDS = (NeedsWeights, GivenWeights, FinalWeights)
+
+
+async def ask(mailbox: Mailbox, holder: str, need: type[Needs], answer: type[K], have: Callable[[], K]) -> K:
+    """Return what one device has, and hands to all others that ask for it."""
+    if mailbox.device.name != holder:
+        mailbox.post(holder, need(mailbox.device.now()))
+        return await mailbox.take(answer)
+    own = have()
+
+    def give(message: Needs) -> None:
+        mailbox.post(message.sender, own)
+
+    mailbox.on(need, give)
+    return own
 
 
 async def given_weights(mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]) -> State | None:
     """Return the weights of the whole network to begin with; None where they are drawn from the seed."""
     if job.problem.workload.model.weights is None:
         return None
-    if mailbox.device.name != job.plan.lead:
-        mailbox.post(job.plan.lead, NeedsWeights(mailbox.device.now()))
-        return (await mailbox.take(GivenWeights)).state
-    state = dict(job.weights or {})
-
-    def give(message: NeedsWeights) -> None:
-        mailbox.post(message.sender, GivenWeights(state))
-
-    mailbox.on(NeedsWeights, give)
-    return state
+    given = await ask(mailbox, job.plan.lead, NeedsWeights, GivenWeights, lambda: GivenWeights(dict(job.weights or {})))
+    return given.state
 
 
 async def leave_weights(

@@ -15,17 +15,13 @@ from testbed.kits.slots.missing import Arrived, Usable, Work, back
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import SlotDetails
 from testbed.kits.slots.program import KINDS, Fixed, SlotProgram, transmit_of
-from testbed.kits.slots.weights import given_weights
+from testbed.kits.slots.weights import Needs, ask, given_weights
 from testbed.method import Job
 from testbed.methods.edgepipe import INFORMING, EdgePipeOptions, Learns, arrangement
 
 
-@dataclass(frozen=True)
-class NeedsArrangement(Typed, kind=INFORMING[0]):
-    """To the device that coordinates: the sender has started, and does not know what to hold."""
-
-    started: float
-    """Seconds on its clock."""
+class NeedsArrangement(Needs, kind=INFORMING[0]):
+    """To the device that coordinates."""
 
 
 @dataclass(frozen=True)
@@ -100,21 +96,16 @@ class TreatedAsNull:
 
 async def informed(mailbox: Mailbox, job: Job[EdgePipeOptions, SlotDetails]) -> Arrangement:
     """Return who holds what: as planned, on the device that coordinates, and elsewhere as that one says."""
-    planned, coordinator = arrangement(job.problem, job.plan), job.plan.details.coordinator
+    planned = arrangement(job.problem, job.plan)
     if not job.problem.options.informs:
         return planned
-    if mailbox.device.name != coordinator:
-        mailbox.post(coordinator, NeedsArrangement(mailbox.device.now()))
-        received = (await mailbox.take(Arranged)).layers
-        layers = tuple({name: range(first, stop) for name, (first, stop) in layer.items()} for layer in received)
-        return replace(planned, layers=layers)
-    task = Arranged([{name: [held[0], held[-1] + 1] for name, held in layer.items()} for layer in planned.layers])
 
-    def inform(message: NeedsArrangement) -> None:
-        mailbox.post(message.sender, task)
+    def task() -> Arranged:
+        return Arranged([{name: [held[0], held[-1] + 1] for name, held in layer.items()} for layer in planned.layers])
 
-    mailbox.on(NeedsArrangement, inform)
-    return planned
+    received = await ask(mailbox, job.plan.details.coordinator, NeedsArrangement, Arranged, task)
+    layers = tuple({name: range(*ends) for name, ends in layer.items()} for layer in received.layers)
+    return replace(planned, layers=layers)
 
 
 async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:

@@ -7,15 +7,18 @@ arrangement. It and the neurons that move travel reliably.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.slots.arrangement import Arrangement
+from testbed.kits.slots.planner import timetable_of
 from testbed.kits.slots.timeslots import LayerAction, SlotSegment
+from testbed.method import Job
 from testbed.methods.versatile.handover import Arrange, Handover
 from testbed.methods.versatile.maintenance import Maintenance
+from testbed.methods.versatile.planner import VersatileDetails, VersatileOptions
 from testbed.methods.versatile.rearrangement import (
     Decision,
     DecisionRules,
@@ -50,30 +53,23 @@ class ArrangementController:
     def __init__(
         self,
         mailbox: Mailbox,
+        job: Job[VersatileOptions, VersatileDetails],
         records: ReceptionRecords,
         handover: Handover,
         maintenance: Maintenance,
-        rules: DecisionRules,
-        devices: Sequence[str],
-        window: tuple[int, float],
-        enabled: bool,
-        until: int | None = None,
+        window: int,
     ) -> None:
-        """``devices``: all that there may ever be; ``window``: its steps, and its seconds.
-
-        Not ``enabled``, only what was counted is recorded, window after window. ``until``: the step at which all
-        maintenance ends.
-        """
+        """Judge the others after each ``window`` of steps, where neurons are to be rearranged."""
+        problem, details = job.problem, job.plan.details
         self._mailbox = mailbox
         self._device = mailbox.device
         self._records = records
         self._handover = handover
         self._maintenance = maintenance
-        self._rules = rules
-        self._others = [name for name in devices if name != mailbox.device.name]
-        self._steps, self._seconds = window
-        self._enabled = enabled
-        self._until = until
+        self._rules = DecisionRules(details.threshold, job.plan.lead, problem.seed)
+        self._others = [device.name for device in problem.devices if device.name != mailbox.device.name]
+        self._steps, self._seconds = window, window * timetable_of(details).period * details.slot
+        self._rearranges, self._until = problem.options.rearrangement, problem.options.naive_after
         self._reported = 0
         """Windows of which the maintenance was recorded."""
         self._joining: dict[str, int] = {}
@@ -134,9 +130,9 @@ class ArrangementController:
         step = None if segment.tests or action is None else action.batch
         self._report(segment, step)
         if step is not None and self._until is not None and step >= self._until:
-            self._enabled, self._until = False, None
+            self._rearranges, self._until = False, None
             self._maintenance.end()
-        if not self._enabled:
+        if not self._rearranges:
             return False
         before, me = self._group, self._device.name
         self._handover.carry_out()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -98,38 +97,12 @@ def _heard_rates(arrived: Arrived, layers: int) -> Rates:
     return merged([tuple(note["rates"]) for note in notes], layers)
 
 
+@dataclass
 class SavedGradients:
-    """Section IV-B: the last gradients of one layer, to learn from while new ones do not arrive."""
+    """Section IV-B: the last new gradients of one layer, and how often they were used since."""
 
-    def __init__(self) -> None:
-        self._gradients: State = {}
-        self._used = 0
-
-    def learn(self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Update with new gradients and save them; return that of the inputs, (samples, values), as `missing.back`."""
-        before = back(shard, layer, batch, gradient)
-        self._gradients, self._used = shard.gradients(), 0
-        shard.update()
-        return before
-
-    def usable(self, grad_reuse_bw: int) -> bool:
-        """Return whether there are any, used less often than this since they were new."""
-        return bool(self._gradients) and self._used < grad_reuse_bw
-
-    def reuse(self, shard: LayerShard) -> None:
-        """Update with them."""
-        self._used += 1
-        shard.add_gradients(self._gradients)
-        shard.update()
-
-
-def pass_on(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of the inputs, (samples, values), by equation 2 if anyone wants it, and learn nothing."""
-    if layer == 1:
-        return None
-    before = shard.backward(batch, gradient)
-    shard.drop_gradients()
-    return before
+    gradients: State = field(default_factory=dict)
+    used: int = 0
 
 
 class Maintenance:
@@ -235,21 +208,28 @@ class Maintenance:
         self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
     ) -> Work | None:
         """Learn from new gradients, (samples, values), or saved ones while gradReuse_bw allows it; pass losses on."""
-        saved, counts = self._saved[layer], self._counts[layer]
         if usable.learns == "nothing":
             return None
-        if gradient is not None and usable.learns == "new":
-            counts["fresh"] += 1
-            return partial(saved.learn, shard, layer, batch, gradient)
-        reuses = self._update.options.reuse and saved.usable(self._update.grad_reuse_bw)
-        counts["reused" if reuses else "idle"] += 1
+        saved, options = self._saved[layer], self._update.options
+        new = gradient is not None and usable.learns == "new"
+        reuses = not new and options.reuse and bool(saved.gradients) and saved.used < self._update.grad_reuse_bw
+        self._counts[layer]["fresh" if new else "reused" if reuses else "idle"] += 1
         if gradient is None and not reuses:
             return None
 
         def work() -> torch.Tensor | None:
-            before = None if gradient is None else pass_on(shard, layer, batch, gradient)
+            before = None
+            if gradient is not None and (new or layer > 1):
+                before = back(shard, layer, batch, gradient)
+            if new:
+                saved.gradients, saved.used = shard.gradients(), 0
+            else:
+                shard.drop_gradients()
             if reuses:
-                saved.reuse(shard)
+                shard.add_gradients(saved.gradients)
+                saved.used += 1
+            if new or reuses:
+                shard.update()
             return before
 
         return work

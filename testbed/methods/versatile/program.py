@@ -11,7 +11,6 @@ from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.slots import program
 from testbed.kits.slots.casts import Outputs, Sent, Values
 from testbed.kits.slots.neurons import Neurons
-from testbed.kits.slots.planner import timetable_of
 from testbed.kits.slots.program import SlotProgram, answering_time, transmit_of
 from testbed.kits.slots.weights import given_weights
 from testbed.method import Job
@@ -19,7 +18,6 @@ from testbed.methods.versatile.controller import ArrangementController, Join, Le
 from testbed.methods.versatile.handover import Arrange, Handover, Moved
 from testbed.methods.versatile.maintenance import Complete, Confirming, DynamicUpdate, Ideal, Maintenance
 from testbed.methods.versatile.planner import VersatileDetails, VersatileOptions, arrangement
-from testbed.methods.versatile.rearrangement import DecisionRules
 from testbed.methods.versatile.records import ReceptionRecords
 from testbed.models.slices import Channels
 from testbed.wire.message import Message
@@ -82,17 +80,7 @@ async def run(device: Device, job: VersatileJob) -> None:
             handover.apply(first)
         ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
         records = ReceptionRecords(device.name, ratios, options.alpha, window, details.grace)
-        controller = ArrangementController(
-            mailbox,
-            records,
-            handover,
-            maintenance,
-            DecisionRules(details.threshold, job.plan.lead, problem.seed),
-            [each.name for each in problem.devices],
-            (window, window * timetable_of(details).period * details.slot),
-            options.rearrangement,
-            options.naive_after,
-        )
+        controller = ArrangementController(mailbox, job, records, handover, maintenance, window)
         transmit = transmit_of(mailbox, job)
         if options.sharing == "ideal":
             transmit = Ideal(mailbox, transmit, first.output)
