@@ -133,7 +133,8 @@ class Caster:
             left = self._departure()
             if left is not None:
                 return left
-            if not _queued(self._socket):
+            queued = fcntl.ioctl(self._socket, termios.TIOCOUTQ, b"\0\0\0\0")  # bytes that have not left the device
+            if not any(queued):
                 break  # it was dropped, or the kernel notes nothing
         return time.monotonic()
 
@@ -198,8 +199,3 @@ class Caster:
         finally:
             if not new:
                 inbox.release(size)
-
-
-def _queued(link: socket.socket) -> int:
-    """Bytes of this socket that have not left the device."""
-    return int(struct.unpack("i", fcntl.ioctl(link, termios.TIOCOUTQ, b"\0\0\0\0"))[0])

@@ -12,7 +12,6 @@ from agent.settings import Address, Settings, address
 from testbed import deployment
 from testbed.common.errors import InputError
 from testbed.method import Method, Problem
-from testbed.network.link import Link
 from testbed.plan import Plan
 from testbed.wire.ports import CAST_PORT, DATA_PORT
 
@@ -65,7 +64,8 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
             ways = [pair for pair in ((name, peer), (peer, name)) if pair in problem.links]
             if len(ways) < 2:
                 raise InputError(f"peers: there are no links with '{peer}' both ways")
-            slowness = _slowness([problem.links[pair] for pair in ways])
+            links = [problem.links[pair] for pair in ways]
+            slowness = sum(link.delay + link.transmission_time(_FEW_PACKETS) for link in links)
             peers[peer] = Peer(address(given.address, DATA_PORT), slowness, given.sent, given.received)
         message_loss = {peer: problem.links[peer, name].message_loss for peer in peers}
         broadcast = None if found.broadcast is None else address(found.broadcast, CAST_PORT)
@@ -75,7 +75,3 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
     except (InputError, ValueError) as error:
         raise Refused(400, f"deployment: {error}") from error
     return Deployment(method, problem, plan, peers, broadcast, message_loss)
-
-
-def _slowness(links: list[Link]) -> float:
-    return sum(link.delay + link.transmission_time(_FEW_PACKETS) for link in links)

@@ -72,9 +72,13 @@ class Runner:
         self._over.set()
 
     def deploy(self, body: bytearray) -> None:
-        """Take in a deployment; forgets whatever there was before. Imports torch, so methods need not."""
+        """Take in a deployment; forgets whatever there was before. Imports torch, so methods need not.
+
+        Raises `Refused` while a program runs, and for what is no deployment.
+        """
         with self._lock:
-            self._refuse_while_running("deploy")
+            if self.state == "running":
+                raise Refused(409, "cannot deploy while a program runs; stop it first")
             from agent import deployment
 
             self._deployment = deployment.read(body, self.settings)
@@ -169,10 +173,6 @@ class Runner:
         """Raise `Refused` unless there was a deployment and no start yet; ``what`` is asked for."""
         if self.state != "ready":
             raise Refused(409, f"{what} comes after a deployment and before the start; this device is {self.state}")
-
-    def _refuse_while_running(self, what: str) -> None:
-        if self.state == "running":
-            raise Refused(409, f"cannot {what} while a program runs; stop it first")
 
     def _run(self, deployment: Deployment, origin: float) -> None:
         state, error = "failed", None

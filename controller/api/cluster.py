@@ -72,15 +72,13 @@ def simulate_on_cluster(
     files, argv, batch = _files_of(scenario), list(sys.argv), secrets.token_hex(4)
     _check(client)
     client.run_on_scheduler(_bound_deaths)
-    tasks = {}
+    executor, waiting = client.get_executor(pure=False), {}
     for number, folder in todo.items():
         key, place = f"{folder.name}-{batch}", str(folder.absolute())
-        task = client.submit(_simulate, files, argv, version(), number, place, key=key, pure=False)
-        tasks[task] = number
+        waiting[executor.submit(_simulate, files, argv, version(), number, place, key=key)] = number
     workers = len(client.scheduler_info(n_workers=-1)["workers"])
     console.print(f"{len(todo)} runs on {workers} workers of {client.scheduler.address}")
     given_up: list[str] = []
-    waiting = {_watched(task): number for task, number in tasks.items()}
 
     def taken(number: int, ended: Future[Files]) -> Path:
         folder = todo[number]
@@ -105,30 +103,13 @@ def simulate_on_cluster(
     try:
         take_in(waiting, taken, console, done, lost)
     except BaseException:
-        client.cancel(list(tasks), force=True)
+        executor.shutdown(wait=False)  # cancels them
         raise
     if given_up:
         raise TestbedError(
             f"{len(given_up)} of {len(todo)} runs ended with their workers {DEATHS} times ({', '.join(given_up)}): "
             "look at the workers' memory and logs, then go on with --resume"
         )
-
-
-def _watched(task: Any) -> Future[Files]:
-    """Return a task's future as one of the standard library, which `wait` knows."""
-    future: Future[Files] = Future()
-
-    def pass_on(ended: Any) -> None:
-        try:
-            if ended.status == "finished":
-                future.set_result(ended.result())
-            else:
-                future.set_exception(ended.exception() if ended.status == "error" else HostError("it was cancelled"))
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits
-            future.set_exception(error)
-
-    task.add_done_callback(pass_on)
-    return future
 
 
 def version() -> str:

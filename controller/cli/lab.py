@@ -19,6 +19,8 @@ import click
 
 from controller.cli.options import as_json, links, on_hosts, overrides, run_option
 from controller.cli.printing import dump, print_table, say
+from controller.lab import runstate
+from testbed.common.errors import HostError, InputError, TestbedError
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -71,10 +73,8 @@ def down(run: str | None, everything: bool) -> None:
     error; a run of which nothing is left ends with 2.
     """
     from controller.hosts.removal import remove
-    from controller.lab import runstate
     from controller.lab.engine import connect
     from controller.lab.removal import labelled_runs
-    from testbed.common.errors import InputError
 
     if everything and run:
         raise InputError("name a run or say --all, not both")
@@ -96,11 +96,9 @@ def down(run: str | None, everything: bool) -> None:
 def ps(as_json: bool) -> None:
     """List the containers of every run on the engine, what each device does, and how far the run has come."""
     from controller.hosts.contexts import reach
-    from controller.lab import runstate
     from controller.lab.containers import running_labs
     from controller.lab.engine import connect
     from controller.results.files import Progress, progress
-    from testbed.common.errors import HostError
 
     labs = running_labs(connect())
     for run in runstate.runs():
@@ -134,7 +132,6 @@ def ps(as_json: bool) -> None:
 def logs(device: str, run_id: str | None, follow: bool) -> None:
     """Print what the program of DEVICE has written (`shaper` for the one that shapes the links)."""
     from controller.hosts.lab import engine_of
-    from controller.lab import runstate
     from controller.lab.containers import container_logs
 
     wrote, run = False, runstate.choose(run_id)
@@ -172,9 +169,7 @@ def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_inpu
     from docker.errors import APIError, NotFound
 
     from controller.hosts.lab import engine_of
-    from controller.lab import runstate
     from controller.lab.containers import container_name
-    from testbed.common.errors import InputError, TestbedError
 
     # What stands behind DEVICE is not click's to read, the sign that says so included.
     words = list(command[1:] if command[0] == "--" else command)
@@ -228,10 +223,8 @@ def watch(run: str | None, pace: float | None, show_page: bool) -> None:
       testbed watch
       testbed watch results/quickstart --pace 5
     """
-    from controller.lab import runstate
     from controller.running.control import strike
     from controller.watch.server import PageServer
-    from testbed.common.errors import InputError
 
     if run is not None and Path(run).is_dir():
         server = PageServer(Path(run), pace=pace or 1.0)

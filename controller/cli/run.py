@@ -28,7 +28,6 @@ WEIGHTS = "weights.safetensors"
 
 if TYPE_CHECKING:
     from controller.hosts.labfile import LabPart
-    from controller.lab.lab import LinkBackend
     from testbed.scenario.schema import Scenario
 
 
@@ -100,15 +99,11 @@ def run(
     overrides: tuple[str, ...],
     seed: int | None,
     repetitions: int | None,
-    links: LinkBackend,
-    accept_links: bool,
     where: LabPart,
     apart: bool,
     weights: Path | None,
-    streams: tuple[str, ...],
-    watch: bool,
-    keep: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
 
@@ -133,12 +128,15 @@ def run(
     console = make_console(stderr=as_json)
     together = "--cluster" if cluster else "--jobs" if jobs > 1 else ""
     if apart:
-        _check_apart(where, runtime, keep)
-    if (together or apart) and (watch or streams):
+        _check_apart(where, runtime, options["keep"])
+    if (together or apart) and (options["watch"] or options["streams"]):
         option = together or "--each-on-one-host"
         raise InputError(f"{option}: runs side by side are neither watched nor streamed: leave {option} away")
     places = _places(prepared, runtime, out, resume, together)
-    kept = _finished(prepared, places, console) if resume is not None else {}
+    kept: dict[int, Run] = {}
+    if resume is not None:
+        kept = finished_among(places, [each.trial for each in prepared])
+        console.print(f"{len(kept)} of {len(places)} runs are there already")
     todo = {number: places[number] for number in range(len(prepared)) if number not in kept}
 
     def done(number: int, finished: Run) -> None:
@@ -155,12 +153,11 @@ def run(
         elif jobs > 1:
             simulate_side_by_side(scenario, changes, todo, jobs, console, done)
         elif apart:
-            each = {"links": links, "accept_links": accept_links}
-            emulate_side_by_side(scenario, changes, todo, where, each, console, done)
+            given = {key: options[key] for key in ("links", "accept_links")}
+            emulate_side_by_side(scenario, changes, todo, where, given, console, done)
         else:
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
-            lab = {"links": links, "accept_links": accept_links, "keep": keep, **where.places}
-            run_one_by_one(rows, runtime, console, done, watch=watch, streams=streams, **lab)
+            run_one_by_one(rows, runtime, console, done, **options, **where.places)
     _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=as_json)
 
 
@@ -254,9 +251,3 @@ def _places(
         raise InputError(f"{out}: holds something already: name another folder, or go on with its runs by --resume")
     folder = asked or numbered(Path("results") / prepared[0].scenario.name)
     return [folder / name for name in names]
-
-
-def _finished(prepared: Sequence[Prepared], places: Sequence[Path], console: Console) -> dict[int, Run]:
-    found = finished_among(places, [each.trial for each in prepared])
-    console.print(f"{len(found)} of {len(places)} runs are there already")
-    return found

@@ -32,7 +32,7 @@ from controller.lab.containers import DeviceContainer, container_name
 from controller.lab.engine import connect, ensure_engine
 from controller.lab.health import Ending
 from controller.lab.images import ensure_images
-from controller.lab.lab import Lab, LinkBackend, Progress, check_devices, data_subnet, new_state, trial_of
+from controller.lab.lab import Lab, LinkBackend, Progress, RunLab, check_devices, data_subnet, new_state, trial_of
 from controller.lab.networks import network_name
 from controller.lab.programimages import device_images
 from controller.lab.reaper import Reaper
@@ -48,19 +48,15 @@ GOSSIP_SECONDS = 6.0
 """Within which the hosts of a swarm have heard from each other of new containers."""
 
 
-class HostsLab:
+class HostsLab(RunLab):
     """The containers and the network of one run over several hosts; to a run it is what a `Lab` is."""
 
     def __init__(self, state: runstate.RunState, trial: Trial, hosts: Mapping[str, Host], subnet: IPv4Network) -> None:
         """``hosts`` are those of the state; a keeper has to run on each."""
-        self._state = state
+        super().__init__(state, trial, subnet)
         self._hosts = hosts
-        self._reaper: Reaper | None = None
         self.lost: set[str] = set()
         """Hosts that have not been heard of, whose devices count as down; `_Changes` says which."""
-        self.trial = trial
-        self.experiment: Experiment = trial.experiment
-        self.subnet = subnet
         self._channels: dict[str, Channel] = {}
         self.parts: dict[str, Lab] = {}
         """The part on each host."""
@@ -80,7 +76,6 @@ class HostsLab:
         except BaseException:
             self._hang_up()
             raise
-        self.health = _Health(self)
 
     @classmethod
     def create(
@@ -142,16 +137,6 @@ class HostsLab:
         return lab
 
     # What a lab is
-
-    @property
-    def run_id(self) -> str:
-        """The run's id, which all its labels carry."""
-        return self._state.run
-
-    @property
-    def token(self) -> str:
-        """The secret of this run; see `Lab.token`."""
-        return self._state.token
 
     @property
     def broadcast(self) -> str | None:
@@ -216,14 +201,15 @@ class HostsLab:
         """Let a paused device go on."""
         self._part(name).resume(name)
 
-    def check_serves(self, trial: Trial) -> None:
-        """Raise InputError where a trial needs other devices, links or images than are here."""
-        next(iter(self.parts.values())).check_serves(trial)
-
-    def note_results(self, results: Path) -> None:
-        """Remember which folder the run that goes on here is written to."""
-        self._state = replace(self._state, results=str(results))
-        runstate.write(self._state)
+    def ending(self, name: str, patience: float = 0.0) -> Ending | None:
+        """Return how a container ended, else None; of the shapers, the first that has. See `Health.ending`."""
+        if name != SHAPER:
+            host = next(host for host, devices in self._state.hosts.items() if name in devices)
+            return Ending(self.silence(host)) if host in self.lost else self.parts[host].ending(name, patience)
+        for host, part in self.parts.items():
+            if host not in self.lost and (ending := part.ending(name)) is not None:
+                return replace(ending, text=f"of {host} {ending.text}")
+        return None
 
     def down(self) -> bool:
         """Remove everything of the run from all hosts; see `Lab.down`. What a lost one has is removed in background."""
@@ -231,12 +217,7 @@ class HostsLab:
             part.over.set()
         lost = {name for name in self.lost if self._channels[name].silent > LOST_SECONDS}
         self._hang_up()
-        reaper, self._reaper = self._reaper, None
-        remove = partial(remove_everywhere, self.run_id, self._hosts.values(), lost=lost)
-        if reaper is not None:
-            return reaper.remove(remove)
-        remove()
-        return True
+        return self._take_down(partial(remove_everywhere, self.run_id, self._hosts.values(), lost=lost))
 
     # Inside
 
@@ -326,25 +307,6 @@ def struck(found: Sequence[Trial], where: LabPart) -> list[Trial]:
     return [where.struck(each, placement(each.experiment, there, where.place)) for each in found]
 
 
-class _Health:
-    """The health of the containers of all hosts; as `controller.lab.health.Health`."""
-
-    def __init__(self, lab: HostsLab) -> None:
-        self._lab = lab
-
-    def ending(self, name: str, patience: float = 0.0) -> Ending | None:
-        """Return how a container ended, else None; of the shapers, the first that has."""
-        if name != SHAPER:
-            host = next(host for host, devices in self._lab._state.hosts.items() if name in devices)
-            if host in self._lab.lost:
-                return Ending(self._lab.silence(host))
-            return self._lab._part(name).health.ending(name, patience)
-        for host, part in self._lab.parts.items():
-            if host not in self._lab.lost and (ending := part.health.ending(name)) is not None:
-                return replace(ending, text=f"of {host} {ending.text}")
-        return None
-
-
 class _Changes:
     """What happens to containers on several hosts, as `ContainerChanges` says it of one, and to the hosts themselves.
 
@@ -400,7 +362,7 @@ class _Changes:
         """Take a host in again, unless its keeper has removed the run there: without a shaper it stays lost."""
         part = self._lab.parts[host]
         with suppress(HostError, DockerException, requests.RequestException):
-            if part.health.ending(SHAPER) is None:
+            if part.ending(SHAPER) is None:
                 part.refresh()
                 self._lab.lost.discard(host)
                 self._on_return(silent)

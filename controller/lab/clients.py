@@ -67,19 +67,19 @@ class Shaper:
         self._url = url
         self._client = Client(url, token)
 
-    def _request(self, method: str, path: str, json: Any = None, timeout: float = 60.0) -> Any:
+    def _request(self, method: str, path: str, json: Any = None, timeout: float = 60.0) -> dict[str, Any]:
         try:
             answer = self._client.request(method, path, json=json, timeout=timeout)
         except requests.RequestException as error:
             raise HostError(f"the shaper at {self._url} does not answer: {error}; is the lab up?") from error
-        if answer.ok:
-            return answer.json()
-        raise (InputError if answer.status_code == 400 else HostError)(f"shaper: {refusal(answer)}")
+        if not answer.ok:
+            raise (InputError if answer.status_code == 400 else HostError)(f"shaper: {refusal(answer)}")
+        document: dict[str, Any] = answer.json()
+        return document
 
     def facts(self) -> dict[str, Any]:
         """Return ``kernel``, ``backend``, ``hostname``, ``monotonic`` and ``time`` (clocks, seconds) of its host."""
-        facts: dict[str, Any] = self._request("GET", "/facts")
-        return facts
+        return self._request("GET", "/facts")
 
     def attach(
         self,
@@ -100,23 +100,19 @@ class Shaper:
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
         """Measure these links between the devices themselves; a few seconds for a lab."""
-        answer = self._request("POST", "/probe", {"pairs": [list(pair) for pair in pairs]}, timeout=120)
+        answer = self._request("POST", "/probe", {"pairs": [*pairs]}, timeout=120)
         return [LinkMeasurement.from_json(each) for each in answer["measurements"]]
 
     def open_ends(self, run: str, pairs: Iterable[Pair]) -> dict[str, int]:
         """Open sockets for `probe_half`; return the port of each device that is there. ``run`` is 8 bytes as hex."""
-        ports: dict[str, int] = self._request("POST", "/ends", {"run": run, "pairs": [list(pair) for pair in pairs]})[
-            "ports"
-        ]
-        return ports
+        return dict(self._request("POST", "/ends", {"run": run, "pairs": [*pairs]})["ports"])
 
     def probe_half(
         self, run: str, pairs: Iterable[Pair], ports: Mapping[str, int], begin: float
     ) -> list[dict[str, Any]]:
         """Measure links between hosts, of which each does its half; see `controller.shaping.probes.measure_half`."""
-        asked = {"run": run, "pairs": [list(pair) for pair in pairs], "ports": dict(ports), "begin": begin}
-        found: list[dict[str, Any]] = self._request("POST", "/half", asked, timeout=120)["measurements"]
-        return found
+        asked = {"run": run, "pairs": [*pairs], "ports": dict(ports), "begin": begin}
+        return list(self._request("POST", "/half", asked, timeout=120)["measurements"])
 
     def renew(self) -> None:
         """Let the container live for another lease."""
@@ -124,13 +120,11 @@ class Shaper:
 
     def show(self) -> dict[str, Any]:
         """Return ``backend``, ``links`` and ``devices``; of each device where the kernel differs, read back now."""
-        shown: dict[str, Any] = self._request("GET", "/show")
-        return shown
+        return self._request("GET", "/show")
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
         """Return drops at queues and the delay line's lateness; ``reset`` sets the lateness back to nothing."""
-        figures: dict[str, Any] = self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
-        return figures
+        return self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
 
 
 CONNECT_SECONDS = 5.0

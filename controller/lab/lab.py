@@ -59,8 +59,57 @@ LinkBackend = Literal["auto", "netem", "userspace"]
 Progress = Callable[[str], None]
 
 
-class Lab:
-    """The containers and networks of one run."""
+class RunLab:
+    """What a lab knows of its run, whether it is on one engine or on several."""
+
+    def __init__(self, state: runstate.RunState, trial: Trial, subnet: IPv4Network) -> None:
+        self._state = state
+        self._reaper: Reaper | None = None
+        self.trial = trial
+        self.experiment = trial.experiment
+        self.subnet = subnet
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, which all its labels carry."""
+        return self._state.run
+
+    @property
+    def token(self) -> str:
+        """The secret of this run, of which those that agents and shaper ask for are made; no container has it."""
+        return self._state.token
+
+    def check_serves(self, trial: Trial) -> None:
+        """Raise InputError where a trial needs other devices, links or images than are here."""
+        now, wanted = self.experiment, trial.experiment
+        names = [device.name for device in now.devices]
+        programs = [by_device(each.workload.programs, names) for each in (now, wanted)]
+        images = [{name: (part.image, part.packages) for name, part in found.items()} for found in programs]
+        for key, same in (
+            ("devices", now.devices == wanted.devices),
+            ("network", (now.links, now.cells) == (wanted.links, wanted.cells)),
+            ("workload.programs", not wanted.workload.programs or images[0] == images[1]),
+        ):
+            if not same:
+                text = f"{key}: not those that {self.run_id} was made of"
+                raise InputError(f"{text}: change the workload alone, or 'testbed down' and 'testbed up' again")
+
+    def note_results(self, results: Path) -> None:
+        """Remember which folder the run that goes on here is written to."""
+        self._state = replace(self._state, results=str(results))
+        runstate.write(self._state)
+
+    def _take_down(self, remove: Callable[[], object]) -> bool:
+        """Remove the run; return False where that was interrupted or fails, and the reaper goes on with it."""
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None:
+            return reaper.remove(remove)
+        remove()
+        return True
+
+
+class Lab(RunLab):
+    """The containers and networks of one run on one engine."""
 
     def __init__(
         self,
@@ -77,23 +126,21 @@ class Lab:
 
         ``url`` says how containers are reached, ``clock`` is that of the engine's host where it is not this one.
         """
+        super().__init__(state, trial, subnet)
         self._client = client
         self._url = url
         self._clock = clock
         names = [device.name for device in trial.experiment.devices]
         self._addresses = {name: str(address) for name, address in device_addresses(subnet, names).items()}
         self._here = [name for name in names if here is None or name in here]
-        self._state = state
-        self.trial = trial
-        self.experiment = trial.experiment
-        self.subnet = subnet
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
-        self._reaper: Reaper | None = None
         self.over = threading.Event()
         """Set when the lab is taken down."""
         self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
+        self.ending = self.health.ending
+        """Returns how a container ended; see there."""
 
     # Making and finding
 
@@ -148,16 +195,6 @@ class Lab:
         lab = cls(client, state, trial_of(state), data_subnet(client, run_id))
         lab.refresh()
         return lab
-
-    @property
-    def run_id(self) -> str:
-        """The run's id, which all its labels carry."""
-        return self._state.run
-
-    @property
-    def token(self) -> str:
-        """The secret of this run, of which those that agents and shaper ask for are made; no container has it."""
-        return self._state.token
 
     @property
     def broadcast(self) -> str:
@@ -272,37 +309,13 @@ class Lab:
             self._client.api.unpause(device.id)
         self._look(device)
 
-    def check_serves(self, trial: Trial) -> None:
-        """Raise InputError where a trial needs other devices, links or images than are here."""
-        now, wanted = self.experiment, trial.experiment
-        programs = [by_device(each.workload.programs, [*self.devices]) for each in (now, wanted)]
-        images = [{name: (part.image, part.packages) for name, part in found.items()} for found in programs]
-        for key, same in (
-            ("devices", now.devices == wanted.devices),
-            ("network", (now.links, now.cells) == (wanted.links, wanted.cells)),
-            ("workload.programs", not wanted.workload.programs or images[0] == images[1]),
-        ):
-            if not same:
-                text = f"{key}: not those that {self.run_id} was made of"
-                raise InputError(f"{text}: change the workload alone, or 'testbed down' and 'testbed up' again")
-
-    def note_results(self, results: Path) -> None:
-        """Remember which folder the run that goes on here is written to."""
-        self._state = replace(self._state, results=str(results))
-        runstate.write(self._state)
-
     def down(self) -> bool:
         """Remove everything of the run, whatever is left of it.
 
         Returns False where that was interrupted or the engine does not answer: it goes on in the background.
         """
         self.over.set()
-        reaper, self._reaper = self._reaper, None
-        remove = partial(remove_run, self._client, self.run_id, settle=False)
-        if reaper is not None:
-            return reaper.remove(remove)
-        remove()
-        return True
+        return self._take_down(partial(remove_run, self._client, self.run_id, settle=False))
 
     def renew_leases(self) -> None:
         """Renew the lease of every container that runs, until the lab is taken down."""

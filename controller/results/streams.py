@@ -104,7 +104,8 @@ class MlFlow(Logger):
 
     def __init__(self, folder: Path) -> None:
         library = need("mlflow", "mlflow", "--stream mlflow")
-        self._client = library.MlflowClient(_tracking(library, folder))
+        named = library.get_tracking_uri() if library.is_tracking_uri_set() else None
+        self._client = library.MlflowClient(named or f"sqlite:///{folder.resolve()}/mlflow.db")
         found = self._client.get_experiment_by_name("testbed")
         experiment = found.experiment_id if found else self._client.create_experiment("testbed")
         self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
@@ -118,11 +119,6 @@ class MlFlow(Logger):
         if run is not None:
             self._client.set_tag(self._run, "scenario", run.trial.scenario.name)
         self._client.set_terminated(self._run, "FAILED" if run is None else "FINISHED")
-
-
-def _tracking(library: Any, folder: Path) -> str:
-    named: str = library.get_tracking_uri()
-    return named if library.is_tracking_uri_set() else f"sqlite:///{folder.resolve()}/mlflow.db"
 
 
 class WeightsAndBiases(Logger):

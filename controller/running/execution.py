@@ -161,7 +161,7 @@ class Execution:
         try:
             return act()
         except AgentGone as error:
-            ending = self._lab.health.ending(name, DEATH_SECONDS)
+            ending = self._lab.ending(name, DEATH_SECONDS)
             if ending is not None and ending.starved:
                 raise TestbedError(f"{name} {ending.text}") from error
             if name == self._lead:
@@ -271,7 +271,7 @@ class Execution:
 
     def _explain(self, name: str) -> None:
         try:
-            ending = self._lab.health.ending(name)
+            ending = self._lab.ending(name)
         except Exception as error:  # noqa: BLE001 - the engine may be ending as well: that something ended is known all the same
             ending = Ending(f"ended; the container engine does not say how: {error}")
         if ending is not None:  # else it has been started again meanwhile

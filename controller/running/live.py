@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -32,16 +31,9 @@ class LiveProgress:
         self._loss: float | None = None
         self._accuracy: float | None = None
         self._next_report = 0.1
-        self._bar = Progress(
-            TextColumn("[bold]{task.fields[title]}[/]"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[unit]}"),
-            TimeElapsedColumn(),
-            console=console,
-            expand=True,
-        )
-        self._task = self._bar.add_task("", total=total, title=title, unit=unit)
+        columns = (TextColumn(f"[bold]{title}[/]"), BarColumn(bar_width=None), MofNCompleteColumn())
+        self._bar = Progress(*columns, TextColumn(unit), TimeElapsedColumn(), expand=True)
+        self._task = self._bar.add_task("", total=total)
         self._live = Live(console=console, refresh_per_second=8, get_renderable=self._render, transient=True)
 
     def __enter__(self) -> Self:
@@ -49,9 +41,7 @@ class LiveProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._console.is_terminal:
             self._live.stop()
 
@@ -59,33 +49,18 @@ class LiveProgress:
         """Say what the run is doing now."""
         with self._lock:
             self._stage = text
-            self._say(Text(text, style="cyan"))
+            self._console.print(Text(text, style="cyan"))
 
     def event(self, event: Event) -> None:
         """Take one event of the run into account."""
         with self._lock:
-            match event.event:
-                case "step" | "request":
-                    self._advance(event)
-                case "failed":
-                    text = f"request {event.fields.get('request')} failed: {event.fields.get('error')}"
-                    self._say(Text(f"{event.time:8.2f} s  {text}", style="bold red"))
-                case "evaluate":
-                    self._accuracy = event.fields.get("accuracy")
-                case "fault":
-                    verb = "undone" if event.fields.get("phase") == "undo" else "strikes"
-                    text = f"fault {verb}: {event.fields.get('action')} {event.fields.get('target') or ''}"
-                    self._say(Text(f"{event.time:8.2f} s  {text}", style="bold red"))
-                case "recovery":
-                    detail = f"recovery {event.fields.get('phase')} at step {event.fields.get('step')}"
-                    missing = ", ".join(event.fields.get("missing", ()))
-                    self._say(
-                        Text(f"{event.time:8.2f} s  {detail}{f': {missing} silent' if missing else ''}", "yellow")
-                    )
-                case "state" if event.fields.get("state") == "failed":
-                    self._say(Text(f"{event.time:8.2f} s  {event.device} failed", style="bold red"))
-                case "log":
-                    self._say(Text(f"{event.time:8.2f} s  {event.device}: {event.fields.get('text')}", style="dim"))
+            if event.event in ("step", "request"):
+                self._advance(event)
+            elif event.event == "evaluate":
+                self._accuracy = event.fields.get("accuracy")
+            elif (said := _said(event)) is not None:
+                text, style = said
+                self._console.print(Text(f"{event.time:8.2f} s  {text}", style=style))
 
     def _advance(self, event: Event) -> None:
         # A restored checkpoint repeats steps: the bar shows the furthest one, the speed what is really done.
@@ -110,8 +85,25 @@ class LiveProgress:
             parts.append(f"accuracy {self._accuracy:.1%}")
         return "  ".join(parts)
 
-    def _say(self, line: Text) -> None:
-        self._console.print(line)
-
     def _render(self) -> Group:
         return Group(self._bar, Text(f"{self._stage}  {self._figures()}", style="cyan"))
+
+
+def _said(event: Event) -> tuple[str, str] | None:
+    """Return what is printed of an event, and how; None of most."""
+    fields, bad = event.fields, "bold red"
+    match event.event:
+        case "failed":
+            return f"request {fields.get('request')} failed: {fields.get('error')}", bad
+        case "fault":
+            verb = "undone" if fields.get("phase") == "undo" else "strikes"
+            return f"fault {verb}: {fields.get('action')} {fields.get('target') or ''}", bad
+        case "recovery":
+            missing = ", ".join(fields.get("missing", ()))
+            silent = f": {missing} silent" if missing else ""
+            return f"recovery {fields.get('phase')} at step {fields.get('step')}{silent}", "yellow"
+        case "state" if fields.get("state") == "failed":
+            return f"{event.device} failed", bad
+        case "log":
+            return f"{event.device}: {fields.get('text')}", "dim"
+    return None

@@ -10,7 +10,6 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Hashable, Mapping
 from typing import Any
 
 from controller.shaping import nfqueue
@@ -100,7 +99,11 @@ class Loop:
             case "close":
                 self._close(request["device"])
             case "set":
-                self._media.set_routes(request["device"], _routes_from(request["routes"]), time.monotonic())
+                routes = {
+                    address: Route(**{**each, "channels": tuple(each["channels"])})
+                    for address, each in request["routes"].items()
+                }
+                self._media.set_routes(request["device"], routes, time.monotonic())
             case "statistics":
                 return self._statistics()
             case "reset":
@@ -141,9 +144,3 @@ class Loop:
             "overflows": self._overflows,
             "waiting": {device: self._media.waiting(device) for device in self._sockets},
         }
-
-
-def _routes_from(written: Mapping[str, Any]) -> dict[Hashable, Route]:
-    return {
-        address: Route(tuple(route["channels"]), route["rate"], route["limit"]) for address, route in written.items()
-    }

@@ -17,7 +17,7 @@ HISTORY = 60.0
 """Seconds before the newest event of which the page still draws what devices did."""
 BARS = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
 """Events that are drawn as bars, and as what."""
-_TOLD = {"begin", "memory", "host", "objects"}
+_UNSHOWN = {"begin", "memory", "host", "objects"}
 """Events that the page has no use for: most of them all, and large."""
 
 
@@ -54,7 +54,7 @@ def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]
     waiting: deque[dict[str, Any]] = deque()
     now = 0.0
     while True:
-        status = _status(folder)
+        facts = json.loads((folder / "manifest.json").read_text())
         waiting.extend(tail.news())
         if pace is not None:
             now = pace * (time.monotonic() - began)
@@ -64,8 +64,9 @@ def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]
             ready.append(waiting.popleft())
         if pace is None:
             now = max([now, *(event["time"] for event in ready)])
-        over = status["status"] != RUNNING and not waiting
-        yield {"events": shown(ready, now), "now": now, "over": status if over else None}
+        over = facts["status"] != RUNNING and not waiting
+        status = {"status": facts["status"], "error": facts["error"]} if over else None
+        yield {"events": shown(ready, now), "now": now, "over": status}
         if over:
             return
         time.sleep(INTERVAL)
@@ -76,7 +77,7 @@ def shown(events: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:
     found = []
     for event in events:
         kind = event["event"]
-        if kind in _TOLD:
+        if kind in _UNSHOWN:
             continue
         if kind in BARS:
             if event["time"] >= now - HISTORY:
@@ -96,8 +97,3 @@ def shown(events: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:
         else:
             found.append(event)
     return found
-
-
-def _status(folder: Path) -> dict[str, Any]:
-    facts = json.loads((folder / "manifest.json").read_text())
-    return {"status": facts["status"], "error": facts["error"]}
