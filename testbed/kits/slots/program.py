@@ -18,11 +18,10 @@ from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.slots import weights
 from testbed.kits.slots.arrangement import Arrangement
 from testbed.kits.slots.casts import CASTS, Acknowledged, CastExchange, Losses, Notes, Outputs, Repeated, Transmit
-from testbed.kits.slots.gathering import PATIENCE, Gathering, Tested
 from testbed.kits.slots.missing import OnMissing, Usable, Work
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import SlotDetails, SlotOptions, neuron_values, test_batch, timetable_of
-from testbed.kits.slots.samples import MicroBatches, TestRuns
+from testbed.kits.slots.samples import PATIENCE, Gathering, MicroBatches, Tested, TestRuns
 from testbed.kits.slots.timeslots import LayerAction, SlotSegment, segments, slots
 from testbed.method import Job
 from testbed.models.slices import pick

@@ -37,21 +37,23 @@ def _of_run(name: str, record: Record) -> float | None:
     return _share(name, record.of("maintenance"))
 
 
+def _reports(record: Record, *keys: str) -> list[tuple[tuple[int, ...], list[Event]]]:
+    """Return the counts of all devices in groups of equal fields, in their order."""
+    found: dict[tuple[int, ...], list[Event]] = {}
+    for event in record.of("maintenance"):
+        found.setdefault(tuple(event.fields[key] for key in keys), []).append(event)
+    return sorted(found.items())
+
+
 def _of_layers(name: str, record: Record) -> dict[str, float]:
     """Return a share by layer, over the whole run."""
-    reports: dict[int, list[Event]] = {}
-    for event in record.of("maintenance"):
-        reports.setdefault(event.fields["layer"], []).append(event)
-    shares = {str(layer): _share(name, events) for layer, events in sorted(reports.items())}
+    shares = {str(layer): _share(name, events) for (layer,), events in _reports(record, "layer")}
     return {layer: share for layer, share in shares.items() if share is not None}
 
 
 def _over_time(name: str, record: Record) -> list[dict[str, Any]]:
     """Return a share by layer over time, of all devices that reported it in the same step."""
-    reports: dict[tuple[int, int], list[Event]] = {}
-    for event in record.of("maintenance"):
-        reports.setdefault((event.fields["step"], event.fields["layer"]), []).append(event)
-    shares = [(events[-1].time, layer, _share(name, events)) for (_, layer), events in sorted(reports.items())]
+    shares = [(each[-1].time, layer, _share(name, each)) for (_, layer), each in _reports(record, "step", "layer")]
     return [{"time": at, "layer": f"layer {layer}", name: share} for at, layer, share in shares if share is not None]
 
 
@@ -79,12 +81,8 @@ def _credibility(record: Record) -> list[dict[str, Any]]:
     ]
 
 
-def _changes(cause: str | None = None) -> Any:
-    def count(record: Record) -> int | None:
-        found = record.of("rearrangement")
-        return sum(cause in (None, event.fields["cause"]) for event in found)
-
-    return count
+def _changes(cause: str | None, record: Record) -> int:
+    return sum(cause in (None, event.fields["cause"]) for event in record.of("rearrangement"))
 
 
 def _anew(record: Record) -> int:
@@ -132,13 +130,19 @@ DECLARED = Declared(
             "of one device at the end of the last window that judged it",
             partial(_last, _credibility, "credibility"),
         ),
-        Figure("rearrangements", "number", "decisions to move neurons, whatever the cause", _changes(), compared=True),
-        Figure("failures_found", "number", "devices that nobody heard for a window", _changes("failure")),
+        Figure(
+            "rearrangements",
+            "number",
+            "decisions to move neurons, whatever the cause",
+            partial(_changes, None),
+            compared=True,
+        ),
+        Figure("failures_found", "number", "devices that nobody heard for a window", partial(_changes, "failure")),
         Figure(
             "joins",
             "number",
             "devices that were given neurons after they had booted or were heard again",
-            _changes("join"),
+            partial(_changes, "join"),
         ),
         Figure(
             "neurons_anew",

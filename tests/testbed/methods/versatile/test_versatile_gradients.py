@@ -116,3 +116,19 @@ def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_bat
     nothing = asyncio.run(missing.results(Arrived(2, 2, 2, 2, poor)))
     assert nothing == Usable(None, "nothing")
     assert missing.learn(None, 2, 2, None, nothing) is None
+
+
+def test_past_outputs_stand_where_these_are_missing_as_a_whole_or_in_part():
+    missing = Maintenance(DynamicUpdate(VersatileOptions(past=True)), None)
+    mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": []})
+
+    def inputs(batch, tensor, gaps=None):
+        other = SenderPart("b", range(1, 3), tensor, {"rates": []}, gaps)
+        return missing.inputs(Arrived(0, batch, 2, 3, (mine, other))).tolist()
+
+    assert inputs(0, None) == [[1, 0, 0]] * 2, "nothing is known of the past"
+    assert inputs(1, torch.tensor([[2.0, 3.0], [4.0, 7.0]])) == [[1, 2, 3], [1, 4, 7]]
+    assert inputs(2, None) == [[1, 3, 5]] * 2
+    gaps = torch.tensor([[True, False], [False, False]])
+    assert inputs(3, torch.tensor([[0.0, 8.0], [9.0, 9.0]]), gaps) == [[1, 3, 8], [1, 9, 9]]
+    assert inputs(4, None) == [[1, 3, 5]] * 2, "what came in part is not kept"
